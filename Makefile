@@ -1,0 +1,69 @@
+# One virtual environment, made on first use and brought up to date when a file in INPUTS changes.
+# To choose: make test PYTHON=python3.12 VENV=.venv-312 JOBS=1 ARGS="-k early_stopping"
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= auto
+ARGS ?=
+
+RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.txt
+INPUTS := setup.py pyproject.toml constraints.txt
+
+# The tests pin one thread per process, so that sums are the same everywhere and two processes fit on two cores.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-slow check format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+demo: $(VENV)/.demo ## train a small GPT on Python's own source files
+	$(RUN) -m trainkit demo $(ARGS)
+
+test: $(VENV)/.test ## install what the tests need and run them
+	$(PYTEST) -n $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
+
+test-slow: $(VENV)/.test ## the tests marked slow, one after the other
+	$(PYTEST) -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+
+check: $(VENV)/.test ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(VENV)/.test ## let ruff put the source in order
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean: ## remove what builds, tests and tools leave behind (the environment stays)
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "expected Python 3.10 or newer, got: $$($(PYTHON) --version 2>&1)"; \
+	  echo "Name another one:  make $(MAKECMDGOALS) PYTHON=python3.11"; \
+	  exit 1; }
+	@rm -f $(VENV)/bin/python*
+	@$(PYTHON) -m venv $(VENV) || { \
+	  rm -f $(RUN); \
+	  echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; \
+	  exit 1; }
+
+# No Python there, or a link to one that has gone: then what the stamps say is worth nothing.
+ifeq ($(wildcard $(RUN)),)
+.PHONY: $(VENV)/.demo $(VENV)/.test
+endif
+
+# What the demo needs; the tests need that and more.
+$(VENV)/.demo: $(INPUTS) | $(RUN)
+	$(INSTALL) -e '.[tensorboard,plot]'
+	@touch $@
+
+$(VENV)/.test: $(INPUTS) | $(RUN)
+	$(INSTALL) -e '.[dev,tensorboard,wandb,plot]'
+	@touch $@ $(VENV)/.demo

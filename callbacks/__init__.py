@@ -1,0 +1,65 @@
+"""What a user attaches to a run: ``Trainer(callbacks=[EarlyStopping("val_loss")])``.
+
+Each callback has a file of its own, read when its name is first used. They know the core and nothing of the
+strategies, so every one works wherever a run runs.
+"""
+
+from __future__ import annotations
+
+if __name__ != "trainkit.callbacks":
+    raise ImportError(
+        f"expected this folder to be imported as the package 'trainkit.callbacks', got the name {__name__!r}. "
+        "Write: from trainkit.callbacks import EarlyStopping"
+    )
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trainkit.errors import nearest
+
+if TYPE_CHECKING:
+    from trainkit.callbacks.early_stopping import EarlyStopping
+    from trainkit.callbacks.gradient_clipping import GradientClipping
+    from trainkit.callbacks.lambda_callback import LambdaCallback
+    from trainkit.callbacks.learning_rate_monitor import LearningRateMonitor
+    from trainkit.callbacks.model_summary import ModelSummary
+    from trainkit.callbacks.nonfinite_guard import NonFiniteGuard
+    from trainkit.callbacks.progress_bar import TQDMProgressBar
+    from trainkit.callbacks.throughput_monitor import ThroughputMonitor
+    from trainkit.callbacks.timer import Timer
+
+__all__ = [
+    "EarlyStopping",
+    "GradientClipping",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "ModelSummary",
+    "NonFiniteGuard",
+    "TQDMProgressBar",
+    "ThroughputMonitor",
+    "Timer",
+]
+
+_FILES = {
+    "EarlyStopping": "early_stopping",
+    "GradientClipping": "gradient_clipping",
+    "LambdaCallback": "lambda_callback",
+    "LearningRateMonitor": "learning_rate_monitor",
+    "ModelSummary": "model_summary",
+    "NonFiniteGuard": "nonfinite_guard",
+    "TQDMProgressBar": "progress_bar",
+    "ThroughputMonitor": "throughput_monitor",
+    "Timer": "timer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{nearest(name, __all__)}")
+    value = getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

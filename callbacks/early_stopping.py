@@ -1,0 +1,242 @@
+"""``EarlyStopping``: end training when a metric no longer gets better."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.callback import Callback
+from trainkit.callbacks._checks import check_choice, check_int, check_number
+from trainkit.console import notice, warn
+from trainkit.errors import ConfigurationError, MissingMetricError, nearest
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["EarlyStopping"]
+
+
+class EarlyStopping(Callback):
+    """Watches a logged metric and stops training when it has not improved for ``patience`` checks.
+
+    A check is made after each validation (not the sanity check), or at the end of each training epoch where nothing
+    is validated or ``check_on_train_epoch_end`` says so. With several validations in an epoch, ``patience`` counts
+    validations. ``min_epochs`` and ``min_steps`` of the Trainer go before. Under ``fast_dev_run`` the metric is
+    looked for, but nothing is stopped.
+
+    Args:
+        monitor: name of the metric, as given to ``self.log``.
+        min_delta: a change of this much or less is no improvement; at least 0.
+        patience: that many checks in a row without an improvement stop training.
+        verbose: whether improvements and the reason for stopping are printed.
+        mode: ``"min"`` when smaller is better, ``"max"`` when larger is.
+        strict: whether a metric that was never logged is an error; if not, one warning says so and the check is left
+            out.
+        check_finite: whether a metric that is NaN or infinite stops training at once.
+        stopping_threshold: a metric better than this stops training at once: good enough.
+        divergence_threshold: a metric worse than this stops training at once: hopeless.
+        check_on_train_epoch_end: True: check at the end of each training epoch, False: after each validation. None:
+            after each validation, and at the end of training epochs if there is no validation or the metric is one of
+            training that is not known before.
+        log_rank_zero_only: with several processes, whether the main one alone prints.
+
+    Attributes:
+        best_score: the best value so far, a scalar tensor on the CPU.
+        wait_count: checks since the last improvement.
+        stopped_epoch: the epoch in which it stopped, 0 if it did not.
+        stopping_reason: why it stopped, in words; None if it did not.
+
+    Raises:
+        ConfigurationError: an argument out of its range.
+        MissingMetricError: ``monitor`` was never logged and ``strict`` is True; raised while training.
+
+    Example::
+
+        trainer = Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_monitor(monitor)
+        check_choice("EarlyStopping", "mode", mode, ("min", "max"))
+        check_int("EarlyStopping", "patience", patience, 0)
+        check_number("EarlyStopping", "min_delta", min_delta, 0.0)
+        if min_delta < 0:
+            raise ConfigurationError(
+                f"EarlyStopping(min_delta=...) expected a number of at least 0, got {min_delta!r}. It is an absolute "
+                "change, whatever the mode. Write: EarlyStopping('val_loss', min_delta=0.01)"
+            )
+        check_number("EarlyStopping", "stopping_threshold", stopping_threshold, 0.01, optional=True)
+        check_number("EarlyStopping", "divergence_threshold", divergence_threshold, 10.0, optional=True)
+        self.monitor = monitor
+        self.min_delta = float(min_delta)
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.log_rank_zero_only = log_rank_zero_only
+
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.stopping_reason: str | None = None
+        self.best_score = torch.tensor(math.inf if mode == "min" else -math.inf)
+        self._checked = False  # in this fit
+        self._validated = False  # in this fit, the sanity check not counted
+        self._at_train_epoch_end = False
+        self._warned = False
+        self._deferred = False
+
+    @property
+    def state_key(self) -> str:
+        """What its state is kept under; two of them with other metrics are two."""
+        return f"EarlyStopping{{'monitor': {self.monitor!r}, 'mode': {self.mode!r}}}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self.best_score,
+            "patience": self.patience,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.wait_count = int(state_dict["wait_count"])
+        self.stopped_epoch = int(state_dict["stopped_epoch"])
+        self.best_score = torch.as_tensor(state_dict["best_score"]).detach().cpu()
+        # patience is in the state for whoever reads it; what counts is the constructor's, so that it can be raised on
+        # resume
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.stopping_reason = None
+        self._checked = self._validated = self._warned = self._deferred = False
+        self._at_train_epoch_end = self.check_on_train_epoch_end is True
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.sanity_checking or trainer.stage != "fit":
+            return
+        self._validated = True
+        if self._at_train_epoch_end:
+            return
+        if self.check_on_train_epoch_end is None and not self._checked and self.monitor not in trainer.callback_metrics:
+            self._defer(trainer)
+            return
+        self._check(trainer, module)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.check_on_train_epoch_end is None and not self._checked:
+            # The first time that it can be told: after a validation that did not have it, or where there is none.
+            self._at_train_epoch_end = self._validated or not _validates(trainer)
+        if self._at_train_epoch_end:
+            self._check(trainer, module)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._validated and not self._checked:  # ended within the first epoch: the last chance to say it
+            self._check(trainer, module)
+
+    def _check(self, trainer: Trainer, module: TrainModule) -> None:
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None:
+            self._say_missing(trainer)
+            return
+        self._checked = True
+        if trainer.fast_dev_run:
+            return
+        stop, message = self._judge(value)
+        if stop:
+            trainer.should_stop = True
+            self.stopped_epoch = trainer.current_epoch
+            self.stopping_reason = message
+        if message is not None and self.verbose:
+            self._print(trainer, module, message)
+
+    def _judge(self, value: Tensor) -> tuple[bool, str | None]:
+        """Whether to stop, and what there is to say."""
+        current, best, name = float(value), float(self.best_score), self.monitor
+        sign = 1.0 if self.mode == "min" else -1.0
+        good, bad = self.stopping_threshold, self.divergence_threshold
+        if self.check_finite and not math.isfinite(current):
+            return True, f"{name} = {current} is not finite. Best value: {best:.6g}. Training stops."
+        if good is not None and sign * current < sign * good:
+            self._improve(value)
+            return True, f"{name} = {current:.6g} is better than stopping_threshold = {good}. Training stops."
+        if bad is not None and sign * current > sign * bad:
+            return True, f"{name} = {current:.6g} is worse than divergence_threshold = {bad}. Training stops."
+        if sign * current + self.min_delta < sign * best:
+            self._improve(value)
+            change = f" by {abs(best - current):.6g}" if math.isfinite(best) else ""
+            return False, f"{name} improved{change} to {current:.6g}."
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return False, None
+        return True, f"{name} has not improved for {self.wait_count} checks. Best value: {best:.6g}. Training stops."
+
+    def _improve(self, value: Tensor) -> None:
+        with torch.inference_mode(False):  # validation may run in it; what is kept must be an ordinary tensor
+            self.best_score = torch.tensor(value.item(), dtype=value.dtype)
+        self.wait_count = 0
+
+    def _defer(self, trainer: Trainer) -> None:
+        """A metric that validation did not log may be one of the training epoch: its end tells."""
+        if not self._deferred:
+            self._deferred = True
+            notice(
+                f"EarlyStopping: {self.monitor!r} was not logged before the end of validation, so it is looked for at "
+                f"the end of the training epoch.{nearest(self.monitor, trainer.callback_metrics)}"
+            )
+
+    def _say_missing(self, trainer: Trainer) -> None:
+        logged = sorted(trainer.callback_metrics)
+        text = (
+            f"EarlyStopping monitors {self.monitor!r}, which was not logged. Logged so far: "
+            f"{', '.join(map(repr, logged)) or 'nothing'}.{nearest(self.monitor, logged)} "
+        )
+        if self.strict:
+            raise MissingMetricError(
+                f"{text}Log it, in validation_step or training_step: self.log({self.monitor!r}, value); or monitor "
+                "another one; or pass strict=False to go on without it."
+            )
+        if not self._warned:
+            self._warned = True
+            warn(f"{text}It is left out, because of strict=False.")
+
+    def _print(self, trainer: Trainer, module: TrainModule, message: str) -> None:
+        if trainer.world_size == 1 or self.log_rank_zero_only:
+            module.print(message)
+        else:
+            print(f"[rank {module.global_rank}] {message}")
+
+
+def _check_monitor(monitor: Any) -> None:
+    if not isinstance(monitor, str) or not monitor:
+        raise ConfigurationError(
+            f"EarlyStopping(monitor=...) expected the name of a logged metric, got {monitor!r}. "
+            "Write: EarlyStopping('val_loss'), and in validation_step: self.log('val_loss', loss)"
+        )
+
+
+def _validates(trainer: Trainer) -> bool:
+    """Whether this fit has anything to validate."""
+    return any(count > 0 for count in trainer.num_val_batches)

@@ -1,0 +1,110 @@
+"""``GradientClipping``: what ``Trainer(gradient_clip_val=...)`` attaches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.callback import Callback
+from trainkit.callbacks._checks import check_choice, check_number
+from trainkit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["GradientClipping"]
+
+
+class GradientClipping(Callback):
+    """Limits the gradient before each update, by its norm or value by value, and logs the norm as ``grad_norm``.
+
+    The work is done by ``module.configure_gradient_clipping``, so a module that overrides it decides how it clips.
+    The limit is for the gradient of the whole window of ``accumulate_grad_batches``, after the loss scale of
+    ``16-mixed`` has been taken out. The norm that is logged is the one before clipping; nothing waits for the device.
+
+    Args:
+        gradient_clip_val: the largest norm of all gradients of the optimizer together, or the largest absolute value
+            of each; greater than 0. ``inf`` clips nothing but logs the norm. None leaves the value to an overridden
+            ``configure_gradient_clipping``.
+        gradient_clip_algorithm: ``"norm"`` scales all gradients by one factor (Pascanu, Mikolov, Bengio: On the
+            difficulty of training recurrent neural networks, ICML 2013); ``"value"`` limits each number for itself.
+        norm_type: which norm, 2.0 unless told; ``inf`` is the largest absolute value. Only for ``"norm"``.
+        log_norm: whether the norm is logged at log boundaries.
+
+    Raises:
+        ConfigurationError: an argument out of its range; attached to a module with manual optimization, or
+            ``norm_type`` other than 2 to one that overrides ``configure_gradient_clipping`` (both when training
+            starts).
+
+    Example::
+
+        trainer = Trainer(callbacks=[GradientClipping(1.0)])   # the same as Trainer(gradient_clip_val=1.0)
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        gradient_clip_val: float | None,
+        gradient_clip_algorithm: str = "norm",
+        norm_type: float = 2.0,
+        log_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        check_number("GradientClipping", "gradient_clip_val", gradient_clip_val, 1.0, optional=True)
+        if gradient_clip_val is not None and gradient_clip_val <= 0:
+            raise ConfigurationError(
+                f"gradient_clip_val expected a number greater than 0, got {gradient_clip_val!r}. To clip nothing, "
+                "leave it out: gradient_clip_val=None. To log the norm without clipping: GradientClipping(float('inf'))"
+            )
+        check_choice("GradientClipping", "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
+        check_number("GradientClipping", "norm_type", norm_type, 2.0)
+        if norm_type <= 0:
+            raise ConfigurationError(
+                f"GradientClipping(norm_type=...) expected a number greater than 0, got {norm_type!r}. "
+                "Write: GradientClipping(1.0, norm_type=2.0)"
+            )
+        if norm_type != 2.0 and gradient_clip_algorithm != "norm":
+            raise ConfigurationError(
+                f"GradientClipping(norm_type={norm_type!r}) has no meaning with gradient_clip_algorithm='value'. "
+                "Leave norm_type out, or write gradient_clip_algorithm='norm'."
+            )
+        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_algorithm = gradient_clip_algorithm
+        self.norm_type = float(norm_type)
+        self.log_norm = log_norm
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not module.automatic_optimization:
+            raise ConfigurationError(
+                "gradient clipping by the Trainer needs automatic optimization; under automatic_optimization = False "
+                "clip in training_step, before the update:\n"
+                "    self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm='norm')"
+            )
+        if self.norm_type != 2.0 and _overrides_clipping(module):
+            raise ConfigurationError(
+                f"GradientClipping(norm_type={self.norm_type}) cannot reach {type(module).__name__}."
+                "configure_gradient_clipping, which decides itself how it clips. Leave norm_type out, or leave out the "
+                "override."
+            )
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        norm = self._clip(trainer, module, optimizer)
+        if self.log_norm and isinstance(norm, Tensor) and trainer.should_log:
+            self.log("grad_norm", norm, on_step=True, on_epoch=False)
+
+    def _clip(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> Any:
+        value, algorithm = self.gradient_clip_val, self.gradient_clip_algorithm
+        if self.norm_type == 2.0 or value is None:
+            return module.configure_gradient_clipping(optimizer, value, algorithm)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return trainer.accelerator.clip_grad_norm_(parameters, value, norm_type=self.norm_type)
+
+
+def _overrides_clipping(module: TrainModule) -> bool:
+    from trainkit.module import TrainModule
+
+    return type(module).configure_gradient_clipping is not TrainModule.configure_gradient_clipping

@@ -1,0 +1,132 @@
+"""``LearningRateMonitor``: the learning rates, as the updates used them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from trainkit.callback import Callback
+from trainkit.callbacks._checks import check_choice
+from trainkit.console import warn
+from trainkit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["LearningRateMonitor"]
+
+
+class LearningRateMonitor(Callback):
+    """Logs the learning rate of every optimizer, at log boundaries or once per epoch.
+
+    What is logged at a step is the rate that this step's update used, before a scheduler changes it; for an epoch,
+    the rate that it began with. Names are ``lr-AdamW``; ``lr-AdamW`` and ``lr-AdamW-1`` for two optimizers of a
+    class; ``lr-AdamW/pg1``, ``lr-AdamW/pg2`` for parameter groups, or ``lr-AdamW/<name>`` where a group has a
+    ``"name"``. A ``"name"`` in the scheduler's configuration takes the place of ``lr-AdamW``.
+
+    Args:
+        logging_interval: ``"step"``, ``"epoch"``, or None: each optimizer at the interval of its scheduler (per step
+            without one).
+        log_momentum: whether momentum (or the first beta) is logged too, as ``<name>-momentum``.
+        log_weight_decay: whether weight decay is logged too, as ``<name>-weight_decay``.
+
+    Raises:
+        ConfigurationError: an unknown interval; a Trainer without a logger (when training starts).
+
+    Example::
+
+        trainer = Trainer(callbacks=[LearningRateMonitor(logging_interval="step")])
+    """
+
+    def __init__(
+        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
+    ) -> None:
+        super().__init__()
+        check_choice("LearningRateMonitor", "logging_interval", logging_interval, ("step", "epoch"), optional=True)
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self._names: dict[int, list[str]] = {}  # by id of the optimizer, one name per parameter group
+        self._intervals: dict[int, str] = {}
+
+    @property
+    def lr_names(self) -> list[str]:
+        """The names that are logged, in the order of the optimizers; known when training starts."""
+        return [name for names in self._names.values() for name in names]
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.loggers:
+            raise ConfigurationError(
+                "LearningRateMonitor has nothing to log to: the Trainer has no logger. Write Trainer(logger=True), or "
+                "leave out LearningRateMonitor."
+            )
+        configs = {config.optimizer_index: config for config in trainer.lr_scheduler_configs}
+        if not configs:
+            warn(
+                "LearningRateMonitor: no learning rate scheduler is configured; the rates that are logged stay the "
+                "same unless the module changes them."
+            )
+        bases = [
+            getattr(configs.get(index), "name", None) or f"lr-{type(optimizer).__name__}"
+            for index, optimizer in enumerate(trainer.optimizers)
+        ]
+        self._names.clear()
+        self._intervals.clear()
+        for index, (optimizer, base) in enumerate(zip(trainer.optimizers, _numbered(bases), strict=True)):
+            self._names[id(optimizer)] = _group_names(optimizer, base)
+            own = configs[index].interval if index in configs else "step"
+            self._intervals[id(optimizer)] = self.logging_interval or own
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        values: dict[str, float] = {}
+        for optimizer in trainer.optimizers:
+            if self._intervals.get(id(optimizer)) == "epoch":
+                values.update(self._values(optimizer))
+        if values:
+            self.log_dict(values, on_step=False, on_epoch=True)
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        if trainer.should_log and self._intervals.get(id(optimizer)) == "step":
+            self.log_dict(self._values(optimizer), on_step=True, on_epoch=False)
+
+    def _values(self, optimizer: Optimizer) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, group in zip(self._names[id(optimizer)], optimizer.param_groups, strict=False):
+            values[name] = float(group["lr"])
+            if self.log_momentum:
+                values[f"{name}-momentum"] = _momentum(group)
+            if self.log_weight_decay:
+                values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        return values
+
+
+def _numbered(bases: list[str]) -> list[str]:
+    """``[a, a, b]`` as ``[a, a-1, b]``."""
+    seen: Counter[str] = Counter()
+    names = []
+    for base in bases:
+        names.append(f"{base}-{seen[base]}" if seen[base] else base)
+        seen[base] += 1
+    return names
+
+
+def _group_names(optimizer: Optimizer, base: str) -> list[str]:
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        return [f"{base}/{groups[0]['name']}" if "name" in groups[0] else base]
+    names = [f"{base}/{group.get('name', f'pg{number}')}" for number, group in enumerate(groups, start=1)]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ConfigurationError(
+            f"LearningRateMonitor: parameter groups of {type(optimizer).__name__} share a name: {', '.join(twice)}. "
+            "Give each group a 'name' of its own, or none."
+        )
+    return names
+
+
+def _momentum(group: dict[str, Any]) -> float:
+    betas = group.get("betas")
+    return float(betas[0] if betas is not None else group.get("momentum", 0.0))

@@ -1,0 +1,253 @@
+"""``NonFiniteGuard``: notices a loss or gradient that is infinite or not a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.callback import Callback
+from trainkit.callbacks._checks import check_choice, check_int
+from trainkit.console import warn
+from trainkit.errors import ConfigurationError, NonFiniteError
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["NonFiniteGuard"]
+
+_NAMED = 8  # parameters named in a message, at most
+
+
+class _Findings(NamedTuple):
+    """What was computed for one update, still on its way to the host."""
+
+    update: int  # counted from 1
+    finite: Tensor  # scalar bool, on the host once `ready` has happened
+    ready: Any  # an event of the device, or None where `finite` is read directly
+    loss_finite: Tensor | None
+    largest: Tensor | None  # per parameter, the largest absolute value of its gradient
+    names: list[str]
+
+
+class NonFiniteGuard(Callback):
+    """Ends training, or leaves out the update, when the loss or a gradient is infinite or NaN.
+
+    ``action="raise"`` computes a flag for each update on the device and reads it one update later, when it has long
+    been there, so the device is never kept idle for it; the last update's is read when training ends. The update that
+    is named has then been made: the parameters are not to be used. ``action="skip"`` reads the flag at once (one host
+    read per update) and leaves the update out: parameters, optimizer state and schedulers stay as they were.
+
+    Under ``16-mixed`` gradients overflow as a matter of course while the loss scale finds its value, and the loss
+    scaler itself leaves out those updates. There only the loss is watched, whatever ``check`` says.
+
+    Args:
+        action: ``"raise"`` or ``"skip"``.
+        check: what is watched, of ``"loss"`` (of every micro-batch) and ``"grad"`` (of every parameter of the
+            optimizer, by its largest absolute value, so that large finite gradients pass).
+        warn_after: with ``"skip"``, a warning after that many skipped updates in a row.
+        max_consecutive: with ``"skip"``, that many in a row are an error; None for no limit.
+
+    Attributes:
+        skipped_updates: updates left out so far.
+        consecutive_skips: updates left out in a row, up to now.
+
+    Raises:
+        ConfigurationError: an argument out of its range; ``check=("grad",)`` under ``16-mixed`` (when training
+            starts).
+        NonFiniteError: while training; names the update, the loss, and the parameters with such a gradient.
+
+    Example::
+
+        trainer = Trainer(callbacks=[NonFiniteGuard(action="skip", max_consecutive=10)])
+    """
+
+    def __init__(
+        self,
+        action: str = "raise",
+        check: Sequence[str] = ("loss", "grad"),
+        warn_after: int = 3,
+        max_consecutive: int | None = 50,
+    ) -> None:
+        super().__init__()
+        check_choice("NonFiniteGuard", "action", action, ("raise", "skip"))
+        parts = (check,) if isinstance(check, str) else tuple(check)
+        if not parts:
+            raise ConfigurationError(
+                "NonFiniteGuard(check=...) expected 'loss', 'grad' or both, got nothing. Write: NonFiniteGuard()"
+            )
+        for part in parts:
+            check_choice("NonFiniteGuard", "check", part, ("loss", "grad"))
+        check_int("NonFiniteGuard", "warn_after", warn_after, 1)
+        check_int("NonFiniteGuard", "max_consecutive", max_consecutive, 1, optional=True)
+        self.action = action
+        self.check = parts
+        self.warn_after = warn_after
+        self.max_consecutive = max_consecutive
+        self.skipped_updates = 0
+        self.consecutive_skips = 0
+        self._watch_gradients = "grad" in parts
+        self._update = 0  # the latest that was looked at
+        self._losses: Tensor | None = None  # whether all losses since the last update are finite
+        self._pending: _Findings | None = None
+        self._names: dict[int, str] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped_updates": self.skipped_updates, "consecutive_skips": self.consecutive_skips}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.skipped_updates = int(state_dict["skipped_updates"])
+        self.consecutive_skips = int(state_dict["consecutive_skips"])
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        scaled = trainer.precision.scaler is not None
+        if scaled and "loss" not in self.check:
+            raise ConfigurationError(
+                "NonFiniteGuard(check=('grad',)) has nothing to do under precision='16-mixed': its loss scaler leaves "
+                "out updates whose gradient overflows. Write NonFiniteGuard(check=('loss',)), or 'bf16-mixed'."
+            )
+        self._watch_gradients = "grad" in self.check and not scaled
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._losses = self._pending = None
+
+    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
+        if "loss" in self.check:
+            finite = torch.isfinite(loss.detach()).all()
+            self._losses = finite if self._losses is None else self._losses & finite
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        if self.action == "raise":
+            self._read_pending()
+        findings = self._examine(optimizer, trainer.global_step + 1)
+        if findings is None:
+            return
+        if self.action == "raise":
+            self._pending = findings
+        else:
+            self._skip_if_needed(trainer, findings)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.check_now()
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self._losses = self._pending = None
+
+    def check_now(self) -> None:
+        """Read the flag of the latest update now, waiting for the device: before a save, and when training ends.
+
+        Raises:
+            NonFiniteError: that update's loss or gradient was not finite.
+        """
+        self._read_pending()
+        losses, self._losses = self._losses, None
+        if self.action == "raise" and losses is not None:  # of a closure, which runs after the gradients were looked at
+            self._pending = _Findings(max(self._update, 1), losses, None, losses, None, [])
+            self._read_pending()
+
+    def _examine(self, optimizer: Optimizer, update: int) -> _Findings | None:
+        """Compute, on the device, whether this update's loss and gradient are finite."""
+        losses, self._losses, self._update = self._losses, None, update
+        gradients, names = [], []
+        if self._watch_gradients:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        gradients.append(_dense(parameter.grad))
+                        names.append(self._names.get(id(parameter), "a parameter that is not the module's"))
+        largest = _largest(gradients) if gradients else None
+        flags = [] if losses is None else [losses]
+        if largest is not None:
+            flags.append(torch.isfinite(largest).all().to(losses.device if losses is not None else largest.device))
+        if not flags:
+            return None
+        finite = flags[0] if len(flags) == 1 else flags[0] & flags[1]
+        host, ready = _on_its_way_to_host(finite) if self.action == "raise" else (finite, None)
+        return _Findings(update, host, ready, losses, largest, names)
+
+    def _read_pending(self) -> None:
+        findings, self._pending = self._pending, None
+        if findings is None:
+            return
+        if findings.ready is not None:
+            # The update before this one: its work stands before a whole forward and backward that are queued already,
+            # so the device stays busy while the host waits here, if it has to wait at all.
+            findings.ready.synchronize()
+        if not bool(findings.finite):
+            raise NonFiniteError(
+                f"{_describe(findings)} That update has been made, so the parameters are not to be used. Lower the "
+                "learning rate or clip: Trainer(gradient_clip_val=1.0). To leave such updates out: "
+                "NonFiniteGuard(action='skip'). To find the operation: Trainer(detect_anomaly=True)."
+            )
+
+    def _skip_if_needed(self, trainer: Trainer, findings: _Findings) -> None:
+        if bool(findings.finite):
+            self.consecutive_skips = 0
+            return
+        trainer.accelerator.skip_update()
+        self.skipped_updates += 1
+        self.consecutive_skips += 1
+        if self.max_consecutive is not None and self.consecutive_skips >= self.max_consecutive:
+            raise NonFiniteError(
+                f"{self.consecutive_skips} updates in a row were left out (max_consecutive={self.max_consecutive}). "
+                f"The last: {_describe(findings)} Lower the learning rate, look at the data, or raise the limit: "
+                f"NonFiniteGuard(action='skip', max_consecutive={2 * self.max_consecutive})"
+            )
+        if self.consecutive_skips == self.warn_after:
+            warn(
+                f"NonFiniteGuard has left out {self.consecutive_skips} updates in a row, {self.skipped_updates} in "
+                f"all. The last: {_describe(findings)}"
+            )
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient; those of a sparse one without its zeros."""
+    gradient = gradient.detach()
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _largest(gradients: list[Tensor]) -> Tensor:
+    """The largest absolute value of each gradient, in one vector. NaN stays NaN; unlike a 2-norm it cannot overflow."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for position, gradient in enumerate(gradients):
+        groups.setdefault((gradient.device, gradient.dtype), []).append(position)
+    device = gradients[0].device
+    result: list[Tensor] = [torch.empty(0)] * len(gradients)
+    for positions in groups.values():
+        used = [i for i in positions if gradients[i].numel()]
+        for i in set(positions) - set(used):
+            result[i] = torch.zeros((), device=device)
+        for i, norm in zip(used, torch._foreach_norm([gradients[i] for i in used], float("inf")), strict=True):
+            result[i] = norm
+    if len(groups) > 1 or any(r.dtype != result[0].dtype for r in result):
+        result = [r.to(device=device, dtype=torch.float64 if device.type != "mps" else torch.float32) for r in result]
+    return torch.stack(result)
+
+
+def _on_its_way_to_host(flag: Tensor) -> tuple[Tensor, Any]:
+    """Start copying a flag to the host; what is returned may be read when the event has happened."""
+    if flag.device.type != "cuda":
+        return flag, None
+    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(flag.device))
+    return host, ready
+
+
+def _describe(findings: _Findings) -> str:
+    """In words what was not finite; waits for the device, which does not matter any more."""
+    causes = []
+    if findings.loss_finite is not None and not bool(findings.loss_finite):
+        causes.append("the loss")
+    if findings.largest is not None:
+        bad = [n for n, ok in zip(findings.names, torch.isfinite(findings.largest).tolist(), strict=True) if not ok]
+        if bad:
+            more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+            causes.append(
+                f"the gradient of {', '.join(bad[:_NAMED])}{more} ({len(bad)} of {len(findings.names)} parameters)"
+            )
+    return f"Not finite in update {findings.update}: {'; '.join(causes)}."

@@ -1,0 +1,240 @@
+"""``ThroughputMonitor``: how fast training goes, and what it waits for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from trainkit.callback import Callback
+from trainkit.callbacks._checks import check_callable, check_int, check_number
+from trainkit.callbacks._peak_flops import peak_flops
+from trainkit.console import notice
+from trainkit.data.nested import batch_size
+from trainkit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["ThroughputMonitor"]
+
+
+class _Mark(NamedTuple):
+    """The running totals when a window was full."""
+
+    time: float  # seconds, time spent in validation not counted
+    batches: int
+    samples: int
+    tokens: int
+    flops: float
+    waited: float
+
+
+class ThroughputMonitor(Callback):
+    """Logs samples, tokens and batches per second, the share of time spent waiting for data, and the FLOPs
+    utilization.
+
+    Rates are taken over the last ``window_size`` updates and logged at log boundaries, from the second update on (the
+    first has warm-up in it): ``throughput/samples_per_sec``, ``throughput/batches_per_sec`` (micro-batches) and
+    ``throughput/tokens_per_sec`` of all processes together, ``throughput/data_wait_share`` (0 to 1: between the end
+    of one batch and the start of the next, validation not counted), ``throughput/tflops_per_device`` and
+    ``throughput/mfu`` (model FLOPs utilization, 0 to 1; Chowdhery et al., PaLM, 2022).
+
+    Times are the host's. On CUDA the host runs ahead of the device, so at a log boundary, and only there, it waits
+    for the device before the time is taken; the window ends there, and its start is exact if it was a log boundary
+    too: choose ``window_size`` a multiple of ``log_every_n_steps``. A large ``data_wait_share`` on CUDA means little
+        while the rates are
+    good: the device may be busy meanwhile.
+
+    Args:
+        window_size: how many updates are averaged over.
+        batch_size_fn: number of samples in a batch; the first dimension of its first tensor unless told.
+        length_fn: number of tokens in a batch (of all its samples together); without it tokens are not logged.
+        flops_per_batch: FLOPs of the forward and backward of one batch, a number or a function of the batch.
+        available_flops: peak FLOP/s of one device; unless told from a table of known GPUs, by the precision.
+        measure_flops: count the FLOPs once, in the first batch's forward and backward (matrix products, convolutions
+            and attention, as ``torch.utils.flop_counter`` counts them), and scale them by the number of samples. What
+            is recomputed by activation checkpointing is counted again, and compiled code may not be counted at all:
+            then give ``flops_per_batch``.
+
+    Raises:
+        ConfigurationError: an argument out of its range; ``flops_per_batch`` together with ``measure_flops``.
+
+    Example::
+
+        monitor = ThroughputMonitor(length_fn=lambda batch: batch["tokens"].numel(), measure_flops=True)
+        trainer = Trainer(callbacks=[monitor])
+    """
+
+    def __init__(
+        self,
+        window_size: int = 100,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
+        flops_per_batch: float | Callable[[Any], float] | None = None,
+        available_flops: float | None = None,
+        measure_flops: bool = False,
+    ) -> None:
+        super().__init__()
+        check_int("ThroughputMonitor", "window_size", window_size, 1)
+        check_callable("ThroughputMonitor", "batch_size_fn", batch_size_fn, "lambda batch: len(batch)")
+        check_callable("ThroughputMonitor", "length_fn", length_fn, "lambda batch: batch.numel()")
+        if not callable(flops_per_batch):
+            _check_positive("flops_per_batch", flops_per_batch)
+        _check_positive("available_flops", available_flops)
+        if measure_flops and flops_per_batch is not None:
+            raise ConfigurationError(
+                "ThroughputMonitor got flops_per_batch and measure_flops=True, which say the same thing. Leave one out."
+            )
+        self.window_size = window_size
+        self.batch_size_fn = batch_size_fn or batch_size
+        self.length_fn = length_fn
+        self.flops_per_batch = flops_per_batch
+        self.available_flops = available_flops
+        self.measure_flops = measure_flops
+        self.flops_per_sample: float | None = None  # measured
+        self._marks: deque[_Mark] = deque(maxlen=window_size + 1)
+        self._counter: FlopCounterMode | None = None
+        self._counting = ExitStack()
+        self._peak: float | None = None
+        self._sync: Callable[[], None] | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        self._marks.clear()
+        self._batches = self._samples = self._tokens = 0
+        self._batch_samples = 0
+        self._flops = self._waited = self._paused = 0.0
+        self._batch_ended: float | None = None
+        self._pause_began: float | None = None
+        self._saw_backward = False
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._restart()
+        device = trainer.strategy.device
+        self._sync = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+        if self.flops_per_batch is None and not self.measure_flops:
+            return
+        self._peak = self.available_flops or _known_peak(trainer, device)
+        if self._peak is None:
+            notice(
+                f"ThroughputMonitor: the peak FLOP/s of this device ({device.type}, {trainer.precision.name}) is not "
+                "known, so throughput/mfu is not logged. Give it: ThroughputMonitor(available_flops=312e12)"
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        if self._batch_ended is not None:
+            self._waited += time.monotonic() - self._batch_ended
+        samples = self.batch_size_fn(batch)
+        self._batches += 1
+        self._batch_samples = samples
+        self._samples += samples
+        if self.length_fn is not None:
+            self._tokens += int(self.length_fn(batch))
+        if self.flops_per_batch is not None:
+            self._flops += self.flops_per_batch(batch) if callable(self.flops_per_batch) else self.flops_per_batch
+        elif self.flops_per_sample is not None:
+            self._flops += self.flops_per_sample * samples
+        elif self.measure_flops and samples > 0:
+            self._begin_counting()
+
+    def on_after_backward(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._counter is not None:
+            self._saw_backward = True
+            if module.automatic_optimization:
+                self._end_counting()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._counter is not None:
+            self._end_counting()
+        if trainer.accelerator.sync_gradients:
+            self._end_window(trainer)
+        self._batch_ended = time.monotonic()
+
+    def _end_window(self, trainer: Trainer) -> None:
+        if trainer.should_log and self._sync is not None:
+            self._sync()  # the metrics of this step are read next, which waits for the device anyway
+        now = time.monotonic() - self._paused
+        mark = _Mark(now, self._batches, self._samples, self._tokens, self._flops, self._waited)
+        self._marks.append(mark)
+        if trainer.should_log and now > self._marks[0].time:
+            self.log_dict(self._rates(self._marks[0], mark, trainer.world_size), on_step=True, on_epoch=False)
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._pause_began = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._pause_began is None:
+            return
+        pause = time.monotonic() - self._pause_began
+        self._pause_began = None
+        self._paused += pause
+        if self._batch_ended is not None:
+            self._batch_ended += pause
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if self._counter is not None:
+            self._end_counting()
+
+    def _rates(self, first: _Mark, last: _Mark, world_size: int) -> dict[str, float]:
+        seconds = last.time - first.time
+        # The logged value is the mean over the processes, so a rate of all of them is the mean times their number.
+        rates = {
+            "throughput/batches_per_sec": (last.batches - first.batches) / seconds * world_size,
+            "throughput/samples_per_sec": (last.samples - first.samples) / seconds * world_size,
+            "throughput/data_wait_share": (last.waited - first.waited) / seconds,
+        }
+        if self.length_fn is not None:
+            rates["throughput/tokens_per_sec"] = (last.tokens - first.tokens) / seconds * world_size
+        if self.flops_per_batch is not None or self.flops_per_sample is not None:
+            flops = (last.flops - first.flops) / seconds
+            rates["throughput/tflops_per_device"] = flops / 1e12
+            if self._peak is not None:
+                rates["throughput/mfu"] = flops / self._peak
+        return rates
+
+    def _begin_counting(self) -> None:
+        from torch.utils.flop_counter import FlopCounterMode  # imports much that few runs need
+
+        self._saw_backward = False
+        self._counter = FlopCounterMode(display=False)
+        self._counting.enter_context(self._counter)  # left in on_after_backward: the loop's own work is counted
+
+    def _end_counting(self) -> None:
+        counter, self._counter = self._counter, None
+        assert counter is not None
+        self._counting.close()
+        if not self._saw_backward:
+            return  # training_step returned None: the next batch is counted
+        self.flops_per_sample = counter.get_total_flops() / self._batch_samples
+        self._flops += self.flops_per_sample * self._batch_samples
+        if self.flops_per_sample == 0:
+            notice(
+                "ThroughputMonitor counted no FLOPs in the first batch (compiled code, perhaps). Give them: "
+                "ThroughputMonitor(flops_per_batch=...)"
+            )
+
+
+def _check_positive(name: str, value: Any) -> None:
+    check_number("ThroughputMonitor", name, value, 1e12, optional=True)
+    if value is not None and value <= 0:
+        raise ConfigurationError(
+            f"ThroughputMonitor({name}=...) expected a number greater than 0, got {value!r}. "
+            f"Write, for example: ThroughputMonitor({name}=1e12)"
+        )
+
+
+def _known_peak(trainer: Trainer, device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    dtype = trainer.precision.autocast_dtype or trainer.precision.parameter_dtype
+    return peak_flops(torch.cuda.get_device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")

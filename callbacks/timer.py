@@ -1,0 +1,187 @@
+"""``Timer``: how long training, validation and testing take, and an end to training when its time is up."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from trainkit.callback import Callback
+from trainkit.callbacks._checks import check_choice
+from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["Timer"]
+
+_STAGES = ("train", "validate", "test", "predict", "sanity_check")
+_FORMAT = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
+
+
+class Timer(Callback):
+    """Measures how long each stage takes and stops training when ``duration`` has passed. ``Trainer(max_time=...)``
+    attaches it.
+
+    Times are seconds of a monotonic clock: setting the machine's clock changes nothing. The time of ``"train"`` runs
+    from ``on_train_start`` to ``on_train_end``, validation in between included, and goes on from where it was after a
+    resume; the sanity check, before it, is timed by itself.
+
+    Args:
+        duration: ``"DD:HH:MM:SS"``, a ``timedelta``, a dict of ``timedelta``'s arguments (``{"hours": 12}``), or None
+            to measure only.
+        interval: ``"step"`` looks after each batch, ``"epoch"`` at the end of each epoch.
+        verbose: whether a line is printed when the time is up.
+
+    Raises:
+        ConfigurationError: a duration that cannot be understood or is not longer than 0, or an unknown interval.
+
+    Example::
+
+        timer = Timer("00:12:00:00")
+        Trainer(callbacks=[timer]).fit(module)
+        print(timer.time_elapsed("train"), timer.time_elapsed("validate"))
+    """
+
+    def __init__(
+        self,
+        duration: str | timedelta | dict[str, float] | None = None,
+        interval: str = "step",
+        verbose: bool = True,
+    ) -> None:
+        super().__init__()
+        check_choice("Timer", "interval", interval, ("step", "epoch"))
+        self.duration = _seconds(duration)
+        self.interval = interval
+        self.verbose = verbose
+        self._start: dict[str, float] = {}
+        self._end: dict[str, float] = {}
+        self._before: dict[str, float] = {}  # seconds of earlier runs, of a resume
+        self._stopped = False
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """When the stage began last, in seconds of ``time.monotonic``; None if it has not."""
+        return self._start.get(_known(stage))
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """When the stage ended last, in seconds of ``time.monotonic``; None if it has not or is running."""
+        return self._end.get(_known(stage))
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds spent in the stage.
+
+        For ``"train"`` in this fit and those that it was resumed from, for the others in all of their runs.
+        """
+        return self._before.get(_known(stage), 0.0) + self._running(stage)
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Seconds that are left of ``duration``, which is for training; None without a duration."""
+        return None if self.duration is None else self.duration - self.time_elapsed(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES if self.time_elapsed(stage)}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._before = {stage: float(seconds) for stage, seconds in state_dict["time_elapsed"].items()}
+        self._start.clear()
+        self._end.clear()
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._stopped = False
+        self._begin("train")
+        self._check(trainer, module)  # a resumed run may have used up its time
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("train")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.interval == "step" and self.duration is not None:
+            self._check(trainer, module)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.interval == "epoch":
+            self._check(trainer, module)
+
+    def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("sanity_check")
+
+    def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("sanity_check")
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.sanity_checking:
+            self._begin("validate")
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.sanity_checking:
+            self._finish("validate")
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("test")
+
+    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("test")
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("predict")
+
+    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("predict")
+
+    def _begin(self, stage: str) -> None:
+        if stage != "train":  # the runs of a stage add up
+            self._before[stage] = self.time_elapsed(stage)
+        self._start[stage] = time.monotonic()
+        self._end.pop(stage, None)
+
+    def _finish(self, stage: str) -> None:
+        self._end[stage] = time.monotonic()
+
+    def _running(self, stage: str) -> float:
+        """Seconds of the latest run of the stage."""
+        if stage not in self._start:
+            return 0.0
+        return self._end.get(stage, time.monotonic()) - self._start[stage]
+
+    def _check(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._stopped or self.duration is None or self.time_elapsed() < self.duration:
+            return
+        self._stopped = True
+        trainer.should_stop = True
+        if self.verbose:
+            elapsed = timedelta(seconds=int(self.time_elapsed()))
+            module.print(f"Time limit of {timedelta(seconds=self.duration)} reached: training stops after {elapsed}.")
+
+
+def _known(stage: str) -> str:
+    if stage not in _STAGES:
+        raise UnknownNameError(f"unknown stage {stage!r}; known: {', '.join(_STAGES)}.{nearest(str(stage), _STAGES)}")
+    return stage
+
+
+def _seconds(duration: Any) -> float | None:
+    if duration is None:
+        return None
+    fix = "Write Timer('00:12:00:00') (days:hours:minutes:seconds), Timer(timedelta(hours=12)) or Timer({'hours': 12})."
+    if isinstance(duration, str):
+        match = _FORMAT.fullmatch(duration.strip())
+        if match is None:
+            raise ConfigurationError(f"Timer(duration=...) expected 'DD:HH:MM:SS', got {duration!r}. {fix}")
+        days, hours, minutes, seconds = map(int, match.groups())
+        duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    elif isinstance(duration, dict):
+        try:
+            duration = timedelta(**duration)
+        except TypeError as error:
+            raise ConfigurationError(f"Timer(duration={duration!r}): {error}. {fix}") from error
+    if not isinstance(duration, timedelta):
+        raise ConfigurationError(
+            f"Timer(duration=...) expected 'DD:HH:MM:SS', a timedelta, a dict or None, got {duration!r}. {fix}"
+        )
+    if duration <= timedelta(0):
+        raise ConfigurationError(f"Timer(duration=...) expected more than 0 seconds, got {duration!r}. {fix}")
+    return duration.total_seconds()

@@ -1,0 +1,101 @@
+"""What the package is: name, dependencies, and where its folders lie."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+
+# The folders at the top that import as part of trainkit. trainkit/callbacks and trainkit/strategies are links to them
+# for an uninstalled checkout; nothing here depends on the links, which a zip file or Windows may not keep.
+MAPPED = {"trainkit.callbacks": "callbacks", "trainkit.strategies": "strategies"}
+
+TENSORBOARD = ["tensorboard"]
+WANDB = ["wandb"]
+DEEPSPEED = ["deepspeed>=0.19; platform_system == 'Linux'"]
+PLOT = ["matplotlib"]
+
+
+def version() -> str:
+    """The version, read and not imported: building must not need torch."""
+    match = re.search(r'^__version__ = "(.+)"$', (HERE / "trainkit" / "_version.py").read_text("utf-8"), re.MULTILINE)
+    if match is None:
+        raise RuntimeError('expected a line `__version__ = "x.y.z"` in trainkit/_version.py, found none')
+    return match[1]
+
+
+def long_description() -> str:
+    """The README, where there is one."""
+    readme = HERE / "README.md"
+    return readme.read_text("utf-8") if readme.exists() else ""
+
+
+def packages() -> list[str]:
+    """Every package under the name it imports as, each once whether or not the links are there."""
+    names = set(find_packages(str(HERE), include=["trainkit", "trainkit.*"]))
+    for package, folder in MAPPED.items():
+        names.add(package)
+        names.update(f"{package}.{name}" for name in find_packages(str(HERE / folder)))
+    return sorted(names)
+
+
+setup(
+    name="trainkit-torch",
+    version=version(),
+    description="Trains PyTorch models: subclass TrainModule and call Trainer.fit(), or keep your own loop",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["pytorch", "training", "deep learning", "trainer"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
+        "Operating System :: Microsoft :: Windows",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.10",
+    packages=packages(),
+    package_dir=MAPPED,
+    package_data={"trainkit": ["py.typed"]},
+    include_package_data=False,
+    zip_safe=False,
+    install_requires=["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML"],
+    extras_require={
+        "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
+        "deepspeed": DEEPSPEED,
+        # torch_xla loads with the torch of its own version only, so this one is not part of `all`.
+        "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
+        "plot": PLOT,
+        "all": [*TENSORBOARD, *WANDB, *DEEPSPEED, *PLOT],
+        "dev": [
+            "build",
+            "hypothesis",
+            "mypy",
+            "pytest>=9",
+            "pytest-xdist",
+            "ruff",
+            "scikit-learn",
+            "scipy",
+            "setuptools>=77",
+            "torchmetrics",
+            "types-PyYAML",
+            "types-tqdm",
+        ],
+    },
+    entry_points={"console_scripts": ["trainkit = trainkit.cli.main:main"]},
+)

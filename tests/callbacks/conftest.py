@@ -1,0 +1,127 @@
+"""A trainer that only has attributes, for testing one hook at a time; and real ones, for whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit import Callback, Trainer
+from trainkit.loggers import Logger
+from trainkit.precision import Precision
+
+
+class Clock:
+    """Stands for the module ``time`` in a callback's file; moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class FakeModule(torch.nn.Linear):
+    """Two parameters, and what a callback uses of a ``TrainModule``; remembers what is logged and printed."""
+
+    automatic_optimization = True
+    global_rank = 0
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.logged: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+        self.printed: list[str] = []
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        self.logged[name] = value
+        self.options = options
+
+    def log_dict(self, values: dict[str, Any], **options: Any) -> None:
+        for name, value in values.items():
+            self.log(name, value, **options)
+
+    def print(self, text: str) -> None:
+        self.printed.append(text)
+
+
+@pytest.fixture
+def module() -> Any:
+    return FakeModule()
+
+
+@pytest.fixture
+def trainer() -> Any:
+    """What callbacks read of a Trainer in the middle of ``fit``: epochs of ten batches, two batches of validation."""
+    skips: list[int] = []
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(skip_update=lambda: skips.append(1), skips=skips, sync_gradients=True),
+        callback_metrics={},
+        current_epoch=0,
+        fast_dev_run=False,
+        global_step=0,
+        is_global_zero=True,
+        loggers=[object()],
+        lr_scheduler_configs=[],
+        max_epochs=2,
+        num_predict_batches=[3],
+        num_sanity_val_batches=[1],
+        num_test_batches=[3],
+        num_training_batches=10,
+        num_val_batches=[2],
+        optimizers=[],
+        precision=Precision("32-true"),
+        progress_bar_metrics={},
+        sanity_checking=False,
+        should_log=True,
+        should_stop=False,
+        stage="fit",
+        strategy=SimpleNamespace(device=torch.device("cpu")),
+        world_size=1,
+    )
+
+
+class RecordingLogger(Logger):
+    """Keeps what it is given: one (step, metrics) for each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def write_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def write_hyperparams(self, params: Mapping[str, Any]) -> None:
+        pass
+
+    def of(self, name: str) -> dict[int, float]:
+        """The values of one metric by step."""
+        return {step: metrics[name] for step, metrics in self.rows if name in metrics}
+
+
+@pytest.fixture
+def make_trainer() -> Callable[..., Trainer]:
+    """A Trainer on the CPU with these callbacks that prints nothing and logs every step into a ``RecordingLogger``."""
+
+    def make(*callbacks: Callback, **arguments: Any) -> Trainer:
+        defaults = {
+            "accelerator": "cpu",
+            "logger": RecordingLogger(),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            "max_epochs": 1,
+            "seed": 1,
+        }
+        return Trainer(callbacks=list(callbacks), **{**defaults, **arguments})
+
+    return make

@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny import TinyModule, tiny_loader
+
+from trainkit.callbacks import TQDMProgressBar, progress_bar
+from trainkit.errors import ConfigurationError
+
+
+class Terminal:
+    """What was written to standard output, which passes for a terminal."""
+
+    def __init__(self, capsys: Any) -> None:
+        self._capsys = capsys
+        self._text = ""
+
+    def getvalue(self) -> str:
+        self._text += self._capsys.readouterr().out
+        return self._text
+
+
+@pytest.fixture(autouse=True)
+def _stopped_clock(clock, monkeypatch) -> None:
+    monkeypatch.setattr(progress_bar, "time", clock)
+
+
+@pytest.fixture
+def terminal(capsys, monkeypatch) -> Terminal:
+    monkeypatch.setattr(progress_bar, "_is_live", lambda: True)
+    return Terminal(capsys)
+
+
+def draws(terminal: Terminal) -> list[str]:
+    """What was drawn, one bar after the other, without the moves of the cursor."""
+    parts = re.split(r"[\r\n]|\x1b\[A", terminal.getvalue())
+    return [part.strip() for part in parts if part.strip()]
+
+
+def train_epoch(callback: TQDMProgressBar, trainer: Any, module: Any, clock: Any, batches: int, seconds: float) -> None:
+    callback.on_train_epoch_start(trainer, module)
+    for batch_idx in range(batches):
+        clock.now += seconds
+        callback.on_train_batch_end(trainer, module, None, None, batch_idx)
+
+
+def evaluate(callback: TQDMProgressBar, trainer: Any, module: Any, clock: Any, stage: str, loaders: list[int]) -> None:
+    for loader, batches in enumerate(loaders):
+        for batch_idx in range(batches):
+            getattr(callback, f"on_{stage}_batch_start")(trainer, module, None, batch_idx, loader)
+            clock.now += 1.0
+            getattr(callback, f"on_{stage}_batch_end")(trainer, module, None, None, batch_idx, loader)
+    getattr(callback, f"on_{stage}_end")(trainer, module)
+
+
+@pytest.mark.parametrize("arguments", [{"refresh_rate": -1}, {"refresh_rate": 0.5}, {"process_position": -1}])
+def test_a_wrong_argument_is_named_with_its_fix(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"at least 0.*Write, for example: TQDMProgressBar"):
+        TQDMProgressBar(**arguments)
+
+
+def test_a_bar_on_a_terminal(trainer, module, clock, terminal) -> None:
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    trainer.progress_bar_metrics = {"train_loss": 0.123456}
+    train_epoch(callback, trainer, module, clock, 10, seconds=1.0)
+    assert draws(terminal)[-1].startswith("Epoch 0/1: 100%")
+    assert "10/10" in draws(terminal)[-1]
+    assert "train_loss=0.123" in draws(terminal)[-1]
+    callback.on_train_end(trainer, module)
+    assert terminal.getvalue().endswith("\n")  # the last bar stays
+    callback.teardown(trainer, module, "fit")
+
+
+def test_is_drawn_ten_times_a_second_at_most(trainer, module, clock, terminal) -> None:
+    trainer.num_training_batches = 10_000
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 10_000, seconds=1 / 1024)
+    assert 90 <= len(draws(terminal)) <= 100  # in 9.8 seconds
+    callback.on_train_end(trainer, module)
+    assert "10000/10000" in draws(terminal)[-1]  # however little time has passed
+
+
+def test_refresh_rate_counts_batches(trainer, module, clock, terminal) -> None:
+    callback = TQDMProgressBar(refresh_rate=4)
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 10, seconds=1.0)
+    counts = [match.group(1) for text in draws(terminal) if (match := re.search(r"(\d+)/10 \[", text))]
+    assert counts == ["0", "4", "8"]
+    callback.on_train_end(trainer, module)
+
+
+def test_refresh_rate_0_and_other_processes_show_nothing(trainer, module, clock, terminal) -> None:
+    for rate, is_main in [(0, True), (1, False)]:
+        trainer.is_global_zero = is_main
+        callback = TQDMProgressBar(refresh_rate=rate)
+        callback.setup(trainer, module, "fit")
+        train_epoch(callback, trainer, module, clock, 3, seconds=1.0)
+        evaluate(callback, trainer, module, clock, "validation", [2])
+        callback.on_train_end(trainer, module)
+        callback.teardown(trainer, module, "fit")
+    assert terminal.getvalue() == ""
+
+
+def test_an_epoch_of_unknown_length(trainer, module, clock, terminal) -> None:
+    trainer.num_training_batches, trainer.max_epochs = math.inf, -1
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 3, seconds=1.0)
+    assert draws(terminal)[-1].startswith("Epoch 0: 3it")
+    callback.on_train_end(trainer, module)
+
+
+def test_a_resumed_epoch_begins_where_it_was(trainer, module, clock, terminal) -> None:
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    callback.on_train_epoch_start(trainer, module)
+    clock.now += 1.0
+    callback.on_train_batch_end(trainer, module, None, None, 7)
+    assert "8/10" in draws(terminal)[-1]
+    assert callback._train is not None
+    assert callback._train.bar is not None
+    assert callback._train.bar.initial == 7  # of the rate, too
+    callback.on_train_end(trainer, module)
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_leave_keeps_the_bar_of_every_epoch(trainer, module, clock, terminal, leave: bool) -> None:
+    callback = TQDMProgressBar(leave=leave)
+    callback.setup(trainer, module, "fit")
+    for epoch in range(2):
+        trainer.current_epoch = epoch
+        train_epoch(callback, trainer, module, clock, 10, seconds=1.0)
+    callback.on_train_end(trainer, module)
+    lines = [text for text in terminal.getvalue().split("\n") if text.strip()]
+    assert len(lines) == (2 if leave else 1)
+
+
+def test_validation_in_fit_has_a_bar_below_that_goes_away(trainer, module, clock, terminal) -> None:
+    trainer.num_val_batches = [2, 3]
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 10, seconds=1.0)
+    trainer.progress_bar_metrics = {"val_loss": 2.0}
+    evaluate(callback, trainer, module, clock, "validation", [2, 3])
+    shown = draws(terminal)
+    assert any(text.startswith("Validation 0: 100%") and "2/2" in text for text in shown)
+    assert shown[-1].startswith("Epoch 0/1: 100%")
+    assert "val_loss=2" in shown[-1]
+    assert callback._evaluation is None
+    callback.on_train_end(trainer, module)
+
+
+@pytest.mark.parametrize(
+    "stage, name",
+    [("validation", "Validation"), ("test", "Test"), ("predict", "Prediction"), ("sanity", "Sanity check")],
+)
+def test_every_stage_has_a_bar(trainer, module, clock, terminal, stage: str, name: str) -> None:
+    callback = TQDMProgressBar()
+    trainer.stage = stage
+    if stage == "sanity":
+        trainer.sanity_checking, stage = True, "validation"
+    callback.setup(trainer, module, stage)
+    trainer.num_val_batches = trainer.num_sanity_val_batches = [3, 3]
+    trainer.num_test_batches = trainer.num_predict_batches = [3, 3]
+    evaluate(callback, trainer, module, clock, stage, [3, 3])
+    shown = draws(terminal)
+    for loader in range(2):
+        assert any(text.startswith(f"{name} {loader}: 100%") and "3/3" in text for text in shown)
+    callback.teardown(trainer, module, stage)
+
+
+def test_plain_lines_where_there_is_no_terminal(trainer, module, clock, capsys) -> None:
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    trainer.num_training_batches = 40
+    trainer.progress_bar_metrics = {"train_loss": 0.123456, "lr": 3e-5}
+    train_epoch(callback, trainer, module, clock, 40, seconds=0.5)
+    evaluate(callback, trainer, module, clock, "validation", [2])
+    trainer.progress_bar_metrics = {"train_loss": 0.1, "val_loss": 0.25}
+    callback.on_train_end(trainer, module)
+    assert capsys.readouterr().out.splitlines() == [
+        "Epoch 0/1: 30/40 batches, 2.0 batches/s, train_loss=0.1235, lr=3e-05",
+        "Epoch 0/1: 40/40 batches, 1.8 batches/s, train_loss=0.1, val_loss=0.25",
+    ]
+
+
+def test_plain_lines_of_a_stage_of_its_own(trainer, module, clock, capsys) -> None:
+    callback = TQDMProgressBar()
+    trainer.stage, trainer.num_test_batches = "test", [math.inf]
+    callback.setup(trainer, module, "test")
+    evaluate(callback, trainer, module, clock, "test", [4])
+    assert capsys.readouterr().out == "Test: 4/? batches, 1.0 batches/s\n"
+
+
+def test_print_goes_above_the_bar(trainer, module, clock, terminal) -> None:
+    callback = TQDMProgressBar()
+    callback.print("no bar", "yet")
+    assert terminal.getvalue() == "no bar yet\n"
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 5, seconds=1.0)
+    callback.print("a", 1, sep="-", flush=True)
+    shown = draws(terminal)
+    assert "a-1" in shown
+    assert shown[-1].startswith("Epoch 0/1:  50%")  # drawn again below
+    callback.on_train_end(trainer, module)
+
+
+def test_print_where_there_is_no_terminal(trainer, module, clock, capsys) -> None:
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 5, seconds=1.0)
+    callback.print("a line")
+    assert capsys.readouterr().out == "a line\n"
+
+
+@pytest.mark.parametrize("end", ["on_exception", "teardown"])
+def test_bars_are_closed_when_a_run_ends_early(trainer, module, clock, terminal, end: str) -> None:
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 5, seconds=1.0)
+    callback.on_validation_batch_start(trainer, module, None, 0)
+    getattr(callback, end)(trainer, module, KeyboardInterrupt() if end == "on_exception" else "fit")
+    assert not progress_bar._Bar._instances
+    assert terminal.getvalue().endswith("\n")
+    written = terminal.getvalue()
+    callback.on_train_batch_end(trainer, module, None, None, 5)
+    callback.on_validation_end(trainer, module)
+    assert terminal.getvalue() == written
+
+
+def test_starts_no_thread(trainer, module, clock, terminal) -> None:
+    before = threading.active_count()
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 2, seconds=1.0)
+    assert threading.active_count() == before
+    callback.teardown(trainer, module, "fit")
+
+
+def test_a_trainer_can_recognise_it() -> None:
+    assert TQDMProgressBar.is_progress_bar
+
+
+def _stdout(monkeypatch, stream: Any) -> bool:
+    monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stdout=stream))
+    return progress_bar._is_live()
+
+
+def test_what_passes_for_a_terminal(monkeypatch) -> None:
+    class Notebook:
+        __module__ = "ipykernel.iostream"
+
+        def isatty(self) -> bool:
+            return False
+
+    assert not _stdout(monkeypatch, None)  # a program without a console
+    assert not _stdout(monkeypatch, io.StringIO())
+    assert _stdout(monkeypatch, Notebook())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("lines, columns, live", [(24, 80, True), (24, 0, False), (0, 80, False)])
+def test_a_terminal_without_size_does_not_pass(monkeypatch, lines: int, columns: int, live: bool) -> None:
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    leader, follower = pty.openpty()
+    with open(leader, "rb"), open(follower, "w") as stream:
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        assert _stdout(monkeypatch, stream) is live
+
+
+class Chatty(TinyModule):
+    """Shows its losses in the bar and prints a line in the second batch."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.print("a line of the module")
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx) -> None:
+        self.log("val_loss", self.loss(batch) * 0 + self.current_epoch, prog_bar=True)
+
+
+def test_a_fit_without_a_terminal(make_trainer, capsys) -> None:
+    trainer = make_trainer(enable_progress_bar=True, max_epochs=2, num_sanity_val_steps=1)
+    trainer.fit(Chatty(), tiny_loader(), tiny_loader())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[0] == lines[2] == "a line of the module"
+    for epoch in range(2):  # with the metrics of the epoch that the line is about
+        pattern = rf"Epoch {epoch}/1: 4/4 batches, .* batches/s, .*val_loss={epoch}(,|$)"
+        assert re.match(pattern, lines[2 * epoch + 1])
+    assert isinstance(trainer.progress_bar_callback, TQDMProgressBar)
+
+
+def test_a_fit_on_a_terminal(make_trainer, terminal, clock) -> None:
+    class Timed(Chatty):
+        def training_step(self, batch, batch_idx):
+            clock.now += 1.0
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(enable_progress_bar=True, num_sanity_val_steps=1)
+    trainer.fit(Timed(), tiny_loader(), tiny_loader())
+    shown = draws(terminal)
+    assert "a line of the module" in shown
+    for start in ("Sanity check:", "Epoch 0/0:", "Validation:"):
+        assert any(text.startswith(start) for text in shown)
+    assert shown[-1].startswith("Epoch 0/0: 100%")
+    assert "val_loss=0" in shown[-1]
+    assert not progress_bar._Bar._instances
+
+
+def test_a_fit_that_fails_closes_its_bars(make_trainer, terminal) -> None:
+    class Failing(Chatty):
+        def validation_step(self, batch, batch_idx) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(enable_progress_bar=True).fit(Failing(), tiny_loader(), tiny_loader())
+    assert not progress_bar._Bar._instances
+
+
+def test_the_other_stages_of_a_trainer(make_trainer, capsys) -> None:
+    trainer = make_trainer(enable_progress_bar=True)
+    trainer.validate(Chatty(), tiny_loader(), verbose=False)
+    trainer.test(Chatty(), tiny_loader(), verbose=False)
+    trainer.predict(Chatty(), tiny_loader())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" batches,")[0] for line in lines] == ["Validation: 4/4", "Test: 4/4", "Prediction: 4/4"]

@@ -1,0 +1,328 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+
+from trainkit.callbacks import ThroughputMonitor, throughput_monitor
+from trainkit.callbacks._peak_flops import peak_flops
+from trainkit.errors import ConfigurationError
+from trainkit.precision import Precision
+
+
+@pytest.fixture(autouse=True)
+def _stopped_clock(clock, monkeypatch) -> None:
+    monkeypatch.setattr(throughput_monitor, "time", clock)
+
+
+@pytest.fixture
+def start(trainer, module) -> Any:
+    def started(**arguments: Any) -> ThroughputMonitor:
+        callback = ThroughputMonitor(**arguments)
+        callback._module = module
+        callback.on_train_start(trainer, module)
+        return callback
+
+    return started
+
+
+def batch_of(samples: int, length: int = 4) -> list[torch.Tensor]:
+    return [torch.zeros(samples, length)]
+
+
+def step(
+    callback: ThroughputMonitor, trainer: Any, module: Any, clock: Any, samples: list[int], wait: float = 1.0
+) -> dict[str, float]:
+    """One update of as many micro-batches, each after waiting and taking three seconds; what was logged."""
+    module.logged.clear()
+    for number, size in enumerate(samples, start=1):
+        clock.now += wait
+        callback.on_train_batch_start(trainer, module, batch_of(size), 0)
+        clock.now += 3.0
+        callback.on_after_backward(trainer, module)
+        trainer.accelerator.sync_gradients = number == len(samples)
+        callback.on_train_batch_end(trainer, module, None, batch_of(size), 0)
+    return dict(module.logged)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"window_size": 0}, ["window_size", "at least 1"]),
+        ({"batch_size_fn": 32}, ["batch_size_fn", "a function or None", "lambda batch"]),
+        ({"length_fn": "len"}, ["length_fn", "'len'"]),
+        ({"flops_per_batch": 0}, ["flops_per_batch", "greater than 0"]),
+        ({"available_flops": -1.0}, ["available_flops", "greater than 0"]),
+        ({"available_flops": "312e12"}, ["available_flops", "'312e12'"]),
+        ({"flops_per_batch": 1.0, "measure_flops": True}, ["Leave one out"]),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_fix(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ThroughputMonitor(**arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_rates_of_a_window(trainer, module, clock, start) -> None:
+    callback = start(window_size=2)
+    assert step(callback, trainer, module, clock, [8]) == {}  # the first update has warm-up in it
+    # From update to update: 1 s of waiting for data, 3 s of work.
+    assert step(callback, trainer, module, clock, [8]) == {
+        "throughput/batches_per_sec": 0.25,
+        "throughput/samples_per_sec": 2.0,
+        "throughput/data_wait_share": 0.25,
+    }
+    step(callback, trainer, module, clock, [8])
+    logged = step(callback, trainer, module, clock, [16], wait=5.0)  # the window: the last two updates, 12 s
+    assert logged == {
+        "throughput/batches_per_sec": 2 / 12,
+        "throughput/samples_per_sec": 24 / 12,
+        "throughput/data_wait_share": 6 / 12,
+    }
+    assert module.options == {"on_step": True, "on_epoch": False}
+
+
+def test_batches_are_micro_batches(trainer, module, clock, start) -> None:
+    callback = start()
+    step(callback, trainer, module, clock, [4, 4])
+    logged = step(callback, trainer, module, clock, [4, 2])
+    assert logged["throughput/batches_per_sec"] == 2 / 8
+    assert logged["throughput/samples_per_sec"] == 6 / 8
+
+
+def test_tokens_and_the_users_own_counts(trainer, module, clock, start) -> None:
+    callback = start(batch_size_fn=lambda batch: 10, length_fn=lambda batch: batch[0].numel())
+    step(callback, trainer, module, clock, [8])
+    logged = step(callback, trainer, module, clock, [8])
+    assert logged["throughput/samples_per_sec"] == 10 / 4
+    assert logged["throughput/tokens_per_sec"] == 32 / 4
+
+
+def test_rates_are_of_all_processes_together(trainer, module, clock, start) -> None:
+    trainer.world_size = 4
+    callback = start(length_fn=lambda batch: 8)
+    step(callback, trainer, module, clock, [8])
+    logged = step(callback, trainer, module, clock, [8])
+    assert logged["throughput/batches_per_sec"] == 4 * 0.25
+    assert logged["throughput/samples_per_sec"] == 4 * 2.0
+    assert logged["throughput/tokens_per_sec"] == 4 * 2.0
+    assert logged["throughput/data_wait_share"] == 0.25
+
+
+def test_time_in_validation_counts_for_nothing(trainer, module, clock, start) -> None:
+    callback = start()
+    step(callback, trainer, module, clock, [8])
+    callback.on_validation_start(trainer, module)
+    clock.now += 1000.0
+    callback.on_validation_end(trainer, module)
+    logged = step(callback, trainer, module, clock, [8])
+    assert logged["throughput/samples_per_sec"] == 2.0
+    assert logged["throughput/data_wait_share"] == 0.25
+
+
+def test_logs_at_log_boundaries_only(trainer, module, clock, start) -> None:
+    callback = start()
+    trainer.should_log = False
+    for _ in range(3):
+        assert step(callback, trainer, module, clock, [8]) == {}
+    trainer.should_log = True
+    assert step(callback, trainer, module, clock, [8])["throughput/samples_per_sec"] == 2.0
+
+
+def test_a_second_fit_starts_anew(trainer, module, clock, start) -> None:
+    callback = start()
+    step(callback, trainer, module, clock, [8])
+    clock.now += 1000.0
+    callback.on_train_start(trainer, module)
+    assert step(callback, trainer, module, clock, [8]) == {}
+    assert step(callback, trainer, module, clock, [8])["throughput/data_wait_share"] == 0.25
+
+
+@pytest.mark.parametrize("flops", [8e12, lambda batch: 1e12 * len(batch[0])])
+def test_utilization(trainer, module, clock, start, flops: Any) -> None:
+    trainer.world_size = 2  # a share, and per device: not multiplied
+    callback = start(flops_per_batch=flops, available_flops=20e12)
+    step(callback, trainer, module, clock, [8])
+    logged = step(callback, trainer, module, clock, [8])
+    assert logged["throughput/tflops_per_device"] == 2.0
+    assert logged["throughput/mfu"] == 0.1
+
+
+def test_without_a_known_peak_there_is_one_notice_and_no_utilization(trainer, module, clock, start, caplog) -> None:
+    caplog.set_level("INFO", "trainkit")
+    callback = start(flops_per_batch=8e12)
+    step(callback, trainer, module, clock, [8])
+    logged = step(callback, trainer, module, clock, [8])
+    assert logged["throughput/tflops_per_device"] == 2.0
+    assert "throughput/mfu" not in logged
+    assert len(caplog.messages) == 1
+    assert "(cpu, 32-true)" in caplog.messages[0]
+    assert "ThroughputMonitor(available_flops=312e12)" in caplog.messages[0]
+    start()  # without FLOPs nothing is missing
+    assert len(caplog.messages) == 1
+
+
+def measured_step(callback: ThroughputMonitor, trainer: Any, module: Any, samples: int) -> None:
+    """Forward and backward of Linear(2, 1), within the hooks."""
+    inputs = torch.ones(samples, 2, requires_grad=True)
+    callback.on_train_batch_start(trainer, module, inputs, 0)
+    loss = torch.nn.functional.linear(inputs, module.weight).sum()
+    loss.backward()
+    callback.on_after_backward(trainer, module)
+    callback.on_train_batch_end(trainer, module, None, inputs, 0)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_flops_are_counted_once(trainer, module, clock, start, automatic: bool) -> None:
+    module.automatic_optimization = automatic
+    callback = start(measure_flops=True, available_flops=1000.0)
+    measured_step(callback, trainer, module, 8)
+    # Forward 2·8·2·1, and as much again for each of the two gradients.
+    assert callback.flops_per_sample == 3 * 2 * 2
+    clock.now += 1.0
+    measured_step(callback, trainer, module, 4)
+    assert module.logged["throughput/mfu"] == 4 * 12 / 1000
+    assert callback.flops_per_sample == 12
+
+
+def test_a_batch_without_backward_is_not_what_is_counted(trainer, module, start) -> None:
+    callback = start(measure_flops=True)
+    callback.on_train_batch_start(trainer, module, batch_of(8), 0)
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    callback.on_train_batch_end(trainer, module, None, batch_of(8), 0)
+    assert callback.flops_per_sample is None
+    measured_step(callback, trainer, module, 8)
+    assert callback.flops_per_sample == 12
+
+
+def test_counting_ends_with_an_exception(trainer, module, start) -> None:
+    callback = start(measure_flops=True)
+    callback.on_train_batch_start(trainer, module, batch_of(8), 0)
+    callback.on_exception(trainer, module, RuntimeError())
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_no_flops_found_is_said(trainer, module, start, caplog) -> None:
+    caplog.set_level("INFO", "trainkit")
+    callback = start(measure_flops=True, available_flops=1.0)
+    callback.on_train_batch_start(trainer, module, batch_of(8), 0)
+    callback.on_after_backward(trainer, module)
+    assert "ThroughputMonitor(flops_per_batch=...)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name, dtype, tf32, teraflops",
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, False, 989.0),
+        ("NVIDIA H100 PCIe", torch.bfloat16, False, 756.0),
+        ("NVIDIA H100 NVL", torch.float16, False, 835.0),
+        ("NVIDIA H200", torch.float32, False, 67.0),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, True, 156.0),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, False, 19.5),
+        ("NVIDIA A100-SXM4-80GB", torch.float64, False, None),
+        ("NVIDIA A10", torch.bfloat16, False, 125.0),
+        ("NVIDIA A10G", torch.bfloat16, False, None),
+        ("NVIDIA L40S", torch.bfloat16, False, 362.0),
+        ("NVIDIA L4", torch.bfloat16, False, 121.0),
+        ("Tesla V100-SXM2-16GB", torch.float16, False, 125.0),
+        ("Tesla V100-SXM2-16GB", torch.bfloat16, False, None),
+        ("Tesla V100-SXM2-16GB", torch.float32, True, 15.7),
+        ("Tesla T4", torch.float32, False, 8.1),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, False, 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, False, None),
+        ("NVIDIA GeForce RTX 3090 Ti", torch.bfloat16, False, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, False, None),
+        ("AMD Instinct MI300X", torch.bfloat16, False, 1307.4),
+        ("Some GPU", torch.bfloat16, False, None),
+    ],
+)
+def test_known_peaks(name: str, dtype: torch.dtype, tf32: bool, teraflops: float | None) -> None:
+    expected = None if teraflops is None else teraflops * 1e12
+    assert peak_flops(name, dtype, tf32) == expected
+
+
+@pytest.mark.parametrize("precision, teraflops", [("bf16-mixed", 989.0), ("16-true", 989.0), ("32-true", 67.0)])
+def test_the_peak_is_that_of_the_runs_precision(trainer, monkeypatch, precision: str, teraflops: float) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    trainer.precision = Precision(precision)
+    assert throughput_monitor._known_peak(trainer, torch.device("cuda", 0)) == teraflops * 1e12
+
+
+def test_waits_for_the_device_at_log_boundaries_only(trainer, module, clock, start) -> None:
+    callback = start()
+    waits: list[float] = []
+    callback._sync = lambda: waits.append(clock.now)
+    for should_log in (False, False, True, False):
+        trainer.should_log = should_log
+        step(callback, trainer, module, clock, [8])
+    assert waits == [1012.0]
+
+
+class TimedSteps(TinyModule):
+    """Each training step takes three seconds of the stopped clock."""
+
+    def __init__(self, clock: Any) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch, batch_idx):
+        self.clock.now += 3
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx) -> None:
+        self.clock.now += 1000
+
+
+class Slow(torch.utils.data.Dataset):
+    """Sixteen samples, a quarter of a second each."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock = clock
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.clock.now += 0.25
+        return torch.ones(4), torch.ones(1)
+
+
+def test_a_fit(make_trainer, clock) -> None:
+    monitor = ThroughputMonitor(length_fn=lambda batch: batch[0].numel(), measure_flops=True, available_flops=1e3)
+    trainer = make_trainer(monitor, max_epochs=2, log_every_n_steps=2)
+    loader = torch.utils.data.DataLoader(Slow(clock), batch_size=4)
+    trainer.fit(TimedSteps(clock), loader, torch.utils.data.DataLoader(Slow(clock), batch_size=16))
+    # Four samples in four seconds, of which fetching them took one; validation between the epochs does not count.
+    for step in (2, 4, 6, 8):
+        row = {name: value for at, metrics in trainer.logger.rows if at == step for name, value in metrics.items()}
+        assert {name: value for name, value in row.items() if name.startswith("throughput/")} == {
+            "throughput/batches_per_sec": 0.25,
+            "throughput/samples_per_sec": 1.0,
+            "throughput/tokens_per_sec": 4.0,
+            "throughput/data_wait_share": 0.25,
+            "throughput/tflops_per_device": 16e-12,  # forward and the weight's gradient, 2·4 each
+            "throughput/mfu": 0.016,
+        }
+
+
+def test_counting_flops_does_not_change_training(make_trainer) -> None:
+    weights = []
+    for callbacks in ([], [ThroughputMonitor(measure_flops=True, available_flops=1e3)]):
+        torch.manual_seed(0)
+        module = TinyModule()
+        make_trainer(*callbacks, accumulate_grad_batches=2).fit(module, tiny_loader())
+        weights.append(module.layer.weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_a_fit_that_fails_while_flops_are_counted_leaves_no_mode_behind(make_trainer) -> None:
+    class Failing(TinyModule):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("as meant")
+
+    with pytest.raises(RuntimeError, match="as meant"):
+        make_trainer(ThroughputMonitor(measure_flops=True, available_flops=1.0)).fit(Failing(), tiny_loader())
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

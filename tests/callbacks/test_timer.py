@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from tiny import TinyModule, tiny_loader
+
+from trainkit.callbacks import Timer, timer
+from trainkit.errors import ConfigurationError, UnknownNameError
+
+
+@pytest.fixture(autouse=True)
+def _stopped_clock(clock, monkeypatch) -> None:
+    monkeypatch.setattr(timer, "time", clock)
+
+
+@pytest.mark.parametrize(
+    "duration, seconds",
+    [
+        ("00:00:00:01", 1.0),
+        ("01:02:03:04", 93784.0),
+        ("00:00:90:00", 5400.0),
+        (timedelta(minutes=1.5), 90.0),
+        ({"hours": 1, "minutes": 0.5}, 3630.0),
+        (None, None),
+    ],
+)
+def test_durations(duration: Any, seconds: float | None) -> None:
+    assert Timer(duration).duration == seconds
+    assert Timer(duration).time_remaining() == seconds
+
+
+@pytest.mark.parametrize(
+    "duration", ["12:00:00", "1 day", "", 60, {"hour": 1}, timedelta(0), "00:00:00:00", {"days": -1}]
+)
+def test_a_duration_that_cannot_be_understood(duration: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"Timer\('00:12:00:00'\)"):
+        Timer(duration)
+
+
+def test_an_unknown_interval_or_stage() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'epoch'"):
+        Timer(interval="epochs")
+    with pytest.raises(UnknownNameError, match="Did you mean 'validate'"):
+        Timer().time_elapsed("validation")
+
+
+def test_stops_when_the_time_is_up(trainer, module, clock) -> None:
+    callback = Timer("00:00:01:40")
+    callback.on_train_start(trainer, module)
+    clock.now += 99
+    callback.on_train_batch_end(trainer, module, None, None, 0)
+    assert not trainer.should_stop
+    assert (callback.time_elapsed(), callback.time_remaining()) == (99, 1)
+    clock.now += 1
+    callback.on_train_batch_end(trainer, module, None, None, 1)
+    assert trainer.should_stop
+    callback.on_train_batch_end(trainer, module, None, None, 2)
+    assert module.printed == ["Time limit of 0:01:40 reached: training stops after 0:01:40."]  # once
+
+
+def test_interval_epoch_looks_at_the_end_of_epochs_only(trainer, module, clock) -> None:
+    callback = Timer(timedelta(seconds=10), interval="epoch", verbose=False)
+    callback.on_train_start(trainer, module)
+    clock.now += 11
+    callback.on_train_batch_end(trainer, module, None, None, 0)
+    assert not trainer.should_stop
+    callback.on_train_epoch_end(trainer, module)
+    assert trainer.should_stop
+    assert module.printed == []
+
+
+def test_times_of_the_stages(trainer, module, clock) -> None:
+    callback = Timer()
+    assert (callback.start_time(), callback.end_time(), callback.time_elapsed()) == (None, None, 0.0)
+    callback.on_train_start(trainer, module)
+    for _ in range(2):  # validation adds up, and belongs to training
+        clock.now += 5
+        callback.on_validation_start(trainer, module)
+        clock.now += 3
+        callback.on_validation_end(trainer, module)
+    assert callback.end_time("train") is None
+    callback.on_train_end(trainer, module)
+    clock.now += 100
+    assert callback.time_elapsed("train") == 16
+    assert callback.time_elapsed("validate") == 6
+    assert (callback.start_time("train"), callback.end_time("train")) == (1000.0, 1016.0)
+    assert callback.time_remaining() is None
+    for stage, start, end in [
+        ("test", callback.on_test_start, callback.on_test_end),
+        ("predict", callback.on_predict_start, callback.on_predict_end),
+        ("sanity_check", callback.on_sanity_check_start, callback.on_sanity_check_end),
+    ]:
+        start(trainer, module)
+        clock.now += 2
+        end(trainer, module)
+        assert callback.time_elapsed(stage) == 2
+
+
+def test_the_sanity_check_is_no_validation(trainer, module, clock) -> None:
+    callback = Timer()
+    trainer.sanity_checking = True
+    callback.on_sanity_check_start(trainer, module)
+    callback.on_validation_start(trainer, module)
+    clock.now += 4
+    callback.on_validation_end(trainer, module)
+    callback.on_sanity_check_end(trainer, module)
+    assert (callback.time_elapsed("validate"), callback.time_elapsed("sanity_check")) == (0.0, 4.0)
+
+
+def test_a_resumed_run_has_the_time_that_was_left(trainer, module, clock) -> None:
+    first = Timer("00:00:00:10")
+    first.on_train_start(trainer, module)
+    clock.now += 7
+    state = first.state_dict()
+    assert state == {"time_elapsed": {"train": 7.0}}
+    clock.now += 1e6  # the machine was down
+    second = Timer("00:00:00:10")
+    second.load_state_dict(state)
+    assert second.time_remaining() == 3
+    second.on_train_start(trainer, module)
+    clock.now += 2
+    second.on_train_batch_end(trainer, module, None, None, 0)
+    assert not trainer.should_stop
+    assert second.time_elapsed() == 9
+    clock.now += 1
+    second.on_train_batch_end(trainer, module, None, None, 1)
+    assert trainer.should_stop
+
+
+def test_a_resumed_run_without_time_left_stops_at_its_start(trainer, module) -> None:
+    callback = Timer("00:00:00:10")
+    callback.load_state_dict({"time_elapsed": {"train": 10.0}})
+    callback.on_train_start(trainer, module)
+    assert trainer.should_stop
+
+
+def test_a_second_fit_has_the_whole_time_again(trainer, module, clock) -> None:
+    callback = Timer("00:00:00:10", verbose=False)
+    for _ in range(2):
+        trainer.should_stop = False
+        callback.on_train_start(trainer, module)
+        clock.now += 9
+        callback.on_train_batch_end(trainer, module, None, None, 0)
+        assert not trainer.should_stop
+        clock.now += 1
+        callback.on_train_batch_end(trainer, module, None, None, 1)
+        assert trainer.should_stop
+        callback.on_train_end(trainer, module)
+
+
+class TenSecondSteps(TinyModule):
+    """Each training step takes ten seconds of the stopped clock, each validation step one."""
+
+    def __init__(self, clock: Any) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch, batch_idx):
+        self.clock.now += 10
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx) -> None:
+        self.clock.now += 1
+
+
+def test_a_fit_ends_when_the_time_is_up(make_trainer, clock, capsys) -> None:
+    trainer = make_trainer(max_time="00:00:00:25", max_epochs=5)
+    trainer.fit(TenSecondSteps(clock), tiny_loader())
+    assert trainer.global_step == 4  # the third step passes the limit, and the one after it is the last
+    assert capsys.readouterr().out == "Time limit of 0:00:25 reached: training stops after 0:00:30.\n"
+
+
+def test_a_fit_ends_with_the_epoch_in_which_the_time_is_up(make_trainer, clock) -> None:
+    trainer = make_trainer(Timer({"seconds": 45}, interval="epoch", verbose=False), max_epochs=5)
+    trainer.fit(TenSecondSteps(clock), tiny_loader())
+    assert trainer.global_step == 8
+
+
+def test_a_fit_is_timed_by_stage(make_trainer, clock) -> None:
+    callback = Timer()
+    trainer = make_trainer(callback, num_sanity_val_steps=2)
+    trainer.fit(TenSecondSteps(clock), tiny_loader(), tiny_loader())
+    assert callback.time_elapsed("train") == 44
+    assert callback.time_elapsed("validate") == 4
+    assert callback.time_elapsed("sanity_check") == 2
+    trainer.validate(TenSecondSteps(clock), tiny_loader(), verbose=False)
+    assert callback.time_elapsed("validate") == 8

@@ -1,0 +1,136 @@
+"""The command ``trainkit``: subcommands, exit codes, and errors as one message."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit._version import __version__
+from trainkit.cli import main as command
+from trainkit.cli.main import main, options
+from trainkit.errors import ConfigurationError
+
+
+@pytest.fixture
+def subcommand(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
+    """Adds a subcommand ``try`` with an option ``--number`` that calls a given function."""
+
+    def add(run: Callable[[argparse.Namespace], int]) -> None:
+        module: Any = types.ModuleType("tried")
+        module.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=1)
+        module.run = run
+        monkeypatch.setitem(sys.modules, "tried", module)
+        monkeypatch.setitem(command._SUBCOMMANDS, "try", ("tried", "try it"))
+
+    return add
+
+
+def test_options_are_frozen() -> None:
+    """A new option is a decision: add it here and to the documentation."""
+    found = options()
+    assert list(found) == ["", "demo", "plot"]
+    assert found[""] == ["--help", "--version", "-h"]
+    assert found["plot"] == ["--help", "--metrics", "--out", "--x", "-h", "RUN_DIR"]
+
+
+def test_a_subcommand_gets_its_arguments_and_gives_the_exit_code(subcommand: Any) -> None:
+    subcommand(lambda args: args.number)
+    assert main(["try", "--number", "7"]) == 7
+    assert main(["try"]) == 1
+
+
+def test_arguments_come_from_the_command_line_of_the_process(subcommand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    subcommand(lambda args: args.number)
+    monkeypatch.setattr(sys, "argv", ["trainkit", "try", "--number", "5"])
+    assert main() == 5
+
+
+def test_an_error_of_ours_is_one_message(
+    subcommand: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise ConfigurationError("Expected a, got b. Fix: c")
+
+    subcommand(fail)
+    monkeypatch.delenv("TRAINKIT_TRACEBACK", raising=False)
+    assert main(["try"]) == 2
+    assert capsys.readouterr() == ("", "trainkit: Expected a, got b. Fix: c\n")
+    monkeypatch.setenv("TRAINKIT_TRACEBACK", "1")
+    assert main(["try"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback (most recent call last):")
+    assert shown.rstrip().endswith("ConfigurationError: Expected a, got b. Fix: c")
+
+
+def test_other_errors_are_not_hidden(subcommand: Any) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise ZeroDivisionError
+
+    subcommand(fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["try"])
+
+
+def test_ctrl_c(subcommand: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    subcommand(interrupt)
+    assert main(["try"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["plto", "x"], "trainkit: Unknown subcommand 'plto'. Did you mean 'plot'? There are: demo, plot"),
+    (["zzz"], "trainkit: Unknown subcommand 'zzz'. There are: demo, plot"),
+    ([], "usage: trainkit [-h] [--version] <subcommand>"),
+    (["--vers"], "unrecognized arguments: --vers"),
+    (["plot"], "the following arguments are required: RUN_DIR"),
+    (["plot", "x", "--metric", "a"], "unrecognized arguments: --metric a"),
+    (["plot", "x", "--x", "time"], "invalid choice: 'time'"),
+])  # fmt: skip
+def test_wrong_arguments(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert words in shown.err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "  plot  draw the metrics of a run to a PNG file" in shown
+    assert "  demo  " in shown
+    assert main(["plot", "--help"]) == 0
+    assert "usage: trainkit plot [-h] [--out FILE]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, words", [(["--help"], "subcommands:"), (["--version"], __version__)])
+def test_as_a_module_without_loading_torch(arguments: list[str], words: str, tmp_path: Path) -> None:
+    program = (
+        "import runpy, sys\n"
+        "try:\n"
+        "    runpy.run_module('trainkit', run_name='__main__', alter_sys=True)\n"
+        "finally:\n"
+        "    heavy = {'torch', 'numpy', 'matplotlib', 'tensorboard', 'wandb'} & set(sys.modules)\n"
+        "    assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert words in done.stdout
+
+
+def test_python_m_trainkit_gives_the_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-m", "trainkit", "plot", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("trainkit: Expected the folder of a run, got 'nowhere', which is not there.")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,78 @@
+"""What every test gets without asking, and fixtures that many ask for.
+
+Every test runs in an empty directory of its own with freshly seeded generators, and must leave the process as it found
+it: see ``process_state.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here and in every process that a test starts
+
+import hypothesis
+import numpy
+import pytest
+import torch
+from process_state import ProcessState
+from support import ROOT
+
+torch.set_num_threads(1)
+
+# A process that a test starts finds the checkout too, installed or not, whatever its working directory.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+hypothesis.settings.register_profile("house", derandomize=True, deadline=None, database=None, print_blob=True)
+hypothesis.settings.load_profile("house")
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _seeded_module() -> None:
+    """So that what fixtures of a module draw does not depend on the tests before it."""
+    _seed()
+
+
+@pytest.fixture(autouse=True)
+def _clean_process(_seeded_module: None) -> Iterator[None]:
+    """Fail a test that leaves a setting, a signal handler, a thread or a child process behind."""
+    _seed()
+    state = ProcessState()
+    yield
+    left = state.restore()
+    if left:
+        pytest.fail("the test left something behind:\n" + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def run_dir(_clean_process: None, tmp_path: Path) -> Iterator[Path]:
+    """The directory that the test runs in: its own, empty, and outside the checkout."""
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    yield tmp_path
+    os.chdir(before)
+
+
+@pytest.fixture
+def tiny_module() -> Any:
+    """A ``TrainModule`` that learns a line through four inputs; see ``tiny.py``."""
+    from tiny import TinyModule
+
+    return TinyModule()
+
+
+@pytest.fixture
+def tiny_loader() -> Any:
+    """Sixteen samples for ``tiny_module`` in four batches, always in the same order."""
+    from tiny import tiny_loader
+
+    return tiny_loader()

@@ -1,0 +1,125 @@
+"""Every example is run as a user would run it, and must do what it says: learn."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from support import ROOT, run_python
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The example of that name, imported from its file."""
+    name = f"example_{request.param}"
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{request.param}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
+
+
+def test_each_example_is_tested() -> None:
+    text = Path(__file__).read_text("utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f'["{path.stem}"]' in text, f"{path.name} has no test here"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_the_readme_describes_it_and_help_shows_its_options(name: str, run_dir: Path) -> None:
+    assert f"`{name}.py`" in (EXAMPLES / "README.md").read_text("utf-8")
+    done = run_python(str(EXAMPLES / f"{name}.py"), "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--seed" in done.stdout
+    assert not list(run_dir.iterdir()), "asking for help writes nothing"
+
+
+@pytest.mark.parametrize("example", ["digits"], indirect=True)
+def test_digits_are_classified(
+    example: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracy = example.main([])
+    assert accuracy >= 0.95
+    assert f"test accuracy {accuracy:.3f}" in capsys.readouterr().out
+    [table] = run_dir.glob("trainkit_runs/digits/logs/default/version_0/metrics.csv")
+    columns = table.read_text("utf-8").splitlines()[0].split(",")
+    assert {"train_loss", "val_loss", "val_accuracy", "test_accuracy"} <= set(columns)
+
+
+@pytest.mark.parametrize("example", ["digits"], indirect=True)
+def test_digits_depend_on_the_seed_alone(example: ModuleType) -> None:
+    def losses(seed: int) -> str:
+        example.main(["--max-epochs", "1", "--seed", str(seed), "--root", f"runs/{seed}"])
+        newest = max(Path(f"runs/{seed}/logs/default").iterdir())
+        return (newest / "metrics.csv").read_text("utf-8")
+
+    assert losses(1) == losses(1)
+    assert losses(1) != losses(2)
+
+
+@pytest.mark.parametrize("example", ["gan"], indirect=True)
+def test_the_gan_covers_all_modes(example: ModuleType) -> None:
+    before = example.coverage(example.GAN().sample(2000))
+    result = example.main([])
+    assert before.modes < 4
+    assert result.modes == 8
+    assert result.near >= 0.7
+
+
+@pytest.mark.parametrize("example", ["gan"], indirect=True)
+def test_coverage_counts_what_lies_near_a_centre(example: ModuleType) -> None:
+    real = example.real_points(2000)
+    assert example.coverage(real).modes == 8
+    assert example.coverage(real).near > 0.97  # 1 - exp(-4.5) of a Gaussian in two dimensions lies within 3 deviations
+    collapsed = example.centres()[:1].repeat(2000, 1)
+    assert example.coverage(collapsed) == (1, 1.0)
+    assert example.coverage(torch.zeros(2000, 2)) == (0, 0.0)
+
+
+@pytest.mark.parametrize("example", ["own_loop"], indirect=True)
+def test_the_own_loop_learns(example: ModuleType, run_dir: Path) -> None:
+    assert example.main(["--seed", "1"]) >= 0.94
+    assert not list(run_dir.iterdir()), "an own loop writes nothing by itself"
+
+
+@pytest.mark.parametrize("example", ["own_loop"], indirect=True)
+def test_the_own_loop_depends_on_the_seed_alone(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(seed: int) -> str:
+        example.main(["--epochs", "2", "--seed", str(seed)])
+        return capsys.readouterr().out
+
+    assert printed(1) == printed(1)
+    assert printed(1) != printed(2)
+
+
+@pytest.mark.parametrize("example", ["byte_gpt"], indirect=True)
+def test_the_byte_gpt_learns(
+    example: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A hundred updates of a model a tenth of the size: between the unigram and the bigram model, from 8 bits.
+    size = ["--width", "64", "--depth", "2", "--heads", "2", "--context", "32", "--batch-size", "32"]
+    loss, bigram = example.main(["--max-steps", "100", "--learning-rate", "6e-3", *size])
+    assert 3.0 < bigram < 4.0
+    assert loss < bigram + 0.6
+    assert re.search(rf"{loss:.3f} bits per byte; a bigram model has {bigram:.3f}", capsys.readouterr().out)
+    assert list(run_dir.glob("trainkit_runs/byte_gpt/logs/default/version_0/metrics.csv"))
+
+
+def test_an_example_runs_as_a_script(run_dir: Path) -> None:
+    done = run_python(str(EXAMPLES / "digits.py"), "--max-epochs", "1", cwd=run_dir)
+    assert done.returncode == 0, done.stderr
+    assert "test accuracy" in done.stdout
+    assert [path.name for path in run_dir.iterdir()] == ["trainkit_runs"]

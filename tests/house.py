@@ -1,0 +1,417 @@
+"""The rules of the house as functions: a file's syntax tree in, a list of complaints out.
+
+``test_house.py`` applies them to the repository and proves on small bad examples that each of them can complain.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple, TypeVar
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Folder → the package it imports as. The links in trainkit/ are not followed: what they lead to is read once.
+PACKAGES = {"trainkit": "trainkit", "callbacks": "trainkit.callbacks", "strategies": "trainkit.strategies"}
+
+REQUIRED = {"numpy", "safetensors", "torch", "tqdm", "yaml"}
+# Where an optional package may be imported, and that only inside a function.
+OPTIONAL_ROOMS = ("trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies")
+# A part of torch that loads an optional package.
+LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
+
+# Who may not import whom.
+NEVER = {
+    "trainkit.callbacks": ("trainkit.strategies",),
+    "trainkit.strategies": ("trainkit.callbacks", "trainkit.loop", "trainkit.trainer"),
+    "trainkit": ("trainkit.callbacks", "trainkit.strategies"),
+}
+
+# Loading any of these can run code, or is there to load what can.
+CODE_IN_DATA = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+CODE_RUNNING_CALLS = {
+    "torch.load": "use safetensors",
+    "torch.package": "use safetensors and JSON",
+    "torch.save": "use safetensors",
+    "torch.serialization": "use safetensors",
+    "yaml.full_load": "use yaml.safe_load",
+    "yaml.load": "use yaml.safe_load",
+    "yaml.unsafe_load": "use yaml.safe_load",
+}
+CODE_RUNNING_BUILTINS = {"eval", "exec"}
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Node = TypeVar("Node", bound=ast.AST)
+
+
+class Source(NamedTuple):
+    """One file: its path below the repository, the name it imports as, and its text."""
+
+    path: str
+    module: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    def at(self, line: int, complaint: str) -> str:
+        return f"{self.path}:{line} {complaint}"
+
+
+class Import(NamedTuple):
+    line: int
+    module: str
+    name: str | None  # of `from module import name`
+    place: str  # "module", "function" or "typing"
+
+    @property
+    def full(self) -> str:
+        return self.module if self.name is None else f"{self.module}.{self.name}"
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def python_files(folder: str) -> Iterator[Path]:
+    """The Python files below a folder of the repository, links not followed."""
+    for parent, folders, names in os.walk(ROOT / folder):
+        folders[:] = sorted(f for f in folders if f != "__pycache__" and not Path(parent, f).is_symlink())
+        yield from (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
+
+
+def package_sources() -> list[Source]:
+    """Every module of the three source folders."""
+    return [
+        Source(path.relative_to(ROOT).as_posix(), module_name(path.relative_to(ROOT)), path.read_text("utf-8"))
+        for folder in PACKAGES
+        for path in python_files(folder)
+    ]
+
+
+def module_name(path: Path) -> str:
+    """The name that a file of the three source folders imports as."""
+    parts = [PACKAGES[path.parts[0]], *path.with_suffix("").parts[1:]]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def user_sources(*where: str) -> list[Source]:
+    """What is written as a user would write it: Python files, and the Python blocks of Markdown files, in folders and
+    files of the repository."""
+    sources = []
+    for path in (ROOT / name for name in where):
+        for file in python_files(path.name):
+            sources.append(Source(file.relative_to(ROOT).as_posix(), "", file.read_text("utf-8")))
+        for file in [path] if path.is_file() else sorted(path.rglob("*.md")):
+            sources += python_blocks(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))
+    return sources
+
+
+def python_blocks(path: str, text: str) -> list[Source]:
+    """The blocks fenced as ``python`` in a Markdown file, each on the line that it has there."""
+    blocks = []
+    for match in re.finditer(r"^( *)```python[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        line = text.count("\n", 0, match.start(2))
+        blocks.append(Source(path, "", "\n" * line + textwrap.dedent(match[2])))
+    return blocks
+
+
+def imports(tree: ast.AST) -> list[Import]:
+    """Every import, with where it stands: run on import, run in a function, or for type checkers only."""
+    found: list[Import] = []
+
+    def visit(node: ast.AST, place: str) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(node.lineno, alias.name, None, place) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            found.extend(Import(node.lineno, module, alias.name, place) for alias in node.names)
+        elif isinstance(node, ast.If) and dotted(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.body:
+                visit(child, "typing")
+            for child in node.orelse:
+                visit(child, place)
+        else:
+            inside = "function" if isinstance(node, Function) and place == "module" else place
+            for child in ast.iter_child_nodes(node):
+                visit(child, inside)
+
+    visit(tree, "module")
+    return found
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` for a name or a chain of attributes, else an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        front = dotted(node.value)
+        return f"{front}.{node.attr}" if front else ""
+    return ""
+
+
+def constant(node: ast.AST) -> object:
+    """The value of a literal, or None."""
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def under(name: str, package: str) -> bool:
+    """Whether a dotted name is the package or lies in it."""
+    return name == package or name.startswith(f"{package}.")
+
+
+def allall_of(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
+    """Every node of a kind."""
+    return (node for node in ast.walk(tree) if isinstance(node, kind))
+
+
+def all_of(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
+    """Every node of a kind."""
+    return (node for node in ast.walk(tree) if isinstance(node, kind))
+
+
+# ----------------------------------------------------------------------------------------------------------- rules
+
+
+def wrong_imports(source: Source, modules: Collection[str]) -> list[str]:
+    """Imports against the directions of the house; ``modules`` are the names of all modules there are."""
+    room = next(room for room in NEVER if under(source.module, room))
+    complaints = []
+    for item in imports(source.tree):
+        if item.module.startswith("."):
+            complaint = f"imports {item.full} relatively; write the absolute name"
+        elif any(under(item.full, never) for never in NEVER[room]):
+            complaint = f"{room} must never import {item.full}"
+        elif item.full == "trainkit" or (item.module == "trainkit" and item.full not in modules):
+            complaint = f"imports {item.full} from the top of the package; import it from the module it lives in"
+        else:
+            complaint = _wrong_package(source.module, item)
+        if complaint:
+            complaints.append(source.at(item.line, complaint))
+    return complaints + _imports_by_string(source, room)
+
+
+def _wrong_package(module: str, item: Import) -> str:
+    """What is wrong with importing a package of somebody else's, or an empty string."""
+    root = next((name for part, name in LOADS_OPTIONAL.items() if under(item.full, part)), item.module.split(".")[0])
+    if root == "trainkit" or root in REQUIRED or root in sys.stdlib_module_names:
+        return ""
+    if not any(under(module, room) for room in OPTIONAL_ROOMS):
+        return f"imports {root}, which is optional; that is for {', '.join(OPTIONAL_ROOMS)}"
+    return "" if item.place != "module" else f"imports {root} when it is imported; do it inside the function"
+
+
+def _imports_by_string(source: Source, room: str) -> list[str]:
+    """Imports by a literal name; in the core the registry alone may do that to the two folders."""
+    if source.module == "trainkit.registry":
+        return []
+    return [
+        source.at(node.lineno, f"{room} must never import {node.args[0].value}; the registry does")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call)
+        and dotted(node.func).split(".")[-1] in ("import_module", "__import__")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and any(under(str(node.args[0].value), never) for never in NEVER[room])
+    ]
+
+
+def private_imports(source: Source, public: Mapping[str, Collection[str]]) -> list[str]:
+    """Uses of trainkit in ``source`` that a user could not rely on; ``public`` has the names of each public module."""
+    try:
+        tree = source.tree
+    except SyntaxError as error:
+        return [source.at(error.lineno or 0, f"does not parse: {error.msg}")]
+    complaints = []
+    for item in imports(tree):
+        if not under(item.module, "trainkit"):
+            continue
+        if item.module not in public:
+            complaints.append(source.at(item.line, f"imports {item.module}, which is not public"))
+        elif item.name is not None and not _is_public(item.full, public):
+            complaints.append(source.at(item.line, f"imports {item.full}, which is not in {item.module}.__all__"))
+    if any(item.name is None and under(item.module, "trainkit") for item in imports(tree)):
+        for node in ast.walk(tree):
+            name = dotted(node) if isinstance(node, ast.Attribute) else ""
+            if name.count(".") <= 2 and under(name, "trainkit") and not _is_public(name, public):
+                complaints.append(source.at(node.lineno, f"uses {name}, which is not public"))
+    return complaints
+
+
+def _is_public(name: str, public: Mapping[str, Collection[str]]) -> bool:
+    """Whether a dotted name is a public module, a name in one, or an attribute of such a name."""
+    if name in public:
+        return True
+    module, _, last = name.rpartition(".")
+    if module in public:
+        return last in public[module]
+    return bool(module) and _is_public(module, public)
+
+
+def code_in_data(source: Source) -> list[str]:
+    """Pickle in any of its forms, ``torch.load`` and ``torch.save``, ``eval`` and ``exec``."""
+    tree = source.tree
+    complaints = [
+        source.at(item.line, f"imports {item.full}: what it loads can run code")
+        for item in imports(tree)
+        if item.module.split(".")[0] in CODE_IN_DATA or any(under(item.full, name) for name in CODE_RUNNING_CALLS)
+    ]
+    full = {alias.asname or alias.name: alias.name for node in all_of(tree, ast.Import) for alias in node.names}
+    for node in all_of(tree, ast.Attribute):
+        front, _, rest = dotted(node).partition(".")
+        name = f"{full.get(front, front)}.{rest}"
+        if name in CODE_RUNNING_CALLS:
+            complaints.append(source.at(node.lineno, f"uses {name}: {CODE_RUNNING_CALLS[name]}"))
+        elif name in {f"builtins.{builtin}" for builtin in CODE_RUNNING_BUILTINS}:
+            complaints.append(source.at(node.lineno, f"uses {name}"))
+    for call in all_of(tree, ast.Call):
+        if isinstance(call.func, ast.Name) and call.func.id in CODE_RUNNING_BUILTINS:
+            complaints.append(source.at(call.lineno, f"calls {call.func.id}"))
+        if any(word.arg == "allow_pickle" and constant(word.value) is not False for word in call.keywords):
+            complaints.append(source.at(call.lineno, "allows pickle"))
+    return complaints
+
+
+def branches_on_strategy(source: Source) -> list[str]:
+    """Decisions by the class of a strategy: capabilities are attributes, see ``trainkit.strategy``."""
+    return [
+        source.at(node.lineno, "asks for the class of a strategy")
+        for node in ast.walk(source.tree)
+        if any(name.endswith("Strategy") for name in _classes_asked_for(node))
+    ]
+
+
+def _classes_asked_for(node: ast.AST) -> list[str]:
+    """The classes that an expression or a ``case`` compares something with."""
+    if isinstance(node, ast.MatchClass):
+        return _class_names(node.cls)
+    if isinstance(node, ast.Call) and dotted(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
+        names = _class_names(node.args[1])
+        # Of an argument called strategy it may be asked whether it is a short name, or a class and no object.
+        is_strategy = dotted(node.args[0]).split(".")[-1].lstrip("_") == "strategy"
+        return ["Strategy"] if is_strategy and names not in (["str"], ["type"]) else names
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        if any(_is_class_of(side) for side in sides):
+            return [name for side in sides for name in _class_names(side)]
+    return []
+
+
+def _is_class_of(node: ast.AST) -> bool:
+    """Whether an expression is ``type(x)`` or ``x.__class__``."""
+    return (isinstance(node, ast.Call) and dotted(node.func) == "type") or dotted(node).endswith(".__class__")
+
+
+def _class_names(node: ast.AST) -> list[str]:
+    """The last names in a class, a tuple of classes, or a union of them."""
+    if isinstance(node, ast.Tuple):
+        return [name for item in node.elts for name in _class_names(item)]
+    if isinstance(node, ast.BinOp):
+        return _class_names(node.left) + _class_names(node.right)
+    name = dotted(node).split(".")[-1]
+    return [name] if name else []
+
+
+def wrong_exports(source: Source) -> list[str]:
+    """A public module without an ``__all__``, or with one that is not in order."""
+    names = exported(source.tree)
+    if names is None:
+        return [source.at(1, "has no __all__ written as a list of names")]
+    right = sorted(set(names), key=export_key)
+    return [] if names == right else [source.at(1, f"__all__ must be in order and without repetition: {right}")]
+
+
+def export_key(name: str) -> tuple[int, str]:
+    """The order of ruff's RUF022, which can put it right: constants, then classes, then the rest."""
+    return (0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2), name
+
+
+def exported(tree: ast.Module) -> list[str] | None:
+    """The names in a module's ``__all__``; None where there is none or it is not a literal."""
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if target is not None and dotted(target) == "__all__" and isinstance(value, ast.List | ast.Tuple):
+            names = [constant(item) for item in value.elts]
+            return [str(name) for name in names] if all(isinstance(name, str) for name in names) else None
+    return None
+
+
+def is_public(module: str) -> bool:
+    """Whether no part of a module's name starts with an underscore."""
+    return not any(part.startswith("_") for part in module.split("."))
+
+
+def wrong_beginning(source: Source) -> list[str]:
+    """A module that does not begin with a docstring and ``from __future__ import annotations``."""
+    tree = source.tree
+    complaints = [] if ast.get_docstring(tree) else [source.at(1, "has no docstring")]
+    if not any(item.full == "__future__.annotations" for item in imports(tree)):
+        complaints.append(source.at(1, "lacks `from __future__ import annotations`"))
+    return complaints
+
+
+def undocumented(source: Source, module: ModuleType) -> list[str]:
+    """Public functions, classes and methods without a docstring; a method may have that of the one it overrides."""
+    complaints = []
+    for node in _statements(source.tree):
+        if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        if not ast.get_docstring(node):
+            complaints.append(source.at(node.lineno, f"{node.name} has no docstring"))
+        if isinstance(node, ast.ClassDef):
+            bases = vars(module)[node.name].__mro__[1:]
+            complaints += [
+                source.at(method.lineno, f"{node.name}.{method.name} has no docstring")
+                for method in _statements(node)
+                if isinstance(method, Function)
+                and not method.name.startswith("_")
+                and not ast.get_docstring(method)
+                and not any(_adds_to_another(decorator) for decorator in method.decorator_list)
+                and not any(getattr(vars(base).get(method.name), "__doc__", None) for base in bases)
+            ]
+    return complaints
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a module or class, those under ``if`` and ``try`` included."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If | ast.Try | ast.With):
+            yield from _statements(child)
+        else:
+            yield child
+
+
+def _adds_to_another(decorator: ast.AST) -> bool:
+    """Whether a decorator makes a function part of one that is documented elsewhere."""
+    return dotted(decorator).split(".")[-1] in ("setter", "deleter", "overload")
+
+
+def too_long(source: Source) -> dict[str, str]:
+    """Complaints about a file or function that is too long, by what it is called in a table of exceptions."""
+    complaints = {}
+    lines = source.text.count("\n")
+    if lines > FILE_LINES:
+        complaints[source.path] = source.at(1, f"has {lines} lines, more than {FILE_LINES}")
+    for node in ast.walk(source.tree):
+        if isinstance(node, Function) and (lines := function_lines(node)) > FUNCTION_LINES:
+            complaint = source.at(node.lineno, f"{node.name} has {lines} lines, more than {FUNCTION_LINES}")
+            complaints[f"{source.path}:{node.name}"] = complaint
+    return complaints
+
+
+def function_lines(node: Function) -> int:
+    """The lines of a function without its docstring and its decorators."""
+    first = node.body[0]
+    has_doc = ast.get_docstring(node, clean=False) is not None
+    doc = (first.end_lineno or first.lineno) - first.lineno + 1 if has_doc else 0
+    return (node.end_lineno or node.lineno) - node.lineno + 1 - doc

@@ -1,0 +1,321 @@
+"""What every logger has in common: where it writes, who writes, what it accepts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trainkit.loggers
+from trainkit.errors import ConfigurationError, MissingMethodError
+from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
+from trainkit.loggers.attach import attach, default_logger
+from trainkit.loggers.reader import read_metrics
+
+
+class Memory(Logger):
+    """A user's logger that keeps everything in a list."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+# ---------------------------------------------------------------------- where
+
+
+def test_the_package_loads_its_classes_on_use() -> None:
+    assert sorted(trainkit.loggers.__all__) == trainkit.loggers.__all__
+    assert set(trainkit.loggers.__all__) <= set(dir(trainkit.loggers))
+    with pytest.raises(AttributeError, match="NoLogger"):
+        _ = trainkit.loggers.NoLogger
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger, Memory])
+def test_nothing_is_made_before_the_first_use(kind: type[Logger], tmp_path: Path) -> None:
+    logger = kind(save_dir=tmp_path / "a")
+    logger.set_default_root(tmp_path / "b")
+    attach([logger], tmp_path / "c")
+    assert logger.root_dir == str(tmp_path / "a" / "default")
+    assert repr(logger) == f"{kind.__name__}(save_dir='{tmp_path / 'a'}', name='default', version=None)"
+    logger.save()
+    logger.finalize()
+    assert list(tmp_path.iterdir()) == []
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.finalize()
+    assert logger.log_dir == str(tmp_path / "a" / "default" / "version_0")
+    assert repr(logger).endswith("version=0)")
+
+
+def test_where_a_logger_without_save_dir_writes(tmp_path: Path) -> None:
+    logger = CSVLogger()
+    assert logger.save_dir == str(Path("trainkit_runs") / "logs")
+    logger.set_default_root(tmp_path / "first")
+    logger.set_default_root(tmp_path / "second")  # nothing is written yet: the last word counts
+    assert logger.log_dir == str(tmp_path / "second" / "logs" / "default" / "version_0")
+    logger.set_default_root(tmp_path / "third")
+    assert logger.log_dir == str(tmp_path / "second" / "logs" / "default" / "version_0")
+    given = CSVLogger(tmp_path / "given", name="a/b", version="final")
+    given.set_default_root(tmp_path / "second")
+    assert given.log_dir == str(tmp_path / "given" / "a" / "b" / "final")
+
+
+def test_versions_count_on_from_the_highest(tmp_path: Path) -> None:
+    for entry in ("version_2", "version_10", "version_x", "version_30.bak", "other"):
+        (tmp_path / "run" / entry).mkdir(parents=True)
+    (tmp_path / "run" / "version_12").touch()  # a file of that name is in the way too
+    assert CSVLogger(tmp_path, "run").version == 13
+    assert CSVLogger(tmp_path, "run").version == 14
+    assert CSVLogger(tmp_path, "run", version=3).version == 3
+    assert not (tmp_path / "run" / "version_3").exists()
+    for nameless in ("", None):
+        assert Path(str(CSVLogger(tmp_path / "x", nameless).log_dir)).parent == tmp_path / "x"
+
+
+def test_no_two_loggers_take_the_same_version(tmp_path: Path) -> None:
+    taken: list[Any] = []
+    start = threading.Barrier(8)
+
+    def take() -> None:
+        start.wait()
+        for _ in range(10):
+            taken.append(CSVLogger(tmp_path).version)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(80))
+
+
+@pytest.mark.parametrize("arguments", [
+    {"name": "/absolute"}, {"name": "../out"}, {"name": "a/../../out"}, {"name": "a\nb"}, {"name": "\0"}, {"name": " "},
+    {"name": 3}, {"name": "C:\\x"}, {"name": "a\\..\\b"}, {"name": "."},
+    {"version": -1}, {"version": 1.5}, {"version": True}, {"version": ""}, {"version": "a/b"}, {"version": ".."},
+    {"version": "a\\b"}, {"save_dir": ""}, {"save_dir": 3}, {"save_dir": "s3://bucket/x"}, {"save_dir": "a\0"},
+    {"prefix": None},
+])  # fmt: skip
+def test_bad_folders_are_refused_with_a_fix(arguments: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Fix: ") as error:
+        CSVLogger(**{"save_dir": tmp_path, **arguments})
+    assert next(iter(arguments)) in str(error.value)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=re.escape(str(tmp_path / "file"))):
+        CSVLogger(tmp_path / "file").log_metrics({"a": 1}, 0)
+
+
+# ---------------------------------------------------------------------- several loggers of one Trainer
+
+
+def test_loggers_of_different_kinds_share_a_folder(tmp_path: Path) -> None:
+    loggers = [TensorBoardLogger(), CSVLogger(), JSONLLogger(), CSVLogger(), CSVLogger(name="other")]
+    for _ in range(2):  # a second fit says it again
+        attach(loggers, tmp_path)
+        assert [(logger.name, logger.version) for logger in loggers] == [
+            ("default", 0), ("default", 0), ("default", 0), ("default", 1), ("other", 0),
+        ]  # fmt: skip
+    later = JSONLLogger()
+    attach([loggers[0], later], tmp_path)
+    assert later.version == 0
+    used_elsewhere = CSVLogger(tmp_path / "logs")
+    assert used_elsewhere.version == 2
+    attach([loggers[0], used_elsewhere], tmp_path)
+    assert used_elsewhere.version == 2
+    beside_a_fixed_one = CSVLogger()
+    attach([JSONLLogger(version="final"), beside_a_fixed_one], tmp_path)
+    assert beside_a_fixed_one.version == "final"
+
+
+def test_two_loggers_must_not_write_the_same_file(tmp_path: Path) -> None:
+    for pair in ([CSVLogger(version=1), CSVLogger(version=1)], [one := CSVLogger(version=2), one]):
+        with pytest.raises(ConfigurationError, match=r"two CSVLogger for .*version_\d.*name='other'"):
+            attach(pair, tmp_path)
+    attach([CSVLogger(version=1), CSVLogger(version=2), JSONLLogger(version=1)], tmp_path)
+    attach([TensorBoardLogger(version=1, sub_dir="a"), TensorBoardLogger(version=1, sub_dir="b")], tmp_path)
+
+
+def test_default_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(default_logger()) is TensorBoardLogger
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert type(default_logger()) is CSVLogger
+
+
+# ---------------------------------------------------------------------- who writes
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
+def test_other_processes_write_nothing(kind: type[Logger], tmp_path: Path) -> None:
+    logger = kind(tmp_path)
+    logger.set_rank(1)
+    logger.log_metrics({"loss": object()}, 0)
+    logger.log_hyperparams({"lr": 1})
+    if kind is TensorBoardLogger:
+        logger.log_image("image", np.zeros((3, 2, 2)), 0)
+        logger.log_histogram("histogram", [1.0], 0)
+        logger.log_text("text", "x", 0)
+    logger.save()
+    logger.finalize("failed")
+    assert (logger.version, logger.log_dir) == (None, None)
+    assert list(tmp_path.iterdir()) == []
+    fixed = kind(tmp_path, version=4)
+    fixed.set_rank(3)
+    assert fixed.log_dir == str(tmp_path / "default" / "version_4")
+
+
+def test_the_null_experiment_takes_anything(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.set_rank(1)
+    null = logger.experiment
+    null.add_scalar("a", 1, global_step=2).deeper["x"] = 3
+    null.config = {"a": 1}
+    assert null.config["a"].get("b") is null
+    assert list(null) == []
+    with null.open("x") as inner:
+        assert inner is null
+    assert copy.deepcopy(null) is not None
+    assert pickle.loads(pickle.dumps(null)).anything() is not None
+    assert null is not logger
+
+
+def test_the_environment_tells_the_rank_where_nobody_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    logger = Memory()
+    logger.log_metrics({"a": 1}, 0)
+    assert not logger.is_main_process
+    logger.set_rank(0)
+    logger.log_metrics({"a": 2}, 0)
+    assert logger.rows == [(0, {"a": 2})]
+
+
+# ---------------------------------------------------------------------- what is accepted
+
+
+def test_steps() -> None:
+    logger = Memory(prefix="run1")
+    logger.log_metrics({"a": 1})
+    logger.log_metrics({"a": 2, "epoch": 0}, 10)
+    logger.log_metrics({"a": 3}, torch.tensor(12))  # type: ignore[arg-type]
+    logger.log_metrics({"a": 4})
+    logger.log_metrics({"a": 5, "step": torch.tensor(40.0)}, 14)  # Lightning's way to choose the axis
+    logger.log_metrics({}, 50)
+    assert [step for step, _ in logger.rows] == [0, 10, 12, 13, 40]
+    assert [dict(row) for _, row in logger.rows[:2]] == [{"run1-a": 1}, {"run1-a": 2, "epoch": 0}]
+    with pytest.raises(ConfigurationError, match="step: expected a whole number, got 1.5"):
+        logger.log_metrics({"a": 1}, 1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind, call, words", [
+    (CSVLogger, "log_image", "cannot hold images. Loggers that can: TensorBoardLogger, WandbLogger"),
+    (CSVLogger, "log_text", "cannot hold text. Loggers that can: JSONLLogger, TensorBoardLogger, WandbLogger"),
+    (CSVLogger, "log_histogram", "cannot hold histograms. Loggers that can: TensorBoardLogger, WandbLogger"),
+    (JSONLLogger, "log_image", "JSONLLogger cannot hold images"),
+    (JSONLLogger, "log_histogram", "JSONLLogger cannot hold histograms"),
+])  # fmt: skip
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_logger_cannot_hold(kind: type[Logger], call: str, words: str, rank: int) -> None:
+    logger = kind()
+    logger.set_rank(rank)  # on every process alike: a script must not fail on one of them only
+    with pytest.raises(ConfigurationError, match=words):
+        getattr(logger, call)("key", "value", 0)
+
+
+# ---------------------------------------------------------------------- life
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
+def test_a_logger_goes_on_after_its_end_and_leaks_nothing(kind: type[Logger], tmp_path: Path) -> None:
+    def held() -> tuple[int, int]:
+        descriptors = len(list(Path("/proc/self/fd").iterdir())) if sys.platform == "linux" else 0
+        return descriptors, threading.active_count()
+
+    logger = kind(tmp_path)
+    logger.log_metrics({"warm": 0}, 0)  # what is opened once by libraries stays open
+    logger.finalize()
+    before = held()
+    for fit in range(1, 51):
+        logger.log_metrics({"loss": fit}, fit)
+        logger.finalize("failed" if fit % 2 else "success")
+    assert held() == before
+    assert logger.version == 0
+    assert read_metrics(tmp_path)["loss"] == [(fit, float(fit)) for fit in range(1, 51)]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
+def test_a_logger_that_is_dropped_gives_everything_back(kind: type[Logger], tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=100) if kind is CSVLogger else kind(tmp_path)
+    threads = threading.active_count()
+    for step in range(5):
+        logger.log_metrics({"loss": step}, step)
+    del logger
+    assert threading.active_count() == threads
+    assert read_metrics(tmp_path)["loss"] == [(step, float(step)) for step in range(5)]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda logger: pickle.loads(pickle.dumps(logger))])
+def test_a_copy_opens_its_own_files(kind: type[Logger], duplicate: Any, tmp_path: Path) -> None:
+    logger = kind(tmp_path)
+    logger.log_metrics({"loss": 1}, 1)
+    other = duplicate(logger)
+    assert other.log_dir == logger.log_dir
+    other.log_metrics({"loss": 2}, 2)
+    other.finalize()
+    logger.log_metrics({"loss": 3}, 3)
+    logger.finalize()
+    assert sorted(read_metrics(tmp_path)["loss"]) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+# ---------------------------------------------------------------------- loggers of users
+
+
+def test_a_logger_without_its_one_method() -> None:
+    class Empty(Logger):
+        pass
+
+    with pytest.raises(MissingMethodError, match=r"Empty: expected a method write_metrics\(self, metrics, step\)"):
+        Empty().log_metrics({"a": 1}, 0)
+
+
+def test_a_logger_written_for_lightning(tmp_path: Path) -> None:
+    class FromLightning(Logger):
+        def __init__(self) -> None:  # sets nothing up
+            self.seen: list[Any] = []
+
+        @property
+        def name(self) -> str:
+            return "mine"
+
+        @property
+        def version(self) -> str:
+            return "0.1"
+
+        def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+            self.seen.append((metrics, step))
+
+        def log_hyperparams(self, params: Any) -> None:
+            self.seen.append(params)
+
+    logger = FromLightning()
+    attach([logger, CSVLogger()], tmp_path)
+    logger.log_metrics({"a": 1}, 2)
+    logger.log_hyperparams({"b": 3})
+    logger.save()
+    logger.finalize("success")
+    assert logger.seen == [({"a": 1}, 2), {"b": 3}]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,139 @@
+"""``find_run`` and ``read_metrics``: which run is meant, and the same numbers out of every kind of file."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.errors import ConfigurationError, MissingPackageError, TrainkitError
+from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
+from trainkit.loggers.attach import attach
+from trainkit.loggers.reader import find_run, read_metrics
+
+VALUES: dict[str, list[tuple[int, float]]] = {
+    "train_loss": [(1, 0.5), (2, math.inf), (3, 0.25)],
+    "epoch": [(1, 0), (2, 0), (3, 1)],
+    "val_loss": [(3, math.nan)],
+}
+
+
+def write(logger: Logger) -> None:
+    logger.log_metrics({"train_loss": 0.5, "epoch": 0}, 1)
+    logger.log_metrics({"train_loss": math.inf, "epoch": 0}, 2)
+    logger.log_metrics({"train_loss": 0.25, "epoch": 1, "val_loss": math.nan}, 3)
+    logger.finalize()
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
+def test_every_kind_of_file_reads_alike(kind: type[Logger], tmp_path: Path) -> None:
+    logger = kind(tmp_path)
+    write(logger)
+    read = read_metrics(str(logger.log_dir))
+    assert str(dict(sorted(read.items()))) == str(
+        {key: [(step, float(value)) for step, value in VALUES[key]] for key in sorted(VALUES)}
+    )
+    assert {type(value) for series in read.values() for _, value in series} == {float}
+
+
+def test_all_steps_of_a_long_run_are_read(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    for step in range(12_000):  # tensorboard itself keeps a sample of 10,000 unless told otherwise
+        logger.log_metrics({"loss": step % 7}, step)
+    logger.finalize()
+    assert read_metrics(tmp_path)["loss"] == [(step, float(step % 7)) for step in range(12_000)]
+
+
+def test_scalars_stored_as_tensors_are_read_and_other_tensors_are_not(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.experiment.add_scalar("new", 0.5, 1, new_style=True)
+    logger.experiment.add_scalar("double", 1e-300, 1, new_style=True, double_precision=True)
+    logger.log_text("text", "x", 1)
+    logger.finalize()
+    assert read_metrics(tmp_path) == {"new": [(1, 0.5)], "double": [(1, 1e-300)]}
+
+
+def test_a_metric_in_several_files_is_read_once_and_in_full_precision(tmp_path: Path) -> None:
+    loggers = [TensorBoardLogger(), JSONLLogger(), CSVLogger()]
+    attach(loggers, tmp_path)
+    for logger in loggers:
+        logger.log_metrics({"loss": 0.1, type(logger).__name__: 1}, 1)
+        logger.finalize()
+    read = read_metrics(tmp_path)
+    assert read.pop("loss") == [(1, 0.1)]
+    assert read == {"CSVLogger": [(1, 1)], "JSONLLogger": [(1, 1)], "TensorBoardLogger": [(1, 1)]}
+
+
+def test_event_files_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(TensorBoardLogger(tmp_path, version=0))
+    for name in [name for name in sys.modules if name.startswith("tensorboard.backend")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard.backend", None)
+    with pytest.raises(MissingPackageError, match="Reading the event files in .*version_0 needs the package"):
+        read_metrics(tmp_path)
+    write(CSVLogger(tmp_path, version=0))
+    assert set(read_metrics(tmp_path)) == set(VALUES)
+
+
+def at(path: Path, seconds: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("step,loss\n1,1\n")
+    os.utime(path, (seconds, seconds))
+    return path.parent
+
+
+def test_which_run_is_meant(tmp_path: Path) -> None:
+    logs = tmp_path / "root" / "logs"
+    second = at(logs / "a" / "version_2" / "metrics.csv", 1000)
+    tenth = at(logs / "a" / "version_10" / "metrics.csv", 900)  # the highest number, whatever a copy made of its time
+    other = at(logs / "b" / "version_0" / "sub" / "metrics.jsonl", 800)
+    assert find_run(second) == second
+    assert find_run(tenth.parent) == tenth
+    assert find_run(logs) == find_run(tmp_path) == tenth
+    assert find_run(logs / "b") == find_run(str(other)) == other
+    newer = at(logs / "c" / "final" / "events.out.tfevents.1.host", 2000)
+    assert find_run(logs) == newer
+    (logs / "b" / "version_7").mkdir()  # a run that has logged nothing
+    assert find_run(logs / "b") == other
+
+
+def test_no_metrics_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"looked for metrics\.csv, metrics\.jsonl, events\.out\.tfevents\.\*"):
+        read_metrics(tmp_path)
+    with pytest.raises(ConfigurationError, match="nowhere', which is not there"):
+        find_run(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="file', which is a file"):
+        find_run(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("metrics.csv", "time,loss\n1,2\n", "expected a column 'step', got time, loss"),
+    ("metrics.csv", "step,loss\n1,2\nx,3\n", "line 3: expected numbers, got .*'x', '3'"),
+    ("metrics.csv", "step,loss\n1,abc\n", "line 2: expected numbers"),
+    ("metrics.jsonl", '{"step": 1, "loss": 2}\n{"loss": 2}\n', "line 2: expected like"),
+    ("metrics.jsonl", "[1, 2]\n", "line 1: expected like"),
+    ("metrics.jsonl", '{"step": 1, "loss": [2]}\n', "line 1: expected like"),
+    ("metrics.jsonl", "not json\n", "line 1: expected like"),
+])  # fmt: skip
+def test_files_that_are_something_else(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(TrainkitError, match=words):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("name, text, expected", [
+    ("metrics.csv", "", {}),
+    ("metrics.csv", "step,loss\n", {}),
+    ("metrics.csv", "epoch,loss,step\r\n0,,1\r\n0,2,2\r\n", {"epoch": [(1, 0), (2, 0)], "loss": [(2, 2)]}),
+    ("metrics.jsonl", "", {}),
+])  # fmt: skip
+def test_files_of_a_run_that_has_just_begun_or_of_others(
+    tmp_path: Path, name: str, text: str, expected: dict[str, Any]
+) -> None:
+    (tmp_path / name).write_text(text, newline="")
+    assert read_metrics(tmp_path) == expected

@@ -1,0 +1,322 @@
+"""``WandbLogger`` against real offline runs, whose files are read back record by record."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("wandb")
+
+from trainkit.console import TrainkitWarning
+from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError, UnsupportedArgumentError
+from trainkit.loggers import CSVLogger, WandbLogger
+from trainkit.loggers.attach import attach
+
+STEP = "trainer/global_step"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def service() -> Iterator[None]:
+    """wandb's own process and threads, offline: started once for these tests and gone after them."""
+    import wandb
+
+    with pytest.MonkeyPatch.context() as environment:
+        for key in [key for key in os.environ if key.startswith("WANDB_")]:
+            environment.delenv(key)
+        environment.setenv("WANDB_MODE", "offline")
+        environment.setenv("WANDB_SILENT", "true")
+        wandb.setup()
+        yield
+        wandb.teardown()
+
+
+@pytest.fixture(autouse=True)
+def no_open_runs() -> Iterator[None]:
+    """End what a test leaves open."""
+    import wandb
+
+    yield
+    for started in WandbLogger._started:
+        started.run.finish()
+    WandbLogger._started.clear()
+    wandb.finish()
+
+
+def run_files(folder: Path, timeout: float = 60.0) -> list[Path]:
+    """The files of all runs in the order of their start, once wandb's process has written their ends."""
+    paths = list((folder / "wandb").glob("offline-run-*/*.wandb"))
+    end = time.monotonic() + timeout
+    while not all(any(record.HasField("exit") for record in records(path)) for path in paths):
+        assert time.monotonic() < end, "a run was never ended"
+        time.sleep(0.02)
+    return sorted(paths, key=started_at)
+
+
+def started_at(path: Path) -> float:
+    [run] = [record.run for record in records(path) if record.HasField("run")]
+    return float(run.start_time.seconds + run.start_time.nanos * 1e-9)
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The records of a ``.wandb`` file: after seven bytes the log format of LevelDB, blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    new_record: Any = vars(wandb_internal_pb2)["Record"]
+    data, position, parts = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:  # a block ends with zeros where no header fits
+            position += 32768 - position % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # the whole record, or its last part
+            record = new_record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            rows.append({key: value for key, value in items.items() if not key.startswith("_")})
+    return rows
+
+
+def test_metrics_hyperparams_and_exit_code_reach_the_file_of_an_offline_run(tmp_path: Path) -> None:
+    logger = WandbLogger("first", save_dir=tmp_path, project="demo", tags=["a"], prefix="p")
+    assert not (tmp_path / "wandb").exists()
+    logger.log_hyperparams({"lr": 0.1, "model": {"width": 8}})
+    logger.log_metrics({"loss": 0.5, "epoch": 0}, step=10)
+    logger.log_metrics({"val": 1.5, "epoch": 0}, step=10)
+    logger.log_metrics({"loss": float("nan")}, step=5)  # the step may go back: it is a metric
+    run = logger.experiment
+    assert (logger.name, logger.version, run.name, run.tags) == ("demo", run.id, "first", ("a",))
+    assert dict(run.config) == {"lr": 0.1, "model": {"width": 8}}
+    assert logger.log_dir == logger.save_dir == str(tmp_path)
+    run.finish()
+
+    [path] = run_files(tmp_path)
+    rows = history(path)
+    assert rows[:2] == [{"p-loss": 0.5, "epoch": 0, STEP: 10}, {"p-val": 1.5, "epoch": 0, STEP: 10}]
+    assert rows[2][STEP] == 5
+    assert str(rows[2]["p-loss"]).lower() == "nan"
+    metrics = {record.metric.name or record.metric.glob_name: record.metric for record in records(path)}
+    assert metrics["*"].step_metric == STEP
+
+
+def test_images_text_and_histograms(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    logger = WandbLogger(save_dir=tmp_path)
+    gradient = np.linspace(0, 1, 12).reshape(1, 3, 4)
+    logger.log_metrics({"loss": 1.0}, 7)
+    logger.log_image("sample", [gradient, 1 - gradient[0]])
+    logger.log_text("note", "to be or not", 8)
+    logger.log_histogram("weights", np.arange(100.0), 9)
+    folder = Path(logger.experiment.dir)
+    logger.experiment.finish()
+
+    pictures = sorted((folder / "media" / "images").glob("*.png"))
+    assert len(pictures) == 2
+    drawn = sorted(np.asarray(Image.open(picture)).ravel().tolist() for picture in pictures)
+    expected = np.round(gradient[0] * 255).ravel().astype(int).tolist()
+    assert drawn == [expected, expected[::-1]]
+    [table] = (folder / "media" / "table").glob("*.json")
+    assert json.loads(table.read_text())["data"] == [[8, "to be or not"]]
+    rows = history(run_files(tmp_path)[0])
+    assert [row[STEP] for row in rows] == [7, 7, 8, 9]
+    assert sum(rows[3]["weights/values"]) == 100
+
+
+def test_one_run_for_all_fits_of_a_logger_and_none_open_twice(tmp_path: Path) -> None:
+    import wandb
+
+    logger = WandbLogger(save_dir=tmp_path)
+    for fit in range(3):
+        attach([logger], tmp_path)
+        logger.log_metrics({"loss": fit}, fit)
+        logger.finalize("success")
+    assert wandb.run is logger.experiment  # still open: a wandb.log() after fit goes to it
+    wandb.finish()
+    [path] = run_files(tmp_path)
+    assert [row["loss"] for row in history(path)] == [0, 1, 2]
+
+
+def test_the_next_logger_ends_the_idle_run_of_the_last_one(tmp_path: Path) -> None:
+    import wandb
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+
+    seen: list[Any] = []
+    for fold in range(6):
+        logger = WandbLogger(save_dir=tmp_path, id=f"fold{fold}")
+        attach([logger], tmp_path)
+        logger.log_metrics({"loss": fold}, 0)
+        assert wandb.run is logger.experiment
+        logger.finalize("success")
+        gc.collect()
+        seen.append((descriptors(), threading.active_count(), len(WandbLogger._started)))
+    assert seen[-1] == seen[2]
+    wandb.finish()
+    assert [[row["loss"] for row in history(path)] for path in run_files(tmp_path)] == [[fold] for fold in range(6)]
+
+
+def test_two_loggers_of_one_trainer_have_a_run_each(tmp_path: Path) -> None:
+    pair = [WandbLogger(save_dir=tmp_path, project="a"), WandbLogger(save_dir=tmp_path, project="b")]
+    for fit in range(2):
+        attach(pair, tmp_path)
+        for logger in pair:
+            logger.log_metrics({logger.name: fit}, fit)
+        for logger in pair:
+            logger.finalize("success")
+    for logger in pair:
+        logger.experiment.finish()
+    rows = sorted([history(path) for path in run_files(tmp_path)], key=str)
+    assert rows == [[{name: fit, STEP: fit} for fit in range(2)] for name in ("a", "b")]
+
+
+def test_a_failed_run_ends_at_once_and_is_resumed_by_its_id(tmp_path: Path) -> None:
+    import wandb
+
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.log_metrics({"loss": 1.0}, 0)
+    run_id = logger.version
+    logger.finalize("failed")
+    assert wandb.run is None
+    exits = [record.exit.exit_code for record in records(run_files(tmp_path)[0]) if record.HasField("exit")]
+    assert exits == [1]
+    logger.finalize("failed")  # nothing is open: nothing happens
+    logger.log_metrics({"loss": 2.0}, 1)
+    assert logger.experiment.id == run_id
+    logger.experiment.finish()
+    rows = [row for path in run_files(tmp_path) for row in history(path)]
+    assert [row["loss"] for row in rows] == [1.0, 2.0]
+
+
+def test_a_run_that_the_user_ended_is_resumed(tmp_path: Path) -> None:
+    import wandb
+
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.log_metrics({"loss": 1.0}, 0)
+    run_id = logger.version
+    wandb.finish()
+    logger.log_metrics({"loss": 2.0}, 1)
+    assert logger.version == run_id
+
+
+def test_a_run_of_the_user_is_used_and_never_ended(tmp_path: Path) -> None:
+    import wandb
+
+    mine = wandb.init(project="mine", dir=tmp_path)
+    given = WandbLogger(experiment=mine)
+    given.log_metrics({"a": 1}, 0)
+    given.finalize("failed")
+    adopted = WandbLogger(save_dir=tmp_path / "elsewhere")
+    adopted.log_metrics({"b": 2}, 0)
+    assert adopted.experiment is mine
+    assert (given.version, adopted.version) == (mine.id, mine.id)
+    adopted.finalize("failed")
+    assert wandb.run is mine
+    mine.log({"c": 3})
+    with pytest.warns(TrainkitWarning, match=r"wandb.init\(\) has started.*name, project have no effect"):
+        assert WandbLogger("x", project="other").experiment is mine
+    beside = WandbLogger(save_dir=tmp_path, id="another")
+    assert beside.experiment.id == "another"
+    assert wandb.run is mine
+    beside.experiment.finish()
+    mine.finish()
+    assert [sorted(set(row) - {STEP}) for row in history(run_files(tmp_path)[0])] == [["a"], ["b"], ["c"]]
+
+
+def test_nothing_happens_on_other_processes(tmp_path: Path) -> None:
+    import wandb
+
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.set_rank(1)
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.log_hyperparams({"lr": 1})
+    logger.experiment.config.update({"a": 1})
+    logger.watch(None)  # type: ignore[arg-type]
+    logger.finalize("failed")
+    assert logger.version is None
+    assert wandb.run is None
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_watch_logs_gradients(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    logger = WandbLogger(save_dir=tmp_path)
+    model = torch.nn.Linear(2, 1)
+    logger.watch(model, log_freq=1, log_graph=False)
+    model(torch.ones(1, 2)).sum().backward()
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.experiment.finish()
+    assert any("gradients" in key for row in history(run_files(tmp_path)[0]) for key in row)
+
+
+@pytest.mark.parametrize("arguments, error, words", [
+    (dict(log_model=True), UnsupportedArgumentError, "log_artifact"),
+    (dict(checkpoint_name="x"), UnsupportedArgumentError, "log_artifact"),
+    (dict(entiti="me"), UnknownNameError, "Did you mean 'entity'"),
+    (dict(save_dir="a", dir="b"), ConfigurationError, "save_dir and dir mean the same"),
+    (dict(version="a", id="b"), ConfigurationError, "version and id mean the same"),
+    (dict(offline=True, mode="online"), ConfigurationError, "contradicts mode='online'"),
+])  # fmt: skip
+def test_arguments_that_cannot_be_used(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        WandbLogger(**arguments)
+
+
+def test_the_argument_offline_is_enough(tmp_path: Path) -> None:
+    program = """
+import sys
+from trainkit.loggers import WandbLogger
+logger = WandbLogger(save_dir=sys.argv[1], offline=True)
+logger.log_metrics({"loss": 0.25}, 3)
+logger.finalize("success")  # the run is left to wandb, which ends it with the program
+"""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, str(tmp_path)], check=True, env=environment, capture_output=True
+    )
+    [path] = run_files(tmp_path)
+    assert history(path) == [{"loss": 0.25, STEP: 3}]
+
+
+def test_project_and_the_way_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "from_environment")
+    assert WandbLogger().name == "from_environment"
+    monkeypatch.delenv("WANDB_PROJECT")
+    assert repr(WandbLogger(dir="d", version="v")) == "WandbLogger(save_dir='d', project='trainkit', id='v')"
+
+
+def test_beside_other_loggers_it_keeps_its_own_layout(tmp_path: Path) -> None:
+    table, run = CSVLogger(), WandbLogger()
+    attach([run, table], tmp_path)
+    assert (run.root_dir, run.log_dir) == (str(tmp_path / "logs"), str(tmp_path / "logs"))
+    assert table.log_dir == str(tmp_path / "logs" / "default" / "version_0")
+
+
+def test_without_wandb_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"pip install wandb.*trainkit-torch\[wandb\]"):
+        WandbLogger()

@@ -1,0 +1,122 @@
+"""What a test must leave as it found it: the settings, handlers, threads and children of the process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+# What packages start once for the process and keep, whatever the caller does: the monitor of tqdm's bars, the service
+# that wandb's runs talk to.
+LASTING_THREADS = {"TMonitor", "wandb-AsyncioManager-main", "wandb-ServiceFinalizer"}
+
+# Variables that pytest, torch and wandb set for themselves.
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "WANDB_SERVICE"}
+
+# Signals whose handlers Python can read and set.
+SIGNALS = sorted(signal.valid_signals() - {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")})
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _set_environment(value: dict[str, str]) -> None:
+    for name in set(os.environ) - set(value) - NOT_OURS:
+        del os.environ[name]
+    os.environ.update(value)
+
+
+def _set_signals(value: dict[int, Any]) -> None:
+    for number, handler in value.items():
+        if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
+            signal.signal(number, handler)
+
+
+# Name → how it is read and how it is put back.
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.get_default_device()": (torch.get_default_device, torch.set_default_device),
+    "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
+    "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.is_anomaly_enabled()": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "torch.get_float32_matmul_precision()": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "deterministic algorithms (on, only warning)": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+    "torch.utils.deterministic.fill_uninitialized_memory": (
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        lambda value: setattr(torch.utils.deterministic, "fill_uninitialized_memory", value),
+    ),
+    "torch.backends.cudnn.benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    ),
+    "torch.backends.cudnn.deterministic": (
+        lambda: torch.backends.cudnn.deterministic,
+        lambda value: setattr(torch.backends.cudnn, "deterministic", value),
+    ),
+    "numpy.geterr()": (numpy.geterr, lambda value: numpy.seterr(**value)),
+    "signal handlers": (lambda: {number: signal.getsignal(number) for number in SIGNALS}, _set_signals),
+    "os.environ": (
+        lambda: {name: value for name, value in os.environ.items() if name not in NOT_OURS},
+        _set_environment,
+    ),
+}
+
+
+class ProcessState:
+    """The state of the process at the moment of construction.
+
+    Args:
+        patience: seconds that threads and children which are about to end are given to do so.
+    """
+
+    def __init__(self, patience: float = 5.0) -> None:
+        self.patience = patience
+        self.settings = {name: read() for name, (read, _) in SETTINGS.items()}
+        self.threads = set(threading.enumerate())
+        self.children = set(multiprocessing.active_children())
+
+    def restore(self) -> list[str]:
+        """Put every setting back, and say which were not as they had been and which threads and children were left."""
+        left = []
+        for name, (read, write) in SETTINGS.items():
+            before, after = self.settings[name], read()
+            if after != before:
+                write(before)
+                left.append(f"{name}: {_difference(before, after)}")
+        left += [f"a thread is still alive: {thread!r}" for thread in self._still_alive(self._new_threads)]
+        left += [f"a child process is still alive: {child!r}" for child in self._still_alive(self._new_children)]
+        return left
+
+    def _new_threads(self) -> list[threading.Thread]:
+        threads = set(threading.enumerate()) - self.threads
+        return [t for t in threads if not {t.name, type(t).__name__} & LASTING_THREADS]
+
+    def _new_children(self) -> list[Any]:
+        return list(set(multiprocessing.active_children()) - self.children)
+
+    def _still_alive(self, new: Callable[[], list[Any]]) -> list[Any]:
+        end = time.monotonic() + self.patience
+        while (alive := new()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return alive
+
+
+def _difference(before: Any, after: Any) -> str:
+    if isinstance(before, dict):
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        return "; ".join(f"{name}: {before.get(name)!r} → {after.get(name)!r}" for name in sorted(names))
+    return f"{before!r} → {after!r}"

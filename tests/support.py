@@ -1,0 +1,40 @@
+"""What tests share and that is no fixture: ``from support import run_python``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_python(
+    *command: str,
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    installed_in: str | Path | None = None,
+    timeout: float = 120.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own and return it when it has ended, whatever its exit code.
+
+    Args:
+        command: one string is a program (``python -c``); several are arguments (``"-m", "trainkit", "--help"``).
+        cwd: the working directory; the test's own if None.
+        env: variables to add to the environment.
+        installed_in: a folder that trainkit was installed into: it is imported from there and not from the checkout.
+        timeout: seconds after which the process is ended and ``subprocess.TimeoutExpired`` raised.
+    """
+    arguments = ["-c", *command] if len(command) == 1 else list(command)
+    variables = {**os.environ, "PYTHONPATH": str(installed_in or ROOT), **(env or {})}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=variables,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )

@@ -1,0 +1,411 @@
+"""The rules of the house, held over the syntax trees of the whole repository.
+
+Every rule comes twice: applied to what is there, and to small examples that break it, so that it can fail.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import types
+
+import house
+import pytest
+from support import run_python
+
+# What a user may rely on. A new name is a decision: it needs a line in the changelog and one here.
+PUBLIC = {
+    "trainkit": [
+        "Accelerator",
+        "Callback",
+        "CombinedLoader",
+        "DataModule",
+        "Precision",
+        "Strategy",
+        "TrainModule",
+        "Trainer",
+        "__version__",
+        "errors",
+        "seed_everything",
+        "set_seed",
+    ],
+    "trainkit.callbacks": [
+        "EarlyStopping",
+        "GradientClipping",
+        "LambdaCallback",
+        "LearningRateMonitor",
+        "ModelSummary",
+        "NonFiniteGuard",
+        "TQDMProgressBar",
+        "ThroughputMonitor",
+        "Timer",
+    ],
+    "trainkit.data": ["CombinedLoader", "PreparedLoader"],
+    "trainkit.errors": [
+        "ConfigurationError",
+        "DataError",
+        "EmptyLoaderError",
+        "HookError",
+        "LossError",
+        "MetricError",
+        "MissingMethodError",
+        "MissingMetricError",
+        "MissingPackageError",
+        "ModuleError",
+        "NonFiniteError",
+        "OptimizerError",
+        "TrainkitError",
+        "UnknownNameError",
+        "UnsupportedArgumentError",
+    ],
+    "trainkit.loggers": ["CSVLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger"],
+    "trainkit.strategies": [],
+}
+
+# Files ("trainkit/x.py") and functions ("trainkit/x.py:name") that may be long, each with the reason.
+LONG: dict[str, str] = {}
+
+SOURCES = house.package_sources()
+MODULES = {source.module for source in SOURCES}
+PUBLIC_SOURCES = [s for s in SOURCES if house.is_public(s.module) and not s.path.endswith("__main__.py")]
+
+
+def example(text: str, module: str = "trainkit.example") -> house.Source:
+    return house.Source("example.py", module, text)
+
+
+def report(complaints: list[str]) -> None:
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_the_three_folders_are_read_once() -> None:
+    names = [source.module for source in SOURCES]
+    assert len(names) == len(set(names))
+    assert {"trainkit", "trainkit.errors", "trainkit.callbacks", "trainkit.strategies"} <= MODULES
+
+
+# ------------------------------------------------------------------------------------------------- who imports whom
+
+
+def test_import_directions() -> None:
+    report([c for source in SOURCES for c in house.wrong_imports(source, MODULES)])
+
+
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        ("trainkit.callbacks.x", "from trainkit.strategies import DDPStrategy"),
+        ("trainkit.callbacks.x", "from trainkit import strategies"),
+        ("trainkit.callbacks.x", "def f():\n    import trainkit.strategies.ddp"),
+        ("trainkit.callbacks.x", "from trainkit import Callback"),
+        ("trainkit.callbacks.x", "from .timer import Timer"),
+        ("trainkit.callbacks.x", "def f():\n    import matplotlib"),
+        ("trainkit.strategies.x", "from trainkit.callbacks import Timer"),
+        ("trainkit.strategies.x", "import trainkit.trainer"),
+        ("trainkit.strategies.x", "from trainkit import trainer"),
+        ("trainkit.strategies.x", "from trainkit.loop import train_epoch"),
+        ("trainkit.strategies.x", "if TYPE_CHECKING:\n    from trainkit.trainer import Trainer"),
+        ("trainkit.strategies.x", "import deepspeed"),
+        ("trainkit.x", "from trainkit.callbacks import Timer"),
+        ("trainkit.x", "def f():\n    from trainkit.strategies.ddp import DDPStrategy"),
+        ("trainkit.x", "import_module('trainkit.callbacks.timer')"),
+        ("trainkit.x", "import trainkit"),
+        ("trainkit.x", "def f():\n    import wandb"),
+        ("trainkit.x", "import pandas"),
+        ("trainkit.loggers.x", "import wandb"),
+        ("trainkit.loggers.x", "from torch.utils.tensorboard import SummaryWriter"),
+        ("trainkit.loggers.x", "try:\n    import wandb\nexcept ImportError:\n    pass"),
+    ],
+)
+def test_import_directions_can_fail(module: str, text: str) -> None:
+    assert house.wrong_imports(example(text, module), MODULES)
+
+
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        ("trainkit.callbacks.x", "import math, numpy, torch.nn\nfrom trainkit.errors import TrainkitError"),
+        ("trainkit.callbacks.x", "from trainkit import errors"),
+        ("trainkit.callbacks.x", "from trainkit.callbacks.timer import Timer"),
+        ("trainkit.strategies.x", "def f():\n    import deepspeed"),
+        ("trainkit.loggers.x", "def f():\n    import wandb"),
+        ("trainkit.loggers.x", "if TYPE_CHECKING:\n    import wandb"),
+        ("trainkit.registry", "import_module('trainkit.callbacks.timer')"),
+    ],
+)
+def test_import_directions_can_pass(module: str, text: str) -> None:
+    assert not house.wrong_imports(example(text, module), MODULES)
+
+
+# ------------------------------------------------------------------------------------- what is shown is what is public
+
+
+def test_examples_and_documents_use_public_names() -> None:
+    """What users copy: names in the table above only."""
+    sources = house.user_sources("examples", "docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+    assert {"README.md", "examples"} <= {source.path.partition("/")[0] for source in sources}
+    report([c for source in sources for c in house.private_imports(source, PUBLIC)])
+
+
+def test_benchmarks_use_public_names() -> None:
+    """A benchmark may measure a part that users do not call, such as the order of an epoch, by its public names."""
+    public = {source.module: house.exported(source.tree) or [] for source in PUBLIC_SOURCES}
+    report([c for source in house.user_sources("benchmarks") for c in house.private_imports(source, public)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from trainkit.loop import train_epoch",
+        "from trainkit import nonsense",
+        "from trainkit.callbacks.timer import Timer",
+        "import trainkit.trainer",
+        "import trainkit\ntrainkit.loop.train_epoch()",
+        "import trainkit\ntrainkit.errors.nearest('x', [])",
+        "import trainkit.callbacks\ntrainkit.callbacks.nonsense",
+        "from trainkit import (",
+    ],
+)
+def test_private_names_are_found(text: str) -> None:
+    assert house.private_imports(example(text), PUBLIC)
+
+
+def test_public_names_pass() -> None:
+    text = """
+        from trainkit import Trainer, errors
+        from trainkit.callbacks import Timer
+        import trainkit
+        import trainkit.callbacks
+        trainkit.Trainer(callbacks=[trainkit.callbacks.Timer("1h")]).fit
+        trainkit.errors.TrainkitError.__doc__
+    """
+    assert not house.private_imports(example("if True:" + text), PUBLIC)
+
+
+def test_blocks_of_a_document_keep_their_lines() -> None:
+    text = (
+        "Text\n\n```python\nimport trainkit.loop\n```\n\n* item\n\n  ```python\n  x = (\n  ```\n\n```bash\nexit\n```\n"
+    )
+    blocks = house.python_blocks("docs/x.md", text)
+    assert [c for block in blocks for c in house.private_imports(block, PUBLIC)] == [
+        "docs/x.md:4 imports trainkit.loop, which is not public",
+        "docs/x.md:10 does not parse: '(' was never closed",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ data is never code
+
+
+def test_no_pickle() -> None:
+    report([c for source in SOURCES for c in house.code_in_data(source)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "def f():\n    from cloudpickle import dumps",
+        "import torch\ntorch.load('x')",
+        "import torch as t\nsave = t.save",
+        "from torch import load",
+        "from torch.serialization import load",
+        "import torch\ntorch.serialization.load('x')",
+        "eval('1')",
+        "exec('x = 1')",
+        "import builtins\nbuiltins.eval('1')",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "import numpy as np\nnp.load('x', allow_pickle=flag)",
+        "import yaml\nyaml.load('x', yaml.Loader)",
+    ],
+)
+def test_pickle_is_found(text: str) -> None:
+    assert house.code_in_data(example(text))
+
+
+def test_what_is_no_pickle_passes() -> None:
+    text = "import torch, yaml, numpy\nmodule.eval()\nyaml.safe_load('x')\nnumpy.load('x', allow_pickle=False)"
+    assert not house.code_in_data(example(text))
+
+
+# ------------------------------------------------------------------------------------------- strategies are not asked
+
+
+def test_nobody_asks_for_the_class_of_a_strategy() -> None:
+    report([c for s in SOURCES if not s.path.startswith("strategies/") for c in house.branches_on_strategy(s)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "isinstance(x, DDPStrategy)",
+        "isinstance(x, (str, trainkit.strategy.Strategy))",
+        "isinstance(x, DDPStrategy | ZeROStrategy)",
+        "issubclass(x, Strategy)",
+        "isinstance(self.strategy, Sharded)",
+        "type(x) is DDPStrategy",
+        "DDPStrategy == x.__class__",
+        "match x:\n    case DDPStrategy():\n        pass",
+    ],
+)
+def test_a_question_for_the_class_is_found(text: str) -> None:
+    assert house.branches_on_strategy(example(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["isinstance(strategy, str)", "isinstance(x, Callback)", "type(x) is int", "DDPStrategy()"]
+)
+def test_other_questions_pass(text: str) -> None:
+    assert not house.branches_on_strategy(example(text))
+
+
+# --------------------------------------------------------------------------------------------------- names and words
+
+
+@pytest.mark.parametrize("package", sorted(PUBLIC))
+def test_public_names_are_frozen(package: str) -> None:
+    assert importlib.import_module(package).__all__ == PUBLIC[package]
+
+
+def test_exports_are_sorted() -> None:
+    report([c for source in PUBLIC_SOURCES for c in house.wrong_exports(source)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = 1",
+        "__all__ = ['b', 'a']",
+        "__all__ = ['a', 'a']",
+        "__all__ = sorted(names)",
+        "__all__: list[str] = ['b', 'a']",
+    ],
+)
+def test_unsorted_exports_are_found(text: str) -> None:
+    assert house.wrong_exports(example(text))
+
+
+def test_exports_in_order_pass() -> None:
+    assert not house.wrong_exports(example("__all__ = ['HOOKS', 'Alpha', 'Beta', '__version__', 'gamma']"))
+
+
+def test_exported_names_exist() -> None:
+    report(
+        [
+            f"{source.path} exports {name}, which it does not have"
+            for source in PUBLIC_SOURCES
+            for name in house.exported(source.tree) or []
+            if not hasattr(importlib.import_module(source.module), name)
+        ]
+    )
+
+
+def test_everything_public_is_documented() -> None:
+    report([c for s in PUBLIC_SOURCES for c in house.undocumented(s, importlib.import_module(s.module))])
+
+
+def test_missing_documentation_is_found() -> None:
+    text = """
+class Base:
+    "Documented."
+
+    def inherited(self):
+        "Documented."
+
+class Thing(Base):
+    def inherited(self): ...
+    def own(self): ...
+    def _private(self): ...
+    @property
+    def size(self): ...
+    @size.setter
+    def size(self, value): ...
+
+class _Private:
+    def method(self): ...
+
+if True:
+    def function(): ...
+"""
+    module = types.ModuleType("example")
+    exec(compile(text, "example.py", "exec"), vars(module))
+    assert house.undocumented(example(text), module) == [
+        "example.py:8 Thing has no docstring",
+        "example.py:10 Thing.own has no docstring",
+        "example.py:13 Thing.size has no docstring",
+        "example.py:21 function has no docstring",
+    ]
+
+
+def test_modules_begin_alike() -> None:
+    report([c for source in SOURCES for c in house.wrong_beginning(source)])
+
+
+@pytest.mark.parametrize("text", ["", '"""Doc."""\nimport os', "from __future__ import annotations"])
+def test_another_beginning_is_found(text: str) -> None:
+    assert house.wrong_beginning(example(text))
+
+
+# -------------------------------------------------------------------------------------------------------------- size
+
+
+def test_nothing_is_too_long() -> None:
+    found: dict[str, str] = {}
+    for source in SOURCES:
+        found |= house.too_long(source)
+    report([complaint for key, complaint in found.items() if key not in LONG])
+    assert set(LONG) <= set(found), "an exception that is not needed any more"
+
+
+def test_length_is_found() -> None:
+    doc = '    """' + "\n" * 30 + '"""\n'
+    fits = "def f():\n" + doc + "    x = 1\n" * 59
+    assert not house.too_long(example(fits))
+    assert list(house.too_long(example(fits + "    x = 1\n"))) == ["example.py:f"]
+    assert not house.too_long(example("x = 1\n" * 400))
+    assert list(house.too_long(example("x = 1\n" * 401))) == ["example.py"]
+
+
+# --------------------------------------------------------------------------------------------- the two mapped folders
+
+
+@pytest.mark.parametrize("folder", ["callbacks", "strategies"])
+def test_a_mapped_folder_refuses_its_bare_name(folder: str) -> None:
+    done = run_python(f"import {folder}", cwd=house.ROOT)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: ")
+    assert f"trainkit.{folder}" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("folder", ["callbacks", "strategies"])
+def test_a_mapped_folder_is_what_is_imported(folder: str) -> None:
+    package = importlib.import_module(f"trainkit.{folder}")
+    assert os.path.samefile(package.__path__[0], house.ROOT / folder)
+
+
+def test_a_misspelt_callback_names_the_nearest() -> None:
+    import trainkit.callbacks
+
+    with pytest.raises(AttributeError, match=r"'EarlyStoping'\. Did you mean 'EarlyStopping'\?"):
+        trainkit.callbacks.EarlyStoping
+
+
+def test_callbacks_are_read_when_used() -> None:
+    done = run_python(
+        "import sys, trainkit.callbacks as c; print([m for m in sys.modules if m.startswith('trainkit.callbacks.')], "
+        "'Timer' in dir(c), c.Timer.__module__)"
+    )
+    assert done.stdout.strip() == "[] True trainkit.callbacks.timer", done.stderr
+
+
+def test_lazy_names_lead_to_their_files() -> None:
+    """What the type checker sees of trainkit.callbacks is what ``__getattr__`` gives."""
+    source = next(s for s in SOURCES if s.module == "trainkit.callbacks")
+    typed = {item.name: item.module for item in house.imports(source.tree) if item.place == "typing"}
+    package = importlib.import_module("trainkit.callbacks")
+    assert typed == {name: getattr(package, name).__module__ for name in package.__all__}
+
+
+def test_each_callback_has_a_file_of_its_own() -> None:
+    package = importlib.import_module("trainkit.callbacks")
+    homes = [getattr(package, name).__module__ for name in PUBLIC["trainkit.callbacks"]]
+    assert len(homes) == len(set(homes))

@@ -1,0 +1,49 @@
+"""Importing trainkit is cheap: it loads nothing that is optional and nothing heavy beside torch.
+
+How much time it takes is measured by ``benchmarks/import_time.py``; a test must not depend on the machine's speed.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support import run_python
+
+OPTIONAL = {"PIL", "deepspeed", "matplotlib", "sklearn", "tensorboard", "torch_xla", "torchmetrics", "wandb"}
+PACKAGES = ["trainkit", *(f"trainkit.{name}" for name in ("callbacks", "data", "errors", "loggers", "strategies"))]
+
+
+def modules_after(program: str) -> set[str]:
+    """The modules that are loaded when a program ends."""
+    done = run_python(f"{program}\nimport json, sys\nprint(json.dumps(list(sys.modules)))")
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def packages(modules: set[str]) -> set[str]:
+    return {module.partition(".")[0] for module in modules}
+
+
+def test_importing_loads_nothing_optional() -> None:
+    modules = modules_after("import trainkit")
+    assert packages(modules) & OPTIONAL == set()
+    assert "torch.utils.tensorboard" not in modules
+
+
+def test_using_every_public_name_loads_nothing_optional() -> None:
+    program = f"import importlib\nfor package in map(importlib.import_module, {PACKAGES}):\n"
+    modules = modules_after(f"{program}    [getattr(package, name) for name in package.__all__]")
+    assert packages(modules) & OPTIONAL == set()
+    assert "torch.utils.tensorboard" not in modules
+
+
+@pytest.mark.parametrize("package", sorted(OPTIONAL & {"tensorboard", "wandb", "matplotlib", "sklearn"}))
+def test_what_is_optional_would_be_seen(package: str) -> None:
+    assert package in packages(modules_after(f"import {package}"))
+
+
+def test_importing_adds_no_package_to_those_of_torch() -> None:
+    """A ratchet on the time: after ``import torch``, ``import trainkit`` loads modules of its own only."""
+    added = modules_after("import torch, trainkit") - modules_after("import torch")
+    assert {module for module in added if not module.startswith("trainkit")} == set()

@@ -1,0 +1,175 @@
+"""Wheel and source distribution: built, installed and imported away from the repository, with and without the links."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from collections import Counter
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import house
+import pytest
+from support import run_python
+
+import trainkit
+
+LINKS = {"trainkit/callbacks": "../callbacks", "trainkit/strategies": "../strategies"}
+NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "trainkit_runs", "wandb")
+WHERE = """
+import json, trainkit, trainkit.callbacks, trainkit.errors, trainkit.loggers, trainkit.strategies
+names = [trainkit, trainkit.callbacks, trainkit.errors, trainkit.loggers, trainkit.strategies]
+print(json.dumps({"files": [m.__file__ for m in names] + [trainkit.callbacks.Timer.__init__.__code__.co_filename],
+                  "version": trainkit.__version__}))
+"""
+
+
+def copy_of_the_tree(to: Path, links: str) -> Path:
+    """The checkout with its ``links`` "kept", "missing", or written as "text", as git does where links are unknown."""
+    shutil.copytree(house.ROOT, to, symlinks=True, ignore=NOT_SOURCE)
+    for link, target in LINKS.items():
+        (to / link).unlink(missing_ok=True)
+        if links == "kept":
+            (to / link).symlink_to(target, target_is_directory=True)
+        elif links == "text":
+            (to / link).write_text(target)
+    return to
+
+
+def build(tree: Path, out: Path, *what: str) -> list[Path]:
+    """Build a tree with what is installed here; without ``what``, a source distribution and from it a wheel."""
+    done = run_python("-m", "build", "--no-isolation", "--outdir", str(out), *what, str(tree), cwd=out.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return sorted(out.iterdir())
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+
+
+def metadata(wheel: Path) -> Message:
+    name = next(name for name in contents(wheel) if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(contents(wheel)[name].decode())
+
+
+@pytest.fixture(scope="module")
+def from_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built straight from a checkout with its links."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (wheel,) = build(copy_of_the_tree(folder / "tree", links="kept"), folder / "out", "--wheel")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def distribution(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source distribution of a checkout with its links, and the wheel built from that."""
+    folder = tmp_path_factory.mktemp("distribution")
+    wheel, archive = build(copy_of_the_tree(folder / "tree", links="kept"), folder / "out")
+    assert archive.name.endswith(".tar.gz")
+    return archive, wheel
+
+
+def test_the_wheel_holds_every_module_once(from_checkout: Path) -> None:
+    with zipfile.ZipFile(from_checkout) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+    expected = {source.module.replace(".", "/") for source in house.package_sources()}
+    found = {name.removesuffix(".py").removesuffix("/__init__") for name in names if name.endswith(".py")}
+    assert found == expected
+    assert [name for name in names if not name.endswith(".py")] == ["trainkit/py.typed"]
+
+
+@pytest.mark.parametrize("links", ["missing", "text"])
+def test_the_links_change_nothing(links: str, from_checkout: Path, tmp_path: Path) -> None:
+    (wheel,) = build(copy_of_the_tree(tmp_path / "tree", links), tmp_path / "out", "--wheel")
+    assert contents(wheel) == contents(from_checkout)
+
+
+def test_the_source_distribution_builds_the_same_wheel(distribution: tuple[Path, Path], from_checkout: Path) -> None:
+    assert contents(distribution[1]) == contents(from_checkout)
+
+
+def test_the_source_distribution_holds_files_and_no_links(distribution: tuple[Path, Path]) -> None:
+    with tarfile.open(distribution[0]) as archive:
+        members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
+    assert all(member.isfile() or member.isdir() for member in members.values())
+    assert {source.path for source in house.package_sources()} <= set(members)
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "tests/conftest.py"} <= set(members)
+    assert [name for name in members if name.startswith(tuple(LINKS))] == []
+
+
+def test_it_imports_away_from_the_repository(from_checkout: Path, tmp_path: Path) -> None:
+    target = tmp_path / "installed"
+    options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(target)]
+    done = run_python("-m", "pip", "install", *options, str(from_checkout))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (target / "trainkit" / "py.typed").exists()
+    found = imported_from(run_python(WHERE, cwd=tmp_path, installed_in=target))
+    assert all(Path(file).is_relative_to(target) for file in found), found
+
+
+def test_an_editable_install_works_without_the_links(tmp_path: Path) -> None:
+    """What pip does for ``pip install -e .``: the build backend's editable wheel, put where packages lie."""
+    tree, site = copy_of_the_tree(tmp_path / "tree", links="missing"), tmp_path / "site"
+    make = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+    done = run_python("-c", make, str(tmp_path), cwd=tree)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    found = imported_from(run_python(f"import site; site.addsitedir({str(site)!r})\n{WHERE}", installed_in=site))
+    assert all(Path(file).is_relative_to(tree) for file in found), found
+    assert str(tree / "callbacks" / "__init__.py") in found
+
+
+def imported_from(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The files that the program WHERE found its modules in."""
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["version"] == trainkit.__version__
+    return answer["files"]
+
+
+def test_the_metadata_says_what_it_is(from_checkout: Path) -> None:
+    data = metadata(from_checkout)
+    assert (data["Name"], data["Version"]) == ("trainkit-torch", trainkit.__version__)
+    assert (data["Requires-Python"], data["License-Expression"]) == (">=3.10", "Apache-2.0")
+    required = [line for line in data.get_all("Requires-Dist") if "extra ==" not in line]
+    assert required == ["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML"]
+    assert data.get_all("Provides-Extra") == ["tensorboard", "wandb", "deepspeed", "xla", "plot", "all", "dev"]
+    assert data.get_payload().strip() == (house.ROOT / "README.md").read_text("utf-8").strip()
+    files = contents(from_checkout)
+    (entry_points,) = [text.decode() for name, text in files.items() if name.endswith("/entry_points.txt")]
+    assert "trainkit = trainkit.cli.main:main" in entry_points
+    assert any(name.endswith("/licenses/LICENSE") for name in files)
+
+
+def test_the_command_of_the_entry_point_exists() -> None:
+    from trainkit.cli.main import main
+
+    assert callable(main)
+
+
+def test_constraints_fix_versions_and_nothing_else() -> None:
+    """Exact versions, no addresses, and every direct dependency of what `make test` installs."""
+    text = (house.ROOT / "constraints.txt").read_text("utf-8")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w-]+==[\w.]+(; python_version >= \"3\.\d+\")?", line)] == []
+    fixed = {line.partition("==")[0].lower() for line in lines}
+    setup = (house.ROOT / "setup.py").read_text("utf-8")
+    direct = ["torch", "numpy", "tqdm", "safetensors", "PyYAML", "tensorboard", "wandb", "matplotlib"]
+    direct += re.findall(r'"([\w-]+)', setup.partition('"dev": [')[2].partition("]")[0])
+    assert {name.lower() for name in direct} - fixed == set()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="git does not make links on Windows unless it is told to")
+@pytest.mark.skipif((house.ROOT / "PKG-INFO").exists(), reason="a source distribution holds no links")
+@pytest.mark.parametrize(("link", "target"), LINKS.items())
+def test_a_checkout_has_the_links(link: str, target: str) -> None:
+    assert os.readlink(house.ROOT / link) == target

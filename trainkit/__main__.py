@@ -1,0 +1,10 @@
+"""``python -m trainkit``: the same as the command ``trainkit``."""
+
+from __future__ import annotations
+
+import sys
+
+from trainkit.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,310 @@
+"""``Accelerator``: prepare, accumulate, backward, clip, step. The one implementation, for the ``Trainer`` and for own loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.data.combined import CombinedLoader
+from trainkit.data.loader import PreparedLoader
+from trainkit.data.nested import map_tensors
+from trainkit.data.window import Window
+from trainkit.errors import ConfigurationError
+from trainkit.optimizer import PreparedOptimizer, PreparedScheduler
+from trainkit.precision import Precision
+from trainkit.registry import load_strategy
+from trainkit.rng import Stage, resolve_seed
+from trainkit.strategy import Strategy
+
+__all__ = ["Accelerator"]
+
+
+class Accelerator:
+    """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
+
+    Args:
+        strategy: ``"auto"`` (one device), or a :class:`~trainkit.Strategy`.
+        precision: one of the names of :class:`~trainkit.Precision` (default ``"32-true"``).
+        gradient_accumulation_steps: micro-batches in an update.
+        even_batches: only ``False``; it matters with several processes.
+
+    Raises:
+        ConfigurationError: an argument that is wrong or contradicts another.
+
+    Example::
+
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for epoch in range(3):
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    loss = F.cross_entropy(model(x), y)
+                    accelerator.backward(loss)
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+
+    The loss is the mean over its micro-batch; it is scaled so that the gradient is the mean over the whole window, also where
+    the last micro-batch or the last window is short. ``step`` and ``zero_grad`` act only when the window is full.
+    """
+
+    def __init__(
+        self,
+        strategy: str | Strategy = "auto",
+        precision: str | int | Precision | None = None,
+        gradient_accumulation_steps: int = 1,
+        even_batches: bool = False,
+    ) -> None:
+        if even_batches:
+            raise ConfigurationError(
+                "even_batches=True concerns several processes, which this version does not have. Leave it out."
+            )
+        steps = gradient_accumulation_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigurationError(f"gradient_accumulation_steps must be an integer ≥ 1, not {steps!r}.")
+        self.strategy = _strategy(strategy)
+        if precision is not None:
+            self.strategy.use_precision(precision)
+        self.window = Window(steps)
+        self.seed = resolve_seed(None)
+        self.optimizer_step_was_skipped = False
+        self.updates = 0
+        self.before_step: Callable[[Optimizer], None] | None = None
+        self._skip = False
+        self._models: list[nn.Module] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._loaders: list[PreparedLoader] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and the batches are."""
+        return self.strategy.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.strategy.is_main_process
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in an update."""
+        return self.window.size
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch is the last of its window, so that its update is due."""
+        return self.window.full
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The prepared optimizers, as torch's own objects."""
+        return [prepared.optimizer for prepared in self._optimizers]
+
+    def prepare(self, *objects: Any) -> Any:
+        """Models, optimizers, loaders and schedulers, ready for this accelerator, in the order they were given.
+
+        A loader gives its batches on the device, in the order and under the random state that (seed, epoch) determine. A model
+        is moved in place, so that an optimizer made before stays valid.
+
+        Raises:
+            ConfigurationError: an object that is none of these, or prepared already.
+        """
+        for place, item in enumerate(objects):
+            if isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler):
+                raise ConfigurationError(f"prepare: argument {place} ({type(item).__name__}) has been prepared already.")
+        prepared = {place: self._prepare_model(o) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
+        prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
+        for place, item in enumerate(objects):
+            if place not in prepared:
+                prepared[place] = self._prepare_other(item, place)
+        return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
+
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        wrapped = self.strategy.prepare_module(model)
+        self._models.append(wrapped)
+        return wrapped if self.strategy.precision.plain else _InPrecision(wrapped, self.strategy.precision)
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        ours = self.strategy.prepare_optimizer(optimizer, self._models[-1] if self._models else None)
+        prepared = PreparedOptimizer(ours, self)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _prepare_other(self, item: Any, place: int) -> Any:
+        if hasattr(item, "step") and hasattr(item, "state_dict"):
+            return PreparedScheduler(item, self)
+        if isinstance(item, CombinedLoader) or isinstance(item, Iterable):
+            return self.prepare_loader(item, window=True)
+        raise ConfigurationError(
+            f"prepare: argument {place} is a {type(item).__name__}; expected a model, an optimizer, a loader or a scheduler."
+        )
+
+    def prepare_loader(self, loader: Any, *, window: bool, **options: Any) -> PreparedLoader:
+        """One loader, with options of :class:`trainkit.data.PreparedLoader`.
+
+        Args:
+            loader: a ``DataLoader``, a ``CombinedLoader`` or an iterable of batches.
+            window: its batches make up accumulation windows (a training loader).
+            **options: such as ``stage``, ``index``, ``limit``, ``weigh``.
+        """
+        prepared = PreparedLoader(
+            loader,
+            device=self.device,
+            generators=self.strategy.generators(),
+            window=self.window if window else None,
+            **{"seed": self.seed, "stage": Stage.TRAIN, **options},
+        )
+        self._loaders.append(prepared)
+        return prepared
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Work on one micro-batch within it. With a loader that was not prepared, it counts the micro-batches itself."""
+        window = self.window
+        if not window.driven:
+            window.count()
+        window.driven = False
+        with self.strategy.accumulating(models[0] if models else None, window.full):
+            yield
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Within it the forward is computed in the accelerator's precision."""
+        return self.strategy.forward_context()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradient of a micro-batch's mean loss, scaled to its share of the window.
+
+        A micro-batch of weight 0 adds nothing; its loss may be NaN, as a mean over nothing is.
+        """
+        share = self.window.share
+        if share == 0.0:
+            return
+        if share != 1.0:
+            loss = loss * share
+        self.strategy.backward(loss, **kwargs)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Update the parameters if the window is full.
+
+        Args:
+            optimizer: a prepared one, or torch's own of it.
+            closure: computes the loss anew and its gradients (LBFGS).
+
+        Returns:
+            Whether the update happened: not inside a window, nor if it was skipped because a scaled gradient overflowed, because
+            :meth:`skip_update` was called, or because the window's weight is 0.
+        """
+        if not self.window.full:
+            return False
+        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        if self.before_step is not None:
+            self.before_step(own)
+        if self._skip or self.window.empty:
+            self.strategy.precision.discard(own)
+            updated = self._skip = False
+        else:
+            updated = self.strategy.optimizer_step(own, closure)
+        self.optimizer_step_was_skipped = not updated
+        self.updates += updated
+        return updated
+
+    def skip_update(self) -> None:
+        """Skip the update of the current window: it changes neither parameters nor optimizer state."""
+        self._skip = True
+
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Take the loss scale of ``16-mixed`` out of the gradients, before they are looked at; clipping does it by itself."""
+        if self.strategy.precision.scaler is None or not self.window.full:
+            return
+        for own in self.optimizers if optimizer is None else [optimizer]:
+            self.strategy.precision.unscale(own)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Scale the gradients down to a norm of at most ``max_norm``.
+
+        Returns:
+            The norm before, a scalar on the device; ``None`` inside a window, where nothing is clipped.
+        """
+        if not self.window.full:
+            return None
+        self._unscale_all()
+        return self.strategy.clip_grad_norm_(_listed(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp each element of the gradients to [-clip_value, clip_value]; nothing inside a window."""
+        if self.window.full:
+            self._unscale_all()
+            self.strategy.clip_grad_value_(_listed(parameters), clip_value)
+
+    def _unscale_all(self) -> None:
+        if self.strategy.precision.scaler is not None:
+            for own in self.optimizers:
+                self.strategy.precision.unscale(own)
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The user's model, without what ``prepare`` and ``torch.compile`` wrapped around it."""
+        return self.strategy.unwrap(model.module if isinstance(model, _InPrecision) else model)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` in the main process only."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget everything that was prepared and end the loaders' workers; returns ``None`` for each object given.
+
+        ``model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)``
+        """
+        for loader in self._loaders:
+            loader.close()
+        self._models, self._optimizers, self._loaders = [], [], []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None if len(objects) == 1 else tuple(None for _ in objects)
+
+
+class _InPrecision(nn.Module):
+    """A model whose forward runs under the precision, for loops that call the model themselves.
+
+    Mixed precision gives float32 outputs, so that a loss computed outside autocast is not computed in half precision.
+    """
+
+    def __init__(self, module: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        self.module = module
+        self._precision = precision
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        precision = self._precision
+        with precision.forward_context():
+            outputs = self.module(*precision.convert_input(args), **precision.convert_input(kwargs))
+        if precision.autocast_dtype is None:
+            return outputs
+        return map_tensors(outputs, lambda t: t.float() if t.dtype is precision.autocast_dtype else t)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def _strategy(strategy: str | Strategy) -> Strategy:
+    if isinstance(strategy, str):
+        chosen: Strategy = load_strategy("single" if strategy == "auto" else strategy)()
+        return chosen
+    if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
+        raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
+    return strategy
+
+
+def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

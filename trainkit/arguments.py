@@ -1,0 +1,286 @@
+"""The arguments of ``Trainer``: what each may be, which contradict each other, and what Lightning's others are here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.console import notice
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+
+__all__ = ["UNSUPPORTED", "TrainerArguments", "limited", "pick_device", "refuse_unknown"]
+
+_LATER = "is not in this version, which runs on one device"
+
+# Arguments of Lightning's Trainer, of this and earlier versions, and what to use here.
+UNSUPPORTED: dict[str, str] = {
+    "amp_backend": "use precision='16-mixed' or 'bf16-mixed'",
+    "amp_level": "use precision='16-mixed' or 'bf16-mixed'",
+    "auto_lr_find": "choose the learning rate in configure_optimizers",
+    "auto_scale_batch_size": "choose batch_size in the DataLoader",
+    "auto_select_gpus": "use devices=[index]",
+    "barebones": "leave it out: what is not attached costs nothing here; turn off the rest with logger=False, "
+    "enable_progress_bar=False, enable_model_summary=False",
+    "checkpoint_callback": "is not in this version; checkpoints are being built",
+    "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
+    "enable_checkpointing": "is not in this version; checkpoints are being built",
+    "flush_logs_every_n_steps": "use an argument of the logger",
+    "gpus": "use accelerator='gpu', devices=1",
+    "ipus": "IPUs are not supported",
+    "log_gpu_memory": "attach a callback that logs torch.cuda.max_memory_allocated()",
+    "model_registry": "is not offered",
+    "move_metrics_to_cpu": "leave it out: metrics are read at log boundaries only",
+    "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
+    "num_nodes": _LATER,
+    "num_processes": _LATER,
+    "overfit_pct": "use overfit_batches",
+    "plugins": "give precision= a Precision object and strategy= a Strategy object",
+    "prepare_data_per_node": _LATER,
+    "process_position": "use callbacks=[TQDMProgressBar(process_position=...)]",
+    "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
+    "replace_sampler_ddp": _LATER,
+    "resume_from_checkpoint": "is not in this version; checkpoints are being built",
+    "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
+    "sync_batchnorm": _LATER,
+    "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
+    "tpu_cores": _LATER,
+    "track_grad_norm": "use callbacks=[GradientClipping(None)], or gradient_clip_val, which logs the norm",
+    "truncated_bptt_steps": "loop over the parts of the sequence under manual optimization",
+    "use_distributed_sampler": "leave it out: loaders are sharded by position, no sampler is replaced",
+    "weights_save_path": "use default_root_dir",
+    "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
+}
+
+
+def refuse_unknown(given: Mapping[str, Any], known: list[str]) -> None:
+    """Refuse arguments that the Trainer does not have, with the replacement or the nearest name."""
+    for name in given:
+        if name in UNSUPPORTED:
+            raise UnsupportedArgumentError(f"Trainer({name}=...): {UNSUPPORTED[name]}.")
+        raise UnknownNameError(f"Trainer has no argument {name!r}.{nearest(name, [*known, *UNSUPPORTED])}")
+
+
+@dataclass
+class TrainerArguments:
+    """The numbers among the Trainer's arguments, checked; meanings in :class:`trainkit.Trainer`."""
+
+    max_epochs: int | None
+    min_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    max_time: str | timedelta | Mapping[str, int] | None
+    limit_train_batches: int | float | None
+    limit_val_batches: int | float | None
+    limit_test_batches: int | float | None
+    limit_predict_batches: int | float | None
+    overfit_batches: int | float
+    fast_dev_run: int | bool
+    num_sanity_val_steps: int | None
+    val_check_interval: int | float | None
+    val_every_n_steps: int | None
+    check_val_every_n_epoch: int | None
+    accumulate_grad_batches: int
+    global_batch_size: int | None
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str | None
+    log_every_n_steps: int | None
+    reload_dataloaders_every_n_epochs: int
+    deterministic: bool | str | None
+    default_root_dir: str | Path | None
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_fractions()
+        self._check_choices()
+        self._check_contradictions()
+        self._settle()
+
+    def _check_counts(self) -> None:
+        for name, least, optional in (
+            ("max_epochs", -1, True),
+            ("min_epochs", 0, True),
+            ("max_steps", -1, False),
+            ("min_steps", 0, True),
+            ("num_sanity_val_steps", -1, True),
+            ("val_every_n_steps", 1, True),
+            ("check_val_every_n_epoch", 1, True),
+            ("accumulate_grad_batches", 1, False),
+            ("global_batch_size", 1, True),
+            ("log_every_n_steps", 0, True),
+            ("reload_dataloaders_every_n_epochs", 0, False),
+        ):
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                hint = " (-1: no limit)" if least == -1 else ""
+                raise ConfigurationError(f"{name} must be an integer ≥ {least}{hint}, not {value!r}.")
+
+    def _check_fractions(self) -> None:
+        for name in (*(f.name for f in fields(self) if f.name.startswith("limit_")), "overfit_batches"):
+            value = getattr(self, name)
+            if value is None:
+                setattr(self, name, 1.0)
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not ((whole and value >= 0) or (isinstance(value, float) and 0.0 <= value <= 1.0)):
+                raise ConfigurationError(
+                    f"{name} must be a number of batches (an integer ≥ 0) or a fraction (a float from 0.0 to 1.0), not "
+                    f"{value!r}. For example: {name}=100 or {name}=0.25"
+                )
+        value = self.val_check_interval
+        if value is None:
+            return
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not ((whole and value >= 1) or (isinstance(value, float) and 0.0 < value <= 1.0)):
+            raise ConfigurationError(
+                "val_check_interval must be a number of training batches (an integer ≥ 1) or a fraction of the epoch (a float "
+                f"above 0.0 up to 1.0), not {value!r}. For every N updates: val_every_n_steps=N"
+            )
+
+    def _check_choices(self) -> None:
+        if self.gradient_clip_algorithm not in (None, "norm", "value"):
+            raise UnknownNameError(
+                f"unknown gradient_clip_algorithm {self.gradient_clip_algorithm!r}; known: 'norm', 'value'."
+                f"{nearest(str(self.gradient_clip_algorithm), ('norm', 'value'))}"
+            )
+        clip = self.gradient_clip_val
+        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip >= 0):
+            raise ConfigurationError(f"gradient_clip_val must be a number ≥ 0, not {clip!r}.")
+        if self.deterministic not in (True, False, None, "warn"):
+            raise ConfigurationError(f"deterministic must be True, False or 'warn', not {self.deterministic!r}.")
+        run = self.fast_dev_run
+        if not isinstance(run, bool) and (not isinstance(run, int) or run < 0):
+            raise ConfigurationError(f"fast_dev_run must be True, False or a number of batches, not {run!r}.")
+
+    def _check_contradictions(self) -> None:
+        if self.val_every_n_steps is not None and self.val_check_interval not in (None, 1.0):
+            raise ConfigurationError(
+                f"val_every_n_steps={self.val_every_n_steps} and val_check_interval={self.val_check_interval} both say when to "
+                "validate. Give one of them."
+            )
+        if self.global_batch_size is not None and self.accumulate_grad_batches != 1:
+            raise ConfigurationError(
+                f"global_batch_size={self.global_batch_size} and accumulate_grad_batches={self.accumulate_grad_batches} both "
+                "set the accumulation. Give one of them."
+            )
+        for low, high in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least is not None and most is not None and -1 < most < least:
+                raise ConfigurationError(f"{low}={least} is more than {high}={most}.")
+        if self.overfit_batches and self.limit_train_batches != 1.0:
+            raise ConfigurationError(
+                f"overfit_batches={self.overfit_batches} and limit_train_batches={self.limit_train_batches} both limit the "
+                "training batches. Give one of them."
+            )
+        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float | None):
+            if self.val_every_n_steps is None:
+                raise ConfigurationError(
+                    "check_val_every_n_epoch=None validates by training batches across epochs, which needs an integer: "
+                    "val_check_interval=1000"
+                )
+
+    def _settle(self) -> None:
+        """Defaults that depend on other arguments."""
+        if self.max_epochs is None:
+            self.max_epochs = -1 if self.max_steps != -1 or self.max_time is not None else 1000
+            if self.max_epochs == 1000 and not self.fast_dev_run:
+                notice("neither max_epochs nor max_steps nor max_time was given: training for up to 1000 epochs.")
+        if self.fast_dev_run:
+            batches = int(self.fast_dev_run)
+            self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
+            self.val_check_interval, self.val_every_n_steps, self.check_val_every_n_epoch = 1.0, None, 1
+            self.overfit_batches = 0.0
+            for name in ("train", "val", "test", "predict"):
+                setattr(self, f"limit_{name}_batches", batches)
+        if self.overfit_batches:
+            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
+        if self.num_sanity_val_steps is None:
+            self.num_sanity_val_steps = 2
+        if self.val_check_interval is None:
+            self.val_check_interval = 1.0
+        if self.log_every_n_steps is None:
+            self.log_every_n_steps = 50
+
+
+def limited(length: int | None, limit: int | float, argument: str) -> int | None:
+    """The number of batches of a loader of ``length`` under a limit; ``None`` if neither tells.
+
+    Raises:
+        ConfigurationError: a fraction of a length that is not known, or one that leaves no batch.
+    """
+    if isinstance(limit, int):
+        return limit if length is None else min(length, limit)
+    if limit == 0.0:
+        return 0
+    if length is None:
+        if limit == 1.0:
+            return None
+        raise ConfigurationError(
+            f"{argument}={limit} is a fraction of a loader whose length is not known. Use a number of batches: {argument}=100"
+        )
+    count = int(length * limit)
+    if count == 0 < length:
+        raise ConfigurationError(
+            f"{argument}={limit} of {length} batches leaves none. Use at least {1 / length:.3g}, or a number: {argument}=1"
+        )
+    return count
+
+
+def pick_device(accelerator: Any, devices: Any) -> torch.device | str:
+    """The device that ``accelerator`` and ``devices`` ask for.
+
+    Raises:
+        ConfigurationError: devices that are not there or make no sense.
+        UnknownNameError: an unknown accelerator.
+        UnsupportedArgumentError: more than one device, or a TPU.
+    """
+    names = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
+    if accelerator in ("tpu", "hpu", "ipu"):
+        raise UnsupportedArgumentError(f"accelerator={accelerator!r} is not in this version. Use 'auto', 'cpu', 'gpu' or 'mps'.")
+    if not isinstance(accelerator, str) or accelerator not in names:
+        raise UnknownNameError(
+            f"unknown accelerator {accelerator!r}; known: {', '.join(names)}.{nearest(str(accelerator), names)}"
+        )
+    kind = names[accelerator]
+    if kind == "cuda" and not torch.cuda.is_available() and torch.backends.mps.is_available():
+        kind = "mps"
+    index = _device_index(devices)
+    if index is not None and kind in ("auto", "cuda") and torch.cuda.is_available():
+        return torch.device("cuda", index)
+    if index:
+        raise ConfigurationError(f"devices={devices!r}: there is no GPU number {index} for accelerator={accelerator!r}.")
+    return kind
+
+
+def _device_index(devices: Any) -> int | None:
+    """The GPU that ``devices`` names, ``None`` if it only says "one"."""
+    if devices in ("auto", None) or (devices in (1, "1") and not isinstance(devices, bool)):
+        return None
+    several = UnsupportedArgumentError(
+        f"devices={devices!r}: this version runs on one device. Use devices=1, or devices=[index] for a certain GPU."
+    )
+    if isinstance(devices, str) and devices.replace(",", "").strip().isdigit() and "," in devices:
+        devices = [int(part) for part in devices.split(",") if part.strip()]
+    if isinstance(devices, list | tuple) and all(isinstance(d, int) and d >= 0 for d in devices) and devices:
+        if len(devices) > 1:
+            raise several
+        return int(devices[0])
+    if devices in (-1, "-1"):
+        if torch.cuda.is_available() and torch.cuda.device_count() > 1:
+            raise several
+        return None
+    if isinstance(devices, int | str) and not isinstance(devices, bool) and str(devices).isdigit() and int(devices) > 1:
+        raise several
+    raise ConfigurationError(f"devices must be 'auto', 1 or [index], not {devices!r}.")
+
+
+def as_number(count: int | None) -> int | float:
+    """A number of batches as the Trainer shows it: infinity where it is not known."""
+    return math.inf if count is None else count

@@ -1,0 +1,97 @@
+"""Which callbacks and loggers a ``Trainer`` has: the user's, and those that its arguments stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainkit.callback import Callback
+from trainkit.errors import ConfigurationError
+from trainkit.hooks import check_callback
+from trainkit.registry import load_callback
+from trainkit.setup_run import overrides
+
+if TYPE_CHECKING:
+    from trainkit.loggers import Logger
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["attach_callbacks", "attach_loggers", "merge_module_callbacks"]
+
+
+def attach_callbacks(
+    trainer: Trainer, given: Callback | Sequence[Callback] | None, progress_bar: bool, summary: bool
+) -> list[Callback]:
+    """The user's callbacks, then the progress bar, the summary, the timer and the clipping that were asked for.
+
+    Raises:
+        HookError: something that is no callback, or has a hook that cannot be called.
+        ConfigurationError: the same callback twice, or one that contradicts an argument.
+    """
+    callbacks: list[Callback] = [given] if isinstance(given, Callback) else list(given or [])
+    for callback in callbacks:
+        check_callback(callback)
+    if len({id(callback) for callback in callbacks}) < len(callbacks):
+        raise ConfigurationError("callbacks holds the same object twice. Give each callback once.")
+    arguments = trainer.arguments
+
+    def attach(name: str, wanted: bool, argument: str, *values: Any) -> None:
+        kind = load_callback(name) if wanted or argument in ("gradient_clip_val", "max_time") else None
+        if not wanted or kind is None:
+            return
+        if any(isinstance(callback, kind) for callback in callbacks):
+            if argument in ("gradient_clip_val", "max_time"):
+                raise ConfigurationError(
+                    f"{argument} and a {kind.__name__} in callbacks say the same thing. Give one of them."
+                )
+            return
+        callbacks.append(kind(*values))
+
+    attach("progress_bar", progress_bar and trainer.is_global_zero, "enable_progress_bar")
+    attach("model_summary", summary, "enable_model_summary")
+    attach("timer", arguments.max_time is not None, "max_time", arguments.max_time)
+    clip = arguments.gradient_clip_val
+    algorithm = arguments.gradient_clip_algorithm or "norm"
+    attach("gradient_clipping", clip is not None, "gradient_clip_val", clip, algorithm)
+    return callbacks
+
+
+def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
+    """Take in what ``configure_callbacks`` brings; one of a class that the trainer has already takes its place."""
+    brought = module.configure_callbacks()
+    brought = [brought] if isinstance(brought, Callback) else list(brought or [])
+    for callback in brought:
+        check_callback(callback)
+    kinds = {type(callback) for callback in brought}
+    trainer.callbacks = [callback for callback in trainer.callbacks if type(callback) not in kinds] + brought
+    clipping = load_callback("gradient_clipping")
+    if overrides(module, "configure_gradient_clipping") and not any(isinstance(c, clipping) for c in trainer.callbacks):
+        trainer.callbacks.append(clipping(None))  # so that the module's own clipping is called
+    for callback in trainer.callbacks:
+        callback._module = module
+
+
+def attach_loggers(trainer: Trainer, given: bool | Logger | Sequence[Logger] | None) -> list[Logger]:
+    """The user's loggers, or the default one; none in a ``fast_dev_run``.
+
+    Raises:
+        ConfigurationError: something that is no logger.
+    """
+    if given is False or trainer.fast_dev_run:
+        return []
+    from trainkit.loggers.attach import attach, default_logger
+    from trainkit.loggers.base import Logger
+
+    if given is None or given is True:
+        loggers = [default_logger()]
+    else:
+        loggers = [given] if isinstance(given, Logger) else list(given)
+    for logger in loggers:
+        if not isinstance(logger, Logger):
+            raise ConfigurationError(
+                f"logger must be True, False, a Logger or a list of them, not {logger!r}. For example: CSVLogger()"
+            )
+    root = trainer.arguments.default_root_dir
+    assert root is not None
+    attach(loggers, root, trainer.strategy.rank)
+    return loggers

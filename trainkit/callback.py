@@ -1,0 +1,201 @@
+"""``Callback``: the contract of what a user attaches to a ``Trainer``.
+
+Hook names and arguments are Lightning's. A callback defines the hooks it needs; a hook that it does not define costs
+nothing, because :class:`trainkit.hooks.HookTable` keeps only those that are overridden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.errors import HookError
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["Callback"]
+
+
+class Callback:
+    """Base class of callbacks.
+
+    Example::
+
+        class PrintLoss(Callback):
+            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+                if trainer.should_log:
+                    print(trainer.global_step, float(outputs["loss"]))
+
+        Trainer(callbacks=[PrintLoss()])
+
+    For each hook the callbacks come first, in the order of the list, then the module's own, then the callbacks with
+    ``runs_last``.
+
+    Attributes:
+        runs_last: run after the module's own hooks; for callbacks that read what the module has logged, or that must be
+            the last to touch the gradients.
+    """
+
+    runs_last: bool = False
+    _module: TrainModule | None = None
+
+    @property
+    def state_key(self) -> str:
+        """The key of this callback's state in a checkpoint; override it to tell several of one class apart."""
+        return type(self).__qualname__
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """:meth:`trainkit.TrainModule.log`, from a hook of this callback."""
+        self._attached().log(name, value, **options)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """:meth:`trainkit.TrainModule.log_dict`, from a hook of this callback."""
+        self._attached().log_dict(dictionary, **options)
+
+    def _attached(self) -> TrainModule:
+        if self._module is None:
+            raise HookError(
+                f"{type(self).__name__}.log works while a Trainer runs this callback: Trainer(callbacks=[...]).fit(module)."
+            )
+        return self._module
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Before anything of the module is used. ``stage`` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """At the very end, also after an error."""
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """The module is on its device, the optimizers exist."""
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Training has ended without an error."""
+
+    def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Before the few validation batches that run ahead of training."""
+
+    def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """After them; what they logged is gone."""
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Before the first epoch."""
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Before the first batch of an epoch."""
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """After the last batch of an epoch and the validation at its end."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> int | None:
+        """Before a micro-batch is worked on. Returning -1 skips the rest of the epoch."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a micro-batch, and after the update if its window is full.
+
+        ``outputs`` is what ``training_step`` returned as a dict, the loss detached under ``"loss"``; ``None`` if it returned
+        ``None``.
+        """
+
+    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
+        """Before the backward pass; ``loss`` as ``training_step`` returned it."""
+
+    def on_after_backward(self, trainer: Trainer, module: TrainModule) -> None:
+        """After the backward pass of a micro-batch; under ``16-mixed`` the gradients are still scaled."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        """The gradients of the window are complete and unscaled, and not yet clipped."""
+
+    def on_before_zero_grad(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        """Before the gradients are set to zero, at the start of each window."""
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Before validation."""
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """After validation; its metrics are in ``trainer.callback_metrics``."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Before the first batch of validation."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """After the last batch of validation; metrics can still be logged."""
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before a validation batch."""
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After a validation batch; ``outputs`` is what ``validation_step`` returned."""
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Before the test."""
+
+    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """After the test; its metrics are in ``trainer.callback_metrics``."""
+
+    def on_test_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Before the first batch of the test."""
+
+    def on_test_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """After the last batch of the test; metrics can still be logged."""
+
+    def on_test_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before a test batch."""
+
+    def on_test_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After a test batch; ``outputs`` is what ``test_step`` returned."""
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Before prediction."""
+
+    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """After prediction."""
+
+    def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Before the first batch of prediction."""
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """After the last batch of prediction."""
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before a batch of prediction."""
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After a batch of prediction; ``outputs`` is what ``predict_step`` returned."""
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        """A run ends with an exception, Ctrl-C included; it is raised again afterwards."""
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        """Before a checkpoint is written."""
+
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        """Before a checkpoint's state is restored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback: plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""

@@ -1,0 +1,199 @@
+"""``trainkit demo``: train, validate, draw, sample, and say what came out."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from trainkit.cli.demo.baselines import bigram_bits, unigram_bits
+from trainkit.cli.demo.corpus import SourceCode
+from trainkit.cli.demo.gpt import ByteGPT
+from trainkit.cli.plot import draw
+from trainkit.errors import ConfigurationError, missing_package
+from trainkit.loggers.base import is_installed
+from trainkit.loggers.csv_logs import CSVLogger
+from trainkit.loggers.reader import read_metrics
+from trainkit.loggers.tensorboard import TensorBoardLogger
+from trainkit.registry import load_callback
+from trainkit.rng import seed_everything
+from trainkit.trainer import Trainer
+
+__all__ = ["Result", "Size", "add_arguments", "run", "train"]
+
+PROMPT = b"def "
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the demo trains and for how long.
+
+    Attributes:
+        width, depth, heads, context: of the model.
+        batch_size: windows in a batch.
+        max_steps: updates.
+        val_windows: windows to validate on.
+        checks: validations in a run that is not stopped early.
+        sample: bytes to generate.
+    """
+
+    width: int = 160
+    depth: int = 3
+    heads: int = 5
+    context: int = 64
+    batch_size: int = 16
+    max_steps: int = 1000
+    val_windows: int = 1024
+    checks: int = 10
+    sample: int = 400
+
+
+FULL = Size()
+SMALL = Size(width=32, depth=2, heads=2, context=32, max_steps=60, val_windows=128, checks=3, sample=80)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out; losses in bits per byte.
+
+    Attributes:
+        val_loss: of the model, on the validation windows.
+        bigram, unigram: of the baselines, on the same bytes.
+        sample: what the model wrote after ``PROMPT``, prompt included.
+        steps: updates made.
+        stopped_early: whether ``val_loss`` had stopped getting better.
+        log_dir: the folder of the run.
+        picture: the loss curve, a PNG file in it.
+    """
+
+    val_loss: float
+    bigram: float
+    unigram: float
+    sample: bytes
+    steps: int
+    stopped_early: bool
+    log_dir: Path
+    picture: Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``trainkit demo``."""
+    parser.add_argument("--max-steps", type=int, metavar="N", help=f"updates (default: {FULL.max_steps})")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="two runs with one seed are alike (default: 0)")
+    parser.add_argument(
+        "--root", default="trainkit_runs/demo", metavar="DIR", help="where all files go (default: ./trainkit_runs/demo)"
+    )
+    parser.add_argument("--small", action="store_true", help="a tiny model for a few seconds, to see that all is there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo and print what came out."""
+    if args.max_steps is not None and args.max_steps < 1:
+        raise ConfigurationError(f"--max-steps: expected a number ≥ 1, got {args.max_steps}. Fix: --max-steps 100")
+    # Before the training, not a minute into it.
+    for package, extra in (("tensorboard", "tensorboard"), ("matplotlib", "plot")):
+        if not is_installed(package):
+            raise missing_package(package, extra, "The demo")
+    start = time.monotonic()
+    result = train(SMALL if args.small else FULL, args.seed, Path(args.root), args.max_steps)
+    _report(result, time.monotonic() - start)
+    return 0
+
+
+def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Result:
+    """Train a ``ByteGPT`` on the standard library.
+
+    Args:
+        size: of the model and the run.
+        seed: of initial parameters, order and sample.
+        root: the folder that everything is written below.
+        max_steps: updates, if not those of ``size``.
+    """
+    max_steps = max_steps or size.max_steps
+    seed_everything(seed)
+    data = SourceCode(context=size.context, batch_size=size.batch_size, val_windows=size.val_windows)
+    data.setup("fit")
+    model = ByteGPT(width=size.width, depth=size.depth, heads=size.heads, context=size.context)
+    stopping = load_callback("early_stopping")(monitor="val_loss", patience=3)
+    csv = CSVLogger()
+    trainer = Trainer(
+        max_steps=max_steps,
+        val_every_n_steps=max(max_steps // size.checks, 1),
+        log_every_n_steps=10,
+        gradient_clip_val=1.0,
+        logger=[csv, TensorBoardLogger()],
+        callbacks=[stopping],
+        default_root_dir=root,
+        deterministic=True,
+        seed=seed,
+    )
+    _introduce(data, model, max_steps)
+    trainer.fit(model, datamodule=data)
+    # The last validation may lie some updates back. Without loggers, so that no step has two values in the files.
+    judge = Trainer(logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=root, seed=seed)
+    [metrics] = judge.validate(model, datamodule=data, verbose=False)
+
+    folder = Path(csv.log_dir or root)
+    windows = data.val.all()
+    bigram, unigram = _baselines(data.corpus.train, windows)
+    losses = {name: points for name, points in read_metrics(folder).items() if name in ("train_loss", "val_loss")}
+    title = f"bits per byte (bigram {bigram:.2f}, unigram {unigram:.2f})"
+    return Result(
+        val_loss=metrics["val_loss"],
+        bigram=bigram,
+        unigram=unigram,
+        sample=model.generate(PROMPT, size.sample, seed=seed),
+        steps=trainer.global_step,
+        stopped_early=trainer.global_step < max_steps,
+        log_dir=folder,
+        picture=draw(losses, folder / "loss.png", title=title),
+    )
+
+
+def _baselines(train: bytes, windows: Tensor) -> tuple[float, float]:
+    previous, targets = windows[:, :-1].numpy(), windows[:, 1:].numpy()
+    return bigram_bits(train, previous, targets), unigram_bits(train, targets)
+
+
+def _introduce(data: SourceCode, model: ByteGPT, max_steps: int) -> None:
+    corpus = data.corpus
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"A GPT over bytes with {parameters:,} parameters learns to write Python: {max_steps} updates on Python's own\n"
+        f"standard library, {len(corpus.train_files)} files ({len(corpus.train) / 1e6:.1f} MB) to train on and "
+        f"{len(corpus.val_files)} others to validate on.",
+        flush=True,
+    )
+
+
+def _report(result: Result, seconds: float) -> None:
+    early = ", stopped early since the validation loss no longer fell" if result.stopped_early else ""
+    difference = result.bigram - result.val_loss
+    verdict = f"{abs(difference):.2f} bits {'better' if difference > 0 else 'worse'} than the bigram baseline"
+    folder = result.log_dir
+    print(f"\nWhat it writes after {PROMPT.decode()!r}:\n\n{_indented(result.sample)}\n")
+    print(f"{result.steps} updates in {seconds:.0f} s, all included{early}.")
+    print(f"Validation loss     {result.val_loss:.3f} bits per byte, {verdict}")
+    print(f"  bigram baseline   {result.bigram:.3f} on the same bytes")
+    print(f"  unigram baseline  {result.unigram:.3f} on the same bytes")
+    print(f"\nFiles, in {folder}:")
+    print(f"  {result.picture.name:<12} the loss curve")
+    print("  metrics.csv  what was logged, as a table; events.out.tfevents.* the same for TensorBoard")
+    print("\nNext:")
+    print(f"  tensorboard --logdir {shlex.quote(str(folder.parent))}")
+    print(f"  {Path(sys.executable).name} -m trainkit plot {shlex.quote(str(folder))}")
+    print("  examples/byte_gpt.py in the repository is this run as a script of your own, to change.")
+
+
+def _indented(sample: bytes) -> str:
+    """The sample as text that is safe to print."""
+    text = sample.decode("utf-8", "replace")
+    text = "".join(c if c == "\n" or c.isprintable() else "?" for c in text.expandtabs(4))
+    encoding = sys.stdout.encoding or "utf-8"
+    text = text.encode(encoding, "replace").decode(encoding)
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

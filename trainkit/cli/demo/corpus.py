@@ -1,0 +1,192 @@
+"""The text of the demo: the source files of Python's own standard library, and windows over it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from trainkit.datamodule import DataModule
+from trainkit.errors import ConfigurationError, DataError
+
+__all__ = ["Corpus", "SourceCode", "Windows", "is_validation", "read_corpus", "source_files"]
+
+# Left out: what other packages installed, tests, what some distributions do not ship, and tables written by a program.
+_OTHERS = {"__pycache__", "dist-packages", "site-packages"}
+_TESTS = {"idle_test", "test", "tests"}
+_NOT_EVERYWHERE = {"ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"}
+_GENERATED = {"encodings", "pydoc_data"}
+_SKIPPED = _OTHERS | _TESTS | _NOT_EVERYWHERE | _GENERATED
+
+
+class Corpus(NamedTuple):
+    """Text for training and text for validation, from different files.
+
+    Attributes:
+        train: the training files, joined by line ends.
+        val: the validation files, likewise.
+        train_files: their paths relative to the library, sorted, with "/" on every system.
+        val_files: likewise.
+    """
+
+    train: bytes
+    val: bytes
+    train_files: tuple[str, ...]
+    val_files: tuple[str, ...]
+
+
+def source_files(library: Path) -> Iterator[str]:
+    """The paths of the ``.py`` files to use, relative to ``library``, in an order that is the same everywhere."""
+    found = []
+    for folder, folders, names in os.walk(library):
+        folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith("config-")]
+        for name in names:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                found.append(Path(folder, name).relative_to(library).as_posix())
+    return iter(sorted(found))
+
+
+def is_validation(path: str, share: float = 0.1) -> bool:
+    """Whether a file is held out, by a hash of its relative path: the same on every machine, whatever else is there.
+
+    Args:
+        path: relative, with "/" between folders.
+        share: of all files, in [0, 1].
+    """
+    digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def read_corpus(library: Path | None = None, share: float = 0.1) -> Corpus:
+    """Read the library and split it by file.
+
+    Files that are empty, not UTF-8, or the copy of another one are left out; line ends are made "\\n".
+
+    Args:
+        library: a folder of Python files (default: the standard library of this Python).
+        share: of the files, held out for validation.
+
+    Raises:
+        DataError: there are not enough source files to have both parts.
+    """
+    library = Path(sysconfig.get_path("stdlib")) if library is None else library
+    texts: dict[bool, list[bytes]] = {False: [], True: []}
+    files: dict[bool, list[str]] = {False: [], True: []}
+    seen = set()
+    for path in source_files(library):
+        text = _read(library / path)
+        digest = hashlib.sha256(text).digest()
+        if text and digest not in seen:
+            seen.add(digest)
+            held_out = is_validation(path, share)
+            texts[held_out].append(text)
+            files[held_out].append(path)
+    if not (files[False] and files[True]):
+        raise DataError(
+            f"expected Python source files for training and for validation in {library}, found "
+            f"{len(files[False])} and {len(files[True])}. A Python that keeps its library in a zip file or as bytecode "
+            "only does not have them. Fix: run the demo with a Python from python.org, your distribution or conda"
+        )
+    return Corpus(b"\n".join(texts[False]), b"\n".join(texts[True]), tuple(files[False]), tuple(files[True]))
+
+
+def _read(path: Path) -> bytes:
+    """The text of a file, empty if it cannot be read as UTF-8."""
+    try:
+        text = path.read_bytes()
+        text.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return b""
+    return text.replace(b"\r\n", b"\n")
+
+
+class Windows(Dataset[Tensor]):
+    """Fixed windows over a text in memory.
+
+    An item is a ``uint8`` tensor of ``length + 1`` bytes: each of the first ``length`` is asked for the one after it.
+    Windows overlap by one byte, so that each byte but the very first is predicted once.
+
+    Args:
+        text: at least ``length + 1`` bytes.
+        length: bytes that are predicted in a window.
+        limit: take only so many windows, spread evenly over the text.
+
+    Raises:
+        ConfigurationError: a length or limit below 1.
+        DataError: the text is shorter than one window.
+    """
+
+    def __init__(self, text: bytes, length: int, limit: int | None = None) -> None:
+        if length < 1 or (limit is not None and limit < 1):
+            raise ConfigurationError(f"expected length ≥ 1 and limit ≥ 1, got length={length} and limit={limit}.")
+        self.length = length
+        self.total = (len(text) - 1) // length
+        if self.total < 1:
+            raise DataError(
+                f"expected a text of at least {length + 1} bytes for windows of length {length}, got {len(text)}. "
+                f"Fix: a longer text, or length={max(len(text) - 1, 1)}"
+            )
+        self.count = self.total if limit is None else min(limit, self.total)
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < self.count:
+            raise IndexError(f"index {index} of {self.count} windows")
+        start = index * self.total // self.count * self.length
+        return self.text[start : start + self.length + 1]
+
+    def all(self) -> Tensor:
+        """Every window, shape (len(self), length + 1)."""
+        return torch.stack([self[index] for index in range(len(self))])
+
+
+class SourceCode(DataModule):
+    """The standard library as batches of windows: ``uint8`` tensors of shape (batch, context + 1).
+
+    Args:
+        context: bytes that are predicted in a window.
+        batch_size: windows in a training batch.
+        val_windows: windows to validate on, spread evenly over the validation files.
+        library: a folder of Python files (default: the standard library of this Python).
+
+    Attributes:
+        corpus: the text and the names of the files, once ``setup`` has run.
+        train, val: the windows, likewise.
+    """
+
+    corpus: Corpus
+    train: Windows
+    val: Windows
+
+    def __init__(
+        self, context: int = 64, batch_size: int = 16, val_windows: int = 1024, library: Path | None = None
+    ) -> None:
+        self.context = context
+        self.batch_size = batch_size
+        self.val_windows = val_windows
+        self.library = library
+
+    def setup(self, stage: str = "fit") -> None:
+        """Read the files, once."""
+        if not hasattr(self, "corpus"):
+            self.corpus = read_corpus(self.library)
+            self.train = Windows(self.corpus.train, self.context)
+            self.val = Windows(self.corpus.val, self.context, self.val_windows)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """All training windows, shuffled."""
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """The validation windows; batches are larger, since no gradients are kept."""
+        return DataLoader(self.val, batch_size=64)

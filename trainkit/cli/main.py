@@ -1,0 +1,131 @@
+"""``trainkit <subcommand>``: finds the subcommand, runs it, and says in one message what went wrong.
+
+A subcommand is a module with two functions, ``add_arguments(parser)`` and ``run(args) -> int``. It is imported when it
+is called, so that ``trainkit --help`` loads none of them and torch neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from trainkit.errors import TrainkitError, UnknownNameError, nearest
+
+__all__ = ["main", "options"]
+
+_SUBCOMMANDS = {
+    "demo": ("trainkit.cli.demo", "train a small language model on Python's own source code"),
+    "plot": ("trainkit.cli.plot", "draw the metrics of a run to a PNG file"),
+}
+
+_FAILED = 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv: The arguments without the program's name; None: those of this process.
+
+    Returns:
+        The exit code: the subcommand's own, 2 for a wrong argument or an error of ``trainkit.errors``, 130 after
+        Ctrl-C. Such an error is one message on stderr; with the environment variable ``TRAINKIT_TRACEBACK=1``, its
+        traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and not arguments[0].startswith("-"):
+            return _run(arguments[0], arguments[1:])
+        parser = _parser()
+        ended = _parse(parser, arguments)
+        if isinstance(ended, int):
+            return ended
+        parser.print_help(sys.stderr)
+        return _FAILED
+    except TrainkitError as error:
+        if os.environ.get("TRAINKIT_TRACEBACK") == "1":
+            traceback.print_exc()
+        else:
+            print(f"trainkit: {error}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace | int:
+    """The parsed arguments, or the exit code where --help, --version or a wrong argument says all there is to say."""
+    try:
+        return parser.parse_args(arguments)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    if command not in _SUBCOMMANDS:
+        raise UnknownNameError(
+            f"Unknown subcommand {command!r}.{nearest(command, _SUBCOMMANDS)} There are: {', '.join(_SUBCOMMANDS)}"
+        )
+    parser = _subparser(command)
+    parsed = _parse(parser, arguments)
+    return parsed if isinstance(parsed, int) else int(_module(command).run(parsed))
+
+
+def options() -> dict[str, list[str]]:
+    """Every subcommand with its options and positional arguments, sorted; "" is ``trainkit`` itself."""
+    parsers = {"": _parser()} | {name: _subparser(name) for name in _SUBCOMMANDS}
+    return {
+        name: sorted(string for action in parser._actions for string in action.option_strings or [_metavar(action)])
+        for name, parser in parsers.items()
+    }
+
+
+def _metavar(action: argparse.Action) -> str:
+    return action.metavar if isinstance(action.metavar, str) else action.dest
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, _SUBCOMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {purpose}" for name, (_, purpose) in _SUBCOMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="trainkit",
+        usage="trainkit [-h] [--version] <subcommand> …",
+        description="Train PyTorch models.",
+        epilog=f"subcommands:\n{listing}\n\n'trainkit <subcommand> --help' shows the arguments of one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, help="print the version")
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from trainkit._version import __version__
+
+        print(f"trainkit {__version__}")
+        parser.exit()
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(_SUBCOMMANDS[command][0])
+
+
+def _subparser(command: str) -> argparse.ArgumentParser:
+    module = _module(command)
+    parser = argparse.ArgumentParser(
+        prog=f"trainkit {command}", description=_SUBCOMMANDS[command][1].capitalize() + ".", allow_abbrev=False
+    )
+    module.add_arguments(parser)
+    return parser

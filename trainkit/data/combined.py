@@ -1,0 +1,169 @@
+"""Several loaders as one: a batch is a dict, list or tuple of their batches, or theirs one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from trainkit.data.nested import batch_size
+from trainkit.data.stream import Stream, open_stream
+from trainkit.errors import DataError, UnknownNameError, nearest
+from trainkit.rng import Stage
+
+__all__ = ["MODES", "CombinedLoader", "CombinedStream"]
+
+MODES = ("min_size", "max_size_cycle", "sequential")
+_CYCLE = 1 << 32  # cycle c of a loader within epoch e is its epoch e + c·2^32: another order, the same in every run
+
+
+class CombinedLoader:
+    """Several training loaders as one.
+
+    Args:
+        loaders: a dict, list or tuple of loaders. A batch has the same form.
+        mode: ``"max_size_cycle"`` goes on until the longest loader ends and starts shorter ones anew, reshuffled;
+            ``"min_size"`` stops with the shortest; ``"sequential"`` gives the batches of one loader after the other, each
+            as it is.
+
+    Raises:
+        UnknownNameError: an unknown mode.
+        DataError: no loaders, or not a dict or sequence of them.
+
+    Example::
+
+        trainer.fit(module, CombinedLoader({"labelled": a, "unlabelled": b}, mode="max_size_cycle"))
+
+    A combined micro-batch counts, as one of several in an accumulation window, by all samples in it.
+    """
+
+    def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: str = "max_size_cycle") -> None:
+        if mode not in MODES:
+            raise UnknownNameError(f"unknown mode {mode!r}; known: {', '.join(MODES)}.{nearest(mode, MODES)}")
+        if not isinstance(loaders, Mapping | list | tuple) or not loaders:
+            raise DataError(
+                f"CombinedLoader needs a dict or list of loaders, with at least one in it, not {loaders!r}. "
+                "For example: CombinedLoader({'a': loader_a, 'b': loader_b})"
+            )
+        self.loaders = loaders
+        self.mode = mode
+
+    def parts(self) -> list[Any]:
+        """The loaders, in order."""
+        return list(self.loaders.values()) if isinstance(self.loaders, Mapping) else list(self.loaders)
+
+    def count(self, batch: Any) -> int:
+        """The number of samples in a batch that :meth:`assemble` made."""
+        if self.mode == "sequential":
+            return batch_size(batch)
+        return sum(batch_size(part) for part in (batch.values() if isinstance(batch, Mapping) else batch))
+
+    def assemble(self, batches: list[Any]) -> Any:
+        """A batch of the form of ``loaders`` from one batch of each."""
+        if isinstance(self.loaders, Mapping):
+            return dict(zip(self.loaders, batches, strict=True))
+        return tuple(batches) if isinstance(self.loaders, tuple) else batches
+
+
+class CombinedStream:
+    """The stream of a :class:`CombinedLoader`; each loader is keyed by its number."""
+
+    def __init__(
+        self, loader: CombinedLoader, seed: int, stage: Stage, index: int, device: torch.device, sequential: bool
+    ) -> None:
+        self._loader = loader
+        parts = loader.parts()
+        first = index * len(parts)
+        self._streams: list[Stream] = [
+            open_stream(part, seed, stage.of_loader(first + number), device, sequential)
+            for number, part in enumerate(parts)
+        ]
+        self.length = self._length()
+        self.sizes = self._sizes()
+
+    def _length(self) -> int | None:
+        known = [stream.length for stream in self._streams]
+        if self._loader.mode == "min_size":
+            lengths = [length for length in known if length is not None]
+            return min(lengths) if len(lengths) == len(known) else None
+        if any(length is None for length in known):
+            return None
+        lengths = [length for length in known if length is not None]
+        return sum(lengths) if self._loader.mode == "sequential" else max(lengths)
+
+    def _sizes(self) -> tuple[int, int] | None:
+        """Only if every micro-batch of every loader is full; else the batches are counted when they are there."""
+        sizes = [stream.sizes for stream in self._streams]
+        if any(size is None or size[0] != size[1] for size in sizes):
+            return None
+        full = [size[0] for size in sizes if size is not None]
+        if self._loader.mode == "sequential":
+            return (full[0], full[0]) if len(set(full)) == 1 else None
+        return sum(full), sum(full)
+
+    def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
+        """See :class:`trainkit.data.stream.Stream`."""
+        give = {"min_size": self._min_size, "max_size_cycle": self._cycled, "sequential": self._sequential}
+        ends = [end for end in (limit, self.length) if end is not None]
+        batches = give[self._loader.mode](epoch, start)
+        return islice(batches, max(0, min(ends) - start)) if ends else batches
+
+    def _min_size(self, epoch: int, start: int) -> Iterator[Any]:
+        iterators = [iter(stream.batches(epoch, start, None)) for stream in self._streams]
+        for batches in zip(*iterators):  # noqa: B905 - ends with the shortest
+            yield self._loader.assemble(list(batches))
+
+    def _cycled(self, epoch: int, start: int) -> Iterator[Any]:
+        cycles = [_Cycle(stream, epoch, start) for stream in self._streams]
+        while True:
+            batches = [cycle.next() for cycle in cycles]
+            if all(cycle.wrapped for cycle in cycles):
+                return
+            yield self._loader.assemble(batches)
+
+    def _sequential(self, epoch: int, start: int) -> Iterator[Any]:
+        for stream in self._streams:
+            if stream.length is None:
+                for batch in stream.batches(epoch, 0, None):
+                    if start > 0:
+                        start -= 1
+                    else:
+                        yield batch
+            elif start >= stream.length:
+                start -= stream.length
+            else:
+                yield from stream.batches(epoch, start, None)
+                start = 0
+
+    def close(self) -> None:
+        """End the workers of every loader."""
+        for stream in self._streams:
+            stream.close()
+
+
+class _Cycle:
+    """A stream that starts anew when it ends."""
+
+    def __init__(self, stream: Stream, epoch: int, start: int) -> None:
+        self._stream, self._epoch = stream, epoch
+        self._number, rest = divmod(start, stream.length) if stream.length else (0, start)
+        self.wrapped = self._number > 0
+        self._batches = self._open(rest)
+
+    def _open(self, start: int) -> Iterator[Any]:
+        return iter(self._stream.batches(self._epoch + self._number * _CYCLE, start, None))
+
+    def next(self) -> Any:
+        """The next batch, of the next cycle if this one is at its end."""
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self.wrapped = True
+            self._number += 1
+            self._batches = self._open(0)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise DataError("a loader inside a CombinedLoader gave no batch. Remove it, or fill its dataset.") from None

@@ -1,0 +1,91 @@
+"""Batches as users build them: nested dicts, lists, tuples, named tuples and dataclasses of tensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["batch_size", "first_tensor", "map_tensors", "move", "rebuild"]
+
+
+def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A container like ``value`` with ``function`` applied to each item; what is no container is returned as it is."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([function(item) for item in value])
+    if kind is dict:
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        items = [function(item) for item in value]
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    if isinstance(value, list):
+        return kind([function(item) for item in value])
+    if isinstance(value, Mapping):
+        return _mapping_like(value, {key: function(item) for key, item in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: function(getattr(value, name)) for name in fields})
+    return value
+
+
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the type of ``value`` (OrderedDict, defaultdict, BatchEncoding, …) that holds ``items``."""
+    if not isinstance(value, MutableMapping):
+        return items
+    twin = copy.copy(value)
+    twin.update(items)
+    return twin
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """``value`` with ``function`` applied to each tensor in it; containers are rebuilt, everything else is kept."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return rebuild(value, lambda item: map_tensors(item, function))
+
+
+def move(value: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """``value`` with its tensors, and whatever else has a ``.to(device)``, on the device.
+
+    Args:
+        value: a batch; dicts, lists, tuples, named tuples and dataclasses are searched, other objects kept.
+        device: where to.
+        non_blocking: do not wait for copies out of pinned memory.
+    """
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    kind = type(value)
+    if kind is tuple or kind is list:  # written out: the common batch, and this runs at every step
+        return kind([move(item, device, non_blocking) for item in value])
+    to = getattr(value, "to", None)
+    if callable(to) and not isinstance(value, type):
+        moved = to(device)
+        return value if moved is None else moved  # some classes move in place and return nothing
+    return rebuild(value, lambda item: move(item, device, non_blocking))
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor with a dimension in a nested batch, depth first, or ``None``."""
+    if isinstance(value, Tensor):
+        return value if value.ndim > 0 else None
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, list | tuple):
+        for item in value:
+            found = first_tensor(item)
+            if found is not None:
+                return found
+    return None
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples of a batch: the first dimension of its first tensor, else 1."""
+    tensor = first_tensor(batch)
+    return 1 if tensor is None else int(tensor.shape[0])

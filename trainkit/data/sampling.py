@@ -1,0 +1,219 @@
+"""Which samples make up which micro-batch, and the key under which each is fetched.
+
+A ``DataLoader`` asks its batch sampler in the main process and fetches wherever its workers are. So the batch sampler that
+we put into a copy of the user's loader yields ``(fetch key, indices)``, and a thin wrapper around the dataset seeds the
+generators of the fetching process from that key before it fetches. Which process that is no longer matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from trainkit.data.order import Permutation
+from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
+
+__all__ = ["KeyedBatches", "KeyedDataset", "KeyedSlots", "UserWorkerInit", "keyed_batches"]
+
+Draw = Callable[[int, int], Iterator[Any]]  # (epoch, first micro-batch) → the indices of each micro-batch from there on
+
+
+class KeyedBatches:
+    """What takes the place of a loader's batch sampler: ``(fetch key, indices)`` of each micro-batch.
+
+    ``epoch``, ``start`` (the first micro-batch) and ``limit`` (the number of micro-batches of an epoch) are set before each
+    iteration.
+    """
+
+    def __init__(self, draw: Draw, length: int | None, sizes: tuple[int, int] | None, seed: int, stage: int) -> None:
+        self._draw = draw
+        self._seed, self._stage = seed, stage
+        self.length = length
+        self.sizes = sizes  # samples of every micro-batch but the last, and of the last, where that is known
+        self.epoch = 0
+        self.start = 0
+        self.limit: int | None = None
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("this loader's sampler has no length")
+        return self.length if self.limit is None else min(self.length, self.limit)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        keys = KeyStream(self._seed, self._stage, Purpose.FETCH, self.epoch)
+        for m, indices in enumerate(self._draw(self.epoch, self.start), self.start):
+            if self.limit is not None and m >= self.limit:
+                return
+            yield keys(m), indices
+
+
+class KeyedDataset(Dataset[Any]):
+    """A map-style dataset that is asked for ``(key, index or indices)`` and seeds the generators from the key first."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, item: tuple[int, Any]) -> Any:
+        key, index = item
+        seed_generators(key)
+        return self.dataset[index]
+
+    def __getitems__(self, item: tuple[int, Sequence[Any]]) -> Any:
+        key, indices = item
+        seed_generators(key)
+        fetch_many = getattr(self.dataset, "__getitems__", None)
+        if fetch_many:
+            return fetch_many(indices)
+        dataset = self.dataset
+        return [dataset[index] for index in indices]
+
+
+class KeyedSlots(list[None]):
+    """The places of one micro-batch of an iterable dataset: going through them seeds the generators from the key first."""
+
+    def __init__(self, key: int, size: int) -> None:
+        super().__init__([None] * size)
+        self._key = key
+
+    def __iter__(self) -> Iterator[None]:
+        seed_generators(self._key)
+        return super().__iter__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeyedSlots, (self._key, len(self))
+
+
+class UserWorkerInit:
+    """The user's ``worker_init_fn``; in the worker ``get_worker_info().dataset`` is the user's dataset, not our wrapper."""
+
+    def __init__(self, function: Callable[[int], None] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, KeyedDataset):
+            # WorkerInfo refuses assignment, to protect it from the user; the dictionary is the object's own
+            info.__dict__["dataset"] = info.dataset.dataset
+        if self._function is not None:
+            self._function(worker_id)
+
+
+def keyed_batches(loader: DataLoader[Any], seed: int, stage: int, sequential: bool) -> KeyedBatches:
+    """The keyed batch sampler that stands for the samplers of a loader over a map-style dataset.
+
+    Args:
+        loader: the user's; ``shuffle=True`` and ``False`` and ``DistributedSampler`` are recognised, other samplers and
+            batch samplers are iterated here, in the main process, under generators seeded by key.
+        seed: of the run; a ``DistributedSampler`` brings its own.
+        stage: the stage part of the keys.
+        sequential: ignore shuffling (``overfit_batches``).
+    """
+    batch_sampler = loader.batch_sampler
+    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        draw = _drawn(batch_sampler, seed, stage, lambda iterator: next(iterator))
+        return KeyedBatches(draw, _length(batch_sampler), None, seed, stage)
+    sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
+    size = None if batch_sampler is None else batch_sampler.batch_size
+    drop_last = batch_sampler is not None and batch_sampler.drop_last
+    samples, shuffle = _length(sampler), _shuffles(sampler)
+    if type(sampler) is DistributedSampler:
+        seed_of_order, samples = sampler.seed, len(sampler.dataset)  # type: ignore[arg-type]
+    else:
+        seed_of_order = seed
+    if shuffle is None and not sequential:
+        draw = _drawn(sampler, seed, stage, lambda iterator: _take(iterator, size, drop_last))
+    else:
+        samples = len(loader.dataset) if samples is None else samples  # type: ignore[arg-type]
+        draw = _ordered(samples, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
+    length, sizes = _arithmetic(samples, 1 if size is None else size, drop_last)
+    return KeyedBatches(draw, length, sizes if size is not None else None, seed, stage)
+
+
+def _shuffles(sampler: Any) -> bool | None:
+    """Whether a sampler shuffles all samples; ``None`` for one that does something of its own."""
+    kind = type(sampler)
+    if kind is SequentialSampler:
+        return False
+    if kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return True
+    if kind is DistributedSampler:
+        return bool(sampler.shuffle)
+    return None
+
+
+def _length(sampler: Any) -> int | None:
+    try:
+        return len(sampler) if isinstance(sampler, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _arithmetic(samples: int | None, size: int, drop_last: bool) -> tuple[int | None, tuple[int, int] | None]:
+    """Number of micro-batches, and the samples of each but the last and of the last."""
+    if samples is None:
+        return None, None
+    length, rest = divmod(samples, size)
+    if rest == 0 or drop_last:
+        return length, (size, size)
+    return length + 1, (size, rest)
+
+
+def _ordered(samples: int, size: int | None, drop_last: bool, shuffle: bool, seed: int, stage: int) -> Draw:
+    """Micro-batch m is positions [m·size, (m+1)·size) of the order of the epoch, which is a function of (seed, epoch)."""
+    step = 1 if size is None else size
+    end = samples - samples % step if drop_last else samples
+
+    def draw(epoch: int, start: int) -> Iterator[Any]:
+        order = Permutation(samples, mix(seed, stage, Purpose.ORDER, epoch)) if shuffle else None
+        for position in range(start * step, end, step):
+            stop = min(position + step, end)
+            indices = list(range(position, stop)) if order is None else order.block(position, stop).tolist()
+            yield indices[0] if size is None else indices
+
+    return draw
+
+
+def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], Any]) -> Draw:
+    """Micro-batches drawn from a user's sampler, each under generators of its own key.
+
+    They are drawn one by one and the generators put back after each, so that a sampler that draws as it goes is not
+    disturbed by what else is seeded meanwhile.
+    """
+
+    def draw(epoch: int, start: int) -> Iterator[Any]:
+        order = mix(seed, stage, Purpose.ORDER, epoch)
+        keys = KeyStream(seed, stage, Purpose.ORDER, epoch)
+        for holder in (sampler, getattr(sampler, "sampler", None)):
+            if hasattr(holder, "set_epoch"):
+                holder.set_epoch(epoch)
+            generator = getattr(holder, "generator", None)
+            if generator is not None:
+                generator.manual_seed(order)
+        iterator = RandomState.keyed(order, lambda: iter(sampler))
+        m = 0
+        while True:
+            try:
+                indices = RandomState.keyed(keys(m), lambda: take(iterator))
+            except StopIteration:
+                return
+            if m >= start:
+                yield indices
+            m += 1
+
+    return draw
+
+
+def _take(iterator: Iterator[Any], size: int | None, drop_last: bool) -> Any:
+    """The next index, or the next ``size`` indices; StopIteration at the end."""
+    if size is None:
+        return next(iterator)
+    indices = [index for _, index in zip(range(size), iterator)]  # noqa: B905 - the iterator may be longer
+    if not indices or (drop_last and len(indices) < size):
+        raise StopIteration
+    return indices

@@ -1,0 +1,196 @@
+"""One source of batches for one rank: a ``DataLoader`` taken under control, or any iterable as it is.
+
+A stream knows how many micro-batches an epoch has and how many samples each holds, where that can be known without fetching,
+and starts at any micro-batch of any epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainkit.console import notice, warn
+from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches
+from trainkit.errors import DataError, EmptyLoaderError
+from trainkit.rng import KeyStream, Purpose, mix, seed_generators
+
+__all__ = ["IterableStream", "LoaderStream", "Stream", "open_stream"]
+
+
+class Stream(Protocol):
+    """What :class:`trainkit.data.loader.PreparedLoader` reads from."""
+
+    length: int | None
+    """Micro-batches of an epoch, ``None`` if only the end tells."""
+    sizes: tuple[int, int] | None
+    """Samples of each micro-batch but the last, and of the last; ``None`` if only the batches tell."""
+
+    def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
+        """The micro-batches ``start``, ``start + 1``, … (before ``limit``) of an epoch, on the CPU."""
+
+    def close(self) -> None:
+        """End the worker processes."""
+
+
+def open_stream(source: Any, seed: int, stage: int, device: torch.device, sequential: bool = False) -> Stream:
+    """The stream of a user's loader.
+
+    Args:
+        source: a ``DataLoader`` or any iterable of batches.
+        seed: the seed of the run.
+        stage: the stage part of the keys, see :meth:`trainkit.rng.Stage.of_loader`.
+        device: where the batches will go: for CUDA they are read into pinned memory.
+        sequential: do not shuffle (``overfit_batches``).
+
+    Raises:
+        DataError: the object cannot be iterated.
+    """
+    if isinstance(source, DataLoader):
+        return LoaderStream(source, seed, stage, device, sequential)
+    if not isinstance(source, Iterable):
+        raise DataError(
+            f"a loader must be a DataLoader or an iterable of batches, not {type(source).__name__}. "
+            "For example: DataLoader(dataset, batch_size=32, shuffle=True)"
+        )
+    return IterableStream(source, seed, stage)
+
+
+class LoaderStream:
+    """A ``DataLoader`` whose samplers are replaced, on a shallow copy, by keyed ones; everything else of it is kept."""
+
+    def __init__(
+        self, loader: DataLoader[Any], seed: int, stage: int, device: torch.device, sequential: bool = False
+    ) -> None:
+        self._source = loader
+        self._seed, self._stage = seed, stage
+        self._iterable = isinstance(loader.dataset, IterableDataset)
+        changes: dict[str, Any] = {"_iterator": None}
+        if device.type == "cuda":
+            changes["pin_memory"] = True
+        self.length: int | None
+        self.sizes: tuple[int, int] | None
+        if self._iterable:
+            self._batches: KeyedBatches | None = None
+            self.length, self.sizes = _length_of(loader), None
+            changes["_IterableDataset_len_called"] = None  # our asking for the length is not the user's
+            if loader.batch_size is not None:
+                size = loader.batch_size
+                self._slots = changes["batch_sampler"] = _Slots(size, seed, stage)
+            if loader.num_workers > 1:
+                notice(
+                    f"an IterableDataset with num_workers={loader.num_workers}: each worker iterates the whole dataset unless "
+                    "its __iter__ takes its part by torch.utils.data.get_worker_info()."
+                )
+        else:
+            self._batches = keyed_batches(loader, seed, stage, sequential)
+            self.length, self.sizes = self._batches.length, self._batches.sizes
+            changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._batches
+            changes["dataset"] = KeyedDataset(loader.dataset)
+            changes["worker_init_fn"] = UserWorkerInit(loader.worker_init_fn)
+        # DataLoader refuses to have these assigned, and building it anew would need its constructor's arguments, which a
+        # subclass may have changed. A shallow copy keeps whatever the user or his subclass has set.
+        self._loader: DataLoader[Any] | None = copy.copy(loader)
+        self._loader.__dict__.update(changes)
+
+    def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
+        """See :class:`Stream`."""
+        if self._loader is None:
+            raise DataError("this loader has been closed. Prepare it again: accelerator.prepare(loader)")
+        if hasattr(self._source.dataset, "set_epoch"):
+            self._source.dataset.set_epoch(epoch)
+        # starting workers draws a seed from the global generator
+        seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
+        if self._batches is not None:
+            self._batches.epoch, self._batches.start, self._batches.limit = epoch, start, limit
+            yield from self._loader
+            return
+        keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
+        if self._loader.batch_size is not None:
+            self._slots.epoch = epoch
+            yield from islice(self._loader, start, limit)
+        else:
+            seeded = _seeded(iter(self._loader), keys) if self._loader.num_workers == 0 else iter(self._loader)
+            yield from islice(seeded, start, limit)
+
+    def close(self) -> None:
+        """End persistent workers, which live as long as the copy of the loader."""
+        self._loader = None
+
+
+class _Slots:
+    """An endless batch sampler for an iterable dataset, which only needs to know how many samples to take."""
+
+    def __init__(self, size: int, seed: int, stage: int) -> None:
+        self._size, self._seed, self._stage = size, seed, stage
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[KeyedSlots]:
+        keys = KeyStream(self._seed, self._stage, Purpose.FETCH, self.epoch)
+        m = 0
+        while True:
+            yield KeyedSlots(keys(m), self._size)
+            m += 1
+
+
+class IterableStream:
+    """Any iterable of batches, used as it is."""
+
+    sizes: tuple[int, int] | None = None
+
+    def __init__(self, source: Iterable[Any], seed: int, stage: int) -> None:
+        self._source = source
+        self._seed, self._stage = seed, stage
+        self._ready = isinstance(source, Sequence)
+        self._one_shot = isinstance(source, Iterator)
+        self.length: int | None = _length_of(source)
+        if not self._ready:
+            notice(
+                f"{type(source).__name__} is iterated as it is: its order is its own (no keyed shuffling) and a resumed run has "
+                "to skip through it. Wrap the data in a Dataset and a DataLoader to get both."
+            )
+
+    def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
+        """See :class:`Stream`."""
+        if self._one_shot and epoch > 0:
+            raise EmptyLoaderError(
+                f"{type(self._source).__name__} can be iterated only once, and epoch {epoch} needs it again. Pass an object "
+                "whose __iter__ starts anew (a list, a DataLoader, a class with __iter__), or set max_epochs=1."
+            )
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(epoch)
+        if self._ready:  # ready batches: nothing random happens when the next one is taken
+            return islice(iter(self._source), start, limit)
+        seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
+        keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
+        return islice(_seeded(iter(self._source), keys), start, limit)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def _seeded(batches: Iterator[Any], keys: KeyStream) -> Iterator[Any]:
+    """The batches of an iterator, the generators seeded by key before each is fetched."""
+    m = 0
+    while True:
+        seed_generators(keys(m))
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        yield batch
+        m += 1
+
+
+def _length_of(source: Any) -> int | None:
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
+    except Exception as error:  # a user's __len__ that fails must not pass for a stream of unknown length
+        warn(f"len() of {type(source).__name__} failed ({error!r}); its length counts as unknown.")
+        return None

@@ -1,0 +1,137 @@
+"""The accumulation window: the micro-batches that make up one optimizer update, and how much each of them counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from trainkit.data.nested import batch_size
+from trainkit.errors import DataError
+
+__all__ = ["MicroBatch", "Window", "windows"]
+
+
+class MicroBatch(NamedTuple):
+    """A batch with its place in its window."""
+
+    batch: Any
+    first: bool
+    full: bool  # the last of its window
+    share: float  # its weight over the sum of the window's weights
+
+
+class Window:
+    """The state of the window that is being worked on: the loader writes it, the ``Accelerator`` acts on it.
+
+    Attributes:
+        size: micro-batches in a window; the last one of an epoch may have fewer.
+        first: the current micro-batch is the first of its window.
+        full: the current micro-batch is the last of its window: after its backward the update is due.
+        share: the part of the window's total weight that the current micro-batch has. Scaled by it, the mean losses of the
+            micro-batches add up to the mean over the global batch.
+        empty: the total weight of the window is 0, so there is nothing to learn from it.
+        driven: a prepared loader has set this state and ``accumulate`` has not yet taken it.
+    """
+
+    __slots__ = ("_count", "driven", "empty", "first", "full", "share", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.first = True
+        self.full = True
+        self.share = 1.0
+        self.empty = False
+        self.driven = False
+        self._count = 0
+
+    def take(self, micro: MicroBatch) -> None:
+        """Work on this micro-batch now."""
+        _, self.first, self.full, self.share = micro
+        if self.first:
+            self.empty = True
+        if self.share > 0.0:
+            self.empty = False
+        self.driven = True
+
+    def count(self) -> None:
+        """Work on the next of ``size`` equal micro-batches: for loops whose loader was not prepared."""
+        place = self._count % self.size
+        self._count += 1
+        self.take(MicroBatch(None, place == 0, place == self.size - 1, 1.0 / self.size))
+
+
+def windows(
+    batches: Iterator[Any],
+    size: int,
+    *,
+    count: Callable[[Any], int] = batch_size,
+    start: int = 0,
+    length: int | None = None,
+    sizes: tuple[int, int] | None = None,
+    weigh: Callable[[Any], float] | None = None,
+) -> Iterator[MicroBatch]:
+    """The micro-batches of an epoch with their places in windows of ``size``.
+
+    Args:
+        batches: the micro-batches from ``start`` on.
+        size: micro-batches in a window.
+        count: the number of samples of a batch.
+        start: number of the first of them in its epoch.
+        length: micro-batches of the epoch, where known together with ``sizes``.
+        sizes: samples in each micro-batch but the last, and in the last. With them known nothing is fetched ahead.
+        weigh: the user's ``batch_weight``; without it a micro-batch counts by the number of its samples.
+
+    Raises:
+        DataError: ``weigh`` returned something else than a finite number ≥ 0.
+    """
+    if size == 1:
+        return _alone(batches, weigh)
+    if weigh is None and sizes is not None and length is not None:
+        return _planned(batches, size, start, length, sizes)
+    return _gathered(batches, size, count, weigh)
+
+
+def _alone(batches: Iterator[Any], weigh: Callable[[Any], float] | None) -> Iterator[MicroBatch]:
+    for batch in batches:
+        share = 1.0 if weigh is None or _weight(weigh, batch) > 0.0 else 0.0
+        yield MicroBatch(batch, True, True, share)
+
+
+def _planned(
+    batches: Iterator[Any], size: int, start: int, length: int, sizes: tuple[int, int]
+) -> Iterator[MicroBatch]:
+    common, last = sizes
+    for m, batch in enumerate(batches, start):
+        place = (m - start) % size
+        begin = m - place
+        end = min(begin + size, length)
+        total = (end - begin) * common + (last - common if end == length else 0)
+        samples = last if m == length - 1 else common
+        yield MicroBatch(batch, place == 0, m == end - 1, samples / total)
+
+
+def _gathered(
+    batches: Iterator[Any], size: int, count: Callable[[Any], int], weigh: Callable[[Any], float] | None
+) -> Iterator[MicroBatch]:
+    while window := list(islice(batches, size)):
+        weights = [float(count(batch)) if weigh is None else _weight(weigh, batch) for batch in window]
+        total = sum(weights)
+        for place, (batch, weight) in enumerate(zip(window, weights, strict=True)):
+            share = weight / total if total > 0.0 else 0.0
+            yield MicroBatch(batch, place == 0, place == len(window) - 1, share)
+
+
+def _weight(weigh: Callable[[Any], float], batch: Any) -> float:
+    value = weigh(batch)
+    try:
+        weight = float(value)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not (math.isfinite(weight) and weight >= 0.0):
+        raise DataError(
+            f"batch_weight must return a finite number ≥ 0, such as the number of tokens that count, not {value!r}. "
+            "For example: return float((batch['labels'] != -100).sum())"
+        )
+    return weight

@@ -1,0 +1,95 @@
+"""What a run is made of, in words: ``trainer.explain()``, and the table of an evaluation's results."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["explain", "results_table"]
+
+
+def explain(trainer: Trainer, module: TrainModule | None) -> str:
+    """Who handles which hook, what runs every how many steps, and how the arguments were resolved."""
+    lines = [*_where(trainer), *_arithmetic(trainer), *_cadence(trainer), *_hooks(trainer, module)]
+    return "\n".join(lines)
+
+
+def _where(trainer: Trainer) -> list[str]:
+    folders = [f"{type(logger).__name__} in {logger.root_dir}" for logger in trainer.loggers]
+    return [
+        "Where",
+        f"  strategy       {trainer.strategy!r}",
+        f"  processes      {trainer.world_size}",
+        f"  precision      {trainer.precision.name}",
+        f"  seed           {trainer.seed}",
+        f"  folder         {trainer.arguments.default_root_dir}",
+        f"  loggers        {', '.join(folders) or 'none'}",
+    ]
+
+
+def _arithmetic(trainer: Trainer) -> list[str]:
+    lines = ["Batches", f"  micro-batches in an update      {trainer.accumulate_grad_batches}"]
+    batches = trainer.num_training_batches
+    if batches:
+        shown = "not known" if math.isinf(batches) else str(batches)
+        lines.append(f"  micro-batches in an epoch       {shown}")
+        lines.append(f"  updates in the whole fit        {_shown(trainer.estimated_stepping_batches)}")
+    limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
+    lines += [f"  {name:<32}{'no limit' if value == -1 else value}" for name, value in limits.items()]
+    return lines
+
+
+def _cadence(trainer: Trainer) -> list[str]:
+    arguments = trainer.arguments
+    if arguments.val_every_n_steps is not None:
+        validation = f"every {arguments.val_every_n_steps} updates"
+    elif isinstance(arguments.val_check_interval, int):
+        validation = f"every {arguments.val_check_interval} training batches"
+    elif arguments.val_check_interval == 1.0:
+        validation = f"at the end of every {_ordinal(arguments.check_val_every_n_epoch)}epoch"
+    else:
+        validation = f"every {arguments.val_check_interval:g} of an epoch"
+    lines = ["When", f"  log            {_every(trainer.log_every_n_steps)}", f"  validate       {validation}"]
+    for config in trainer.lr_scheduler_configs:
+        unit = "updates" if config.interval == "step" else "epochs"
+        lines.append(f"  scheduler      {type(config.scheduler).__name__} every {config.frequency} {unit}")
+    return lines
+
+
+def _every(steps: int) -> str:
+    return f"every {steps} updates, and at the end of an epoch" if steps else "at the end of an epoch"
+
+
+def _ordinal(every: int | None) -> str:
+    return "" if every in (None, 1) else f"{every}th "
+
+
+def _shown(number: int | float) -> str:
+    return "not known" if math.isinf(number) else f"{int(number):,}"
+
+
+def _hooks(trainer: Trainer, module: TrainModule | None) -> list[str]:
+    if module is None:
+        return ["Callbacks", *(f"  {type(callback).__name__}" for callback in trainer.callbacks)]
+    owners = trainer.hook_owners(module)
+    width = max(map(len, owners), default=0) + 2
+    return ["Hooks, in the order of the calls", *(f"  {name:<{width}}{' → '.join(o)}" for name, o in owners.items() if o)]
+
+
+def results_table(stage: str, results: list[dict[str, float]]) -> str:
+    """The metrics of an evaluation, a column a loader where there are several."""
+    names = sorted({name for result in results for name in result})
+    width = max([len(stage), *map(len, names)]) + 2
+    heads = [f"loader {index}" for index in range(len(results))] if len(results) > 1 else ["value"]
+    lines = [f"{stage:<{width}}" + "".join(f"{head:>16}" for head in heads)]
+    for name in names:
+        lines.append(f"{name:<{width}}" + "".join(f"{_cell(result.get(name)):>16}" for result in results))
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.6g}"

@@ -1,0 +1,138 @@
+"""Hyper-parameters: what ``save_hyperparameters`` collects from ``__init__``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from trainkit.console import warn
+from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+
+__all__ = ["HyperParameters", "HyperParametersMixin"]
+
+
+class HyperParameters(dict[str, Any]):
+    """A dict whose entries are attributes too: ``hparams.lr`` is ``hparams["lr"]``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no hyper-parameter {name!r}; there are {sorted(self)}.{nearest(name, self)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class HyperParametersMixin:
+    """``save_hyperparameters`` and ``hparams`` for ``TrainModule`` and ``DataModule``."""
+
+    _hparams: HyperParameters | None = None
+    _hparams_initial: HyperParameters | None = None
+    _log_hyperparams: bool = True
+
+    @property
+    def hparams(self) -> HyperParameters:
+        """The hyper-parameters; empty before ``save_hyperparameters``."""
+        if self._hparams is None:
+            object.__setattr__(self, "_hparams", HyperParameters())
+        assert self._hparams is not None
+        return self._hparams
+
+    @property
+    def hparams_initial(self) -> HyperParameters:
+        """The hyper-parameters as they were when they were saved."""
+        return copy.deepcopy(self._hparams_initial or HyperParameters())
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of ``__init__`` as ``self.hparams``: they are logged and come back with a checkpoint.
+
+        Call it in ``__init__``. Arguments that are modules or functions are left out with a warning: they are no values.
+
+        Args:
+            *args: names of arguments to keep (default: all), or one dict, Namespace or dataclass that holds them.
+            ignore: names to leave out.
+            frame: the frame of ``__init__``, if the call is not made directly from it.
+            logger: log them when a run starts.
+
+        Raises:
+            UnknownNameError: a name that is no argument of ``__init__``.
+            ConfigurationError: an argument that is neither a name nor holds hyper-parameters.
+        """
+        caller = frame or (inspect.currentframe() or _no_frame()).f_back
+        collected = _init_arguments(self, caller)
+        if len(args) == 1 and not isinstance(args[0], str):
+            collected = _as_mapping(args[0])
+        elif args:
+            collected = {name: _named(name, collected) for name in args}
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        kept = {name: value for name, value in collected.items() if name not in ignored}
+        for name, value in list(kept.items()):
+            if isinstance(value, nn.Module) or (callable(value) and not isinstance(value, type)):
+                warn(
+                    f"hyper-parameter {name!r} is a {type(value).__name__}, which is no value that could be stored; it is left "
+                    f"out. Say so with save_hyperparameters(ignore=[{name!r}])."
+                )
+                del kept[name]
+        self.hparams.update(kept)
+        object.__setattr__(self, "_hparams_initial", copy.deepcopy(self.hparams))
+        object.__setattr__(self, "_log_hyperparams", logger)
+
+
+def _init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
+    """The arguments of the ``__init__`` that runs in ``frame`` and of those of subclasses that called it."""
+    collected: dict[str, Any] = {}
+    while frame is not None and frame.f_code.co_name == "__init__":
+        code, values = frame.f_code, frame.f_locals
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if not names or values.get(names[0]) is not owner:
+            break
+        collected.update({name: values[name] for name in names[1:] if name in values})
+        if code.co_flags & inspect.CO_VARKEYWORDS:
+            position = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+            collected.update(values.get(code.co_varnames[position], {}))
+        frame = frame.f_back
+    collected.pop("__class__", None)
+    return collected
+
+
+def _as_mapping(value: Any) -> dict[str, Any]:
+    if isinstance(value, Namespace):
+        return dict(vars(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise ConfigurationError(
+        f"save_hyperparameters takes names of arguments, or one dict, Namespace or dataclass, not {value!r}. "
+        "For example: self.save_hyperparameters('lr', 'width')"
+    )
+
+
+def _named(name: Any, collected: dict[str, Any]) -> Any:
+    if name not in collected:
+        raise UnknownNameError(
+            f"save_hyperparameters({name!r}): __init__ has no such argument; it has {sorted(collected)}."
+            f"{nearest(str(name), collected)}"
+        )
+    return collected[name]
+
+
+def _no_frame() -> FrameType:
+    raise ConfigurationError(
+        "save_hyperparameters() reads the caller's frame, which this Python does not give. Pass a dict: "
+        "self.save_hyperparameters({'lr': lr})"
+    )

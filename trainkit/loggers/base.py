@@ -1,0 +1,372 @@
+"""``Logger``: what every logger has in common."""
+
+from __future__ import annotations
+
+import importlib.util
+import operator
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainkit.console import warn
+from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
+from trainkit.loggers.files import replace_file
+from trainkit.loggers.folder import RunFolder, check_name, check_save_dir, check_version
+from trainkit.loggers.values import as_array, as_images, number, plain
+
+__all__ = ["Logger", "NullExperiment", "is_installed"]
+
+_CAN_HOLD = {
+    "images": "TensorBoardLogger, WandbLogger",
+    "text": "JSONLLogger, TensorBoardLogger, WandbLogger",
+    "histograms": "TensorBoardLogger, WandbLogger",
+}
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of logs that happens to have its name does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+class NullExperiment:
+    """What ``logger.experiment`` is on every process but the first: any attribute or call of it does nothing."""
+
+    def __getattr__(self, name: str) -> NullExperiment:
+        if name.startswith("__"):  # pickle, copy and inspect ask for these and must hear that they are not there
+            raise AttributeError(name)
+        return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        pass
+
+    def __call__(self, *args: object, **kwargs: object) -> NullExperiment:
+        return self
+
+    def __getitem__(self, key: object) -> NullExperiment:
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+    def __iter__(self) -> NullExperiment:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise StopIteration
+
+    def __enter__(self) -> NullExperiment:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Logger:
+    """Takes the metrics, hyper-parameters and media of a run; the base of all loggers, also of your own.
+
+    A subclass defines ``write_metrics(metrics, step)``, and as it needs ``write_hyperparams``, ``write_image``,
+    ``write_text``, ``write_histogram``, ``open_experiment``, ``close_experiment`` and ``save``. They are called on the
+    main process only. A logger works with a ``Trainer`` or alone::
+
+        logger = CSVLogger("runs", name="digits")
+        logger.log_metrics({"loss": 0.5}, step=1)
+        logger.finalize("success")
+
+    Nothing is made on disk until something is logged or ``version``, ``log_dir`` or ``experiment`` is read. After
+    ``finalize`` a logger may be used again and goes on in the same folder.
+
+    Args:
+        save_dir: The folder of all experiments. None: ``<default_root_dir>/logs`` of the Trainer, or
+            ``./trainkit_runs/logs`` without one.
+        name: The experiment, a folder inside ``save_dir``; "" or None for ``save_dir`` itself.
+        version: The run inside the experiment: N for ``version_N``, or the name of its folder. None: one more than the
+            highest there is.
+        prefix: Put before the name of every metric but "epoch", joined by "-".
+
+    Raises:
+        ConfigurationError: A ``save_dir``, ``name`` or ``version`` that cannot be a folder.
+    """
+
+    # Defaults on the class, so that a subclass written for Lightning that sets nothing up still works.
+    _save_dir: Path | None = None
+    _default_root: Path | None = None
+    _name: str = "default"
+    _version: int | str | None = None
+    _prefix: str = ""
+    _folder: RunFolder | None = None
+    _rank: int | None = None
+    _experiment: Any = None
+    _last_step: int = -1
+    _guard: weakref.finalize[..., Any] | None = None
+    _in_run_folder: bool = True  # False: the backend has a layout of its own inside save_dir
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "default",
+        version: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._save_dir = check_save_dir(save_dir)
+        self._name = check_name(name)
+        self._version = check_version(version)
+        if not isinstance(prefix, str):
+            raise ConfigurationError(f"prefix: expected a string, got {prefix!r}. Fix: prefix=''")
+        self._prefix = prefix
+
+    # ------------------------------------------------------------------ where
+
+    @property
+    def name(self) -> str:
+        """The experiment."""
+        return self._name
+
+    @property
+    def version(self) -> int | str | None:
+        """The run. Chosen now if it was not yet; None on another process, where an automatic one is not known."""
+        folder = self._run_folder()
+        if self.is_main_process:
+            _claim(folder)
+        return folder.version
+
+    @property
+    def save_dir(self) -> str:
+        """The folder of all experiments."""
+        if self._save_dir is not None:
+            return str(self._save_dir)
+        return str((self._default_root or Path("trainkit_runs")) / "logs")
+
+    @property
+    def root_dir(self) -> str:
+        """The folder of this experiment: ``<save_dir>/<name>``. Reading it makes nothing."""
+        return str(Path(self.save_dir) / self._name)
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of this run: ``<save_dir>/<name>/version_N``; version as in ``version``."""
+        folder = self._run_folder()
+        if self.is_main_process:
+            return str(_claim(folder))
+        return None if folder.path is None else str(folder.path)
+
+    def _run_folder(self) -> RunFolder:
+        if self._folder is None:
+            self._folder = RunFolder(Path(self.root_dir), self._version)
+        return self._folder
+
+    # ------------------------------------------------------------------ what a Trainer says
+
+    def set_default_root(self, path: str | os.PathLike[str]) -> None:
+        """Log to ``<path>/logs`` if no ``save_dir`` was given and no version is chosen yet."""
+        self._default_root = Path(path)
+        if self._folder is not None and self._folder.version is None:
+            self._folder = None
+
+    def set_rank(self, rank: int) -> None:
+        """The number of this process. Without it, the environment variable ``RANK`` is asked, else it is 0."""
+        self._rank = rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the process that writes."""
+        rank = os.environ.get("RANK", "0") if self._rank is None else self._rank
+        return int(rank) == 0
+
+    # ------------------------------------------------------------------ what a user calls
+
+    @property
+    def experiment(self) -> Any:
+        """The raw writer or run, opened now if it is not; on other processes an object that does nothing."""
+        if not self.is_main_process:
+            return NullExperiment()
+        if self._experiment is None:
+            self._experiment = self.open_experiment()
+        return self._experiment
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write the metrics of one step.
+
+        Args:
+            metrics: Name → one real number, also a tensor of one element. A metric called "step" takes the place of
+                ``step``, as in Lightning.
+            step: The number of optimizer updates so far. None: one more than the last one logged.
+
+        Raises:
+            MetricError: A value that is not one real number, or a name that is no name.
+        """
+        if not self.is_main_process:
+            return
+        values: dict[str, int | float] = {}
+        for key, value in metrics.items():
+            plain_key = key in ("epoch", "step") or not self._prefix
+            values[key if plain_key else f"{self._prefix}-{key}"] = number(key, value)
+        if "step" in values:
+            step = int(values.pop("step"))
+        self._last_step = self._last_step + 1 if step is None else _as_step(step)
+        if values:
+            self.write_metrics(values, self._last_step)
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Write the hyper-parameters: a dict, an ``argparse.Namespace`` or a dataclass; nested as deep as you like.
+
+        What is no plain value is written as text, with one warning naming it. Later calls add to earlier ones.
+        """
+        if not self.is_main_process or params is None:
+            return
+        values, as_text = plain(params)
+        if as_text:
+            warn(
+                f"{type(self).__name__}: these hyper-parameters are no plain values and were written as text: "
+                f"{', '.join(as_text)}"
+            )
+        self.write_hyperparams(values)
+
+    def log_image(self, key: str, image: Any, step: int | None = None) -> None:
+        """Write an image, or a list of them.
+
+        Args:
+            key: Its name.
+            image: A tensor or array of shape (C, H, W), (H, W, C) or (H, W), C in 1, 3, 4; floating-point values in
+                [0, 1], integers in [0, 255].
+            step: As in ``log_metrics``; None: the last one logged.
+
+        Raises:
+            ConfigurationError: This kind of logger cannot hold images; the message names those that can.
+            MetricError: What came is no image.
+        """
+        self._require("images", Logger.write_image, self.write_image)
+        if self.is_main_process:
+            self.write_image(key, as_images(key, image), self._media_step(step))
+
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        """Write a text; raises like ``log_image`` where that is not possible."""
+        self._require("text", Logger.write_text, self.write_text)
+        if self.is_main_process:
+            self.write_text(key, str(text), self._media_step(step))
+
+    def log_histogram(self, key: str, values: Any, step: int | None = None) -> None:
+        """Write the distribution of ``values``, a tensor or array of any shape; raises like ``log_image``.
+
+        Values that are not finite are left out, with a warning.
+        """
+        self._require("histograms", Logger.write_histogram, self.write_histogram)
+        if not self.is_main_process:
+            return
+        import numpy as np
+
+        array = as_array(values).ravel()
+        if array.dtype.kind not in "biuf":
+            raise MetricError(f"Histogram {key!r}: expected real numbers, got dtype {array.dtype}. Fix: values.abs()")
+        finite = array[np.isfinite(array)]
+        if finite.size < array.size or not array.size:
+            warn(f"Histogram {key!r}: {array.size - finite.size} of {array.size} values are not finite and left out")
+        if finite.size:
+            self.write_histogram(key, finite, self._media_step(step))
+
+    def save(self) -> None:
+        """Hand everything logged so far to the operating system."""
+
+    def finalize(self, status: str = "success") -> None:
+        """End of a run: give writers, threads and descriptors back. The next use opens them again.
+
+        Args:
+            status: "success", or "failed" when the run ended by an exception.
+        """
+        experiment, self._experiment = self._experiment, None
+        if self._guard is not None:
+            self._guard.detach()
+            self._guard = None
+        if experiment is not None:
+            self.close_experiment(experiment, status)
+
+    # ------------------------------------------------------------------ what a subclass defines
+
+    def open_experiment(self) -> Any:
+        """Make the raw writer. Called on first use and again after ``finalize``."""
+        return self
+
+    def close_experiment(self, experiment: Any, status: str) -> None:
+        """Close what ``open_experiment`` made."""
+
+    def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
+        """Write the metrics of one step; the values are plain numbers, not all of them finite."""
+        raise MissingMethodError(
+            f"{type(self).__name__}: expected a method write_metrics(self, metrics, step), found none. Fix:\n"
+            "    def write_metrics(self, metrics, step): print(step, dict(metrics))"
+        )
+
+    def write_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write plain hyper-parameters; here to ``hparams.yaml`` in ``log_dir``, added to those that are there."""
+        import yaml
+
+        path = Path(self.log_dir or self.root_dir) / "hparams.yaml"
+        known: Any = None
+        if path.is_file():
+            with path.open(encoding="utf-8") as file:
+                try:
+                    known = yaml.safe_load(file)
+                except yaml.YAMLError:  # Lightning's may hold tags of Python objects; ours replaces it
+                    known = None
+        merged = {**known, **params} if isinstance(known, dict) else dict(params)
+        if merged != known:
+            replace_file(path, partial(yaml.safe_dump, merged, sort_keys=False, allow_unicode=True))
+
+    def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
+        """Write images, each an array (height, width, channels) of 8 bits."""
+        raise NotImplementedError
+
+    def write_text(self, key: str, text: str, step: int) -> None:
+        """Write a text."""
+        raise NotImplementedError
+
+    def write_histogram(self, key: str, values: Any, step: int) -> None:
+        """Write the distribution of ``values``, a flat array of at least one finite number."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ inside
+
+    def _close_when_dropped(self, close: Callable[[], object]) -> None:
+        """Call ``close`` when the program ends or this logger is dropped, if ``finalize`` was not called before."""
+        self._guard = weakref.finalize(self, close)
+
+    def _media_step(self, step: int | None) -> int:
+        return max(self._last_step, 0) if step is None else _as_step(step)
+
+    def _require(self, what: str, default: Any, bound: Any) -> None:
+        if getattr(bound, "__func__", None) is default:
+            raise ConfigurationError(
+                f"{type(self).__name__} cannot hold {what}. Loggers that can: {_CAN_HOLD[what]}. "
+                f"Fix: Trainer(logger=[{type(self).__name__}(), TensorBoardLogger()])"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files and threads stay with the process that opened them; the copy opens its own in the same folder.
+        return {key: value for key, value in vars(self).items() if key not in ("_experiment", "_guard")}
+
+    def __repr__(self) -> str:
+        folder = self._folder
+        version = self._version if folder is None else folder.version
+        return f"{type(self).__name__}(save_dir={self.save_dir!r}, name={self._name!r}, version={version!r})"
+
+
+def _claim(folder: RunFolder) -> Path:
+    try:
+        return folder.claim()
+    except OSError as error:
+        raise ConfigurationError(
+            f"The log folder {folder.root} cannot be made: {error}. "
+            "Fix: give a folder that can be written, save_dir='runs' or Trainer(default_root_dir='runs')"
+        ) from error
+
+
+def _as_step(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise ConfigurationError(
+            f"step: expected a whole number, got {step!r}. Fix: log_metrics(metrics, step=trainer.global_step)"
+        ) from None

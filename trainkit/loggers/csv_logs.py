@@ -1,0 +1,151 @@
+"""``CSVLogger``: metrics as one table, ``metrics.csv``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit.errors import ConfigurationError
+from trainkit.loggers.base import Logger
+from trainkit.loggers.files import AppendFile, replace_file
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
+__all__ = ["CSVLogger", "CSVWriter"]
+
+
+class CSVLogger(Logger):
+    """Writes ``<save_dir>/<name>/version_N/metrics.csv`` and ``hparams.yaml``.
+
+    One row a call of ``log_metrics``, one column a metric; the columns "step" and "epoch" come first, an empty cell
+    means "not logged in this call", and what is not finite reads ``nan``, ``inf`` or ``-inf``. Rows are appended. A
+    metric that was not there before adds a column at the right: the file is written anew beside the old one and put in
+    its place, so that a kill at any moment loses no row.
+
+    Args:
+        save_dir, name, version, prefix: As for every ``Logger``.
+        flush_logs_every_n_steps: Rows are handed to the operating system every so many calls of ``log_metrics``, at a
+            call more than a second after the last time, and by ``save`` and ``finalize``. 1, the default, loses no row
+            when the process is killed.
+
+    Raises:
+        ConfigurationError: An argument that cannot be used.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "default",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 1,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        if type(flush_logs_every_n_steps) is not int or flush_logs_every_n_steps < 1:
+            raise ConfigurationError(
+                f"flush_logs_every_n_steps: expected a whole number ≥ 1, got {flush_logs_every_n_steps!r}. "
+                "Fix: flush_logs_every_n_steps=1"
+            )
+        self._flush_every = flush_logs_every_n_steps
+
+    def open_experiment(self) -> CSVWriter:
+        """The writer of ``metrics.csv``."""
+        writer = CSVWriter(Path(self.log_dir or self.root_dir) / "metrics.csv", self._flush_every)
+        self._close_when_dropped(writer.close)
+        return writer
+
+    def close_experiment(self, experiment: CSVWriter, status: str) -> None:
+        """Write what is left and give the descriptor back."""
+        experiment.close()
+
+    def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
+        """Append a row."""
+        first = {"step": step, "epoch": metrics["epoch"]} if "epoch" in metrics else {"step": step}
+        self.experiment.write({**first, **metrics})
+
+    def save(self) -> None:
+        """Hand the rows that wait to the operating system."""
+        if self._experiment is not None:
+            self._experiment.flush()
+
+
+class CSVWriter:
+    """A CSV file to which rows are appended and that grows columns as they come.
+
+    Args:
+        path: The file; rows that are already there stay.
+        flush_every: Hand rows to the operating system every so many calls of ``write``.
+        flush_seconds: … or at the first call so many seconds after the last time.
+    """
+
+    def __init__(self, path: Path, flush_every: int = 1, flush_seconds: float = 1.0) -> None:
+        self.path = path
+        self._flush_every = flush_every
+        self._flush_seconds = flush_seconds
+        self._flushed_at = time.monotonic()
+        self._pending: list[str] = []
+        self._file = AppendFile(path)
+        with path.open(encoding="utf-8", newline="") as file:
+            self._columns = next(csv.reader(file), [])
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns so far."""
+        return tuple(self._columns)
+
+    def write(self, row: Mapping[str, int | float]) -> None:
+        """Append one row."""
+        new = [key for key in row if key not in self._columns]
+        if new:
+            self._add_columns(new)
+        self._pending.append(_line(repr(row[key]) if key in row else "" for key in self._columns))
+        if len(self._pending) >= self._flush_every or time.monotonic() - self._flushed_at >= self._flush_seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand the rows that wait to the operating system."""
+        if self._pending:
+            self._file.append("".join(self._pending))
+            self._pending = []
+        self._flushed_at = time.monotonic()
+
+    def close(self) -> None:
+        """Write what waits and close the file."""
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def _add_columns(self, new: list[str]) -> None:
+        self.flush()
+        columns = [*self._columns, *new]
+        if self._columns:
+            self._file.close()  # some systems cannot replace an open file
+            try:
+                replace_file(self.path, partial(self._copy, columns))
+            finally:
+                self._file = AppendFile(self.path)
+        else:
+            self._file.append(_line(columns))
+        self._columns = columns
+
+    def _copy(self, columns: list[str], target: TextIOWrapper) -> None:
+        with self.path.open(encoding="utf-8", newline="") as source:
+            rows = csv.reader(source)
+            next(rows)
+            target.write(_line(columns))
+            for row in rows:
+                target.write(_line(row + [""] * (len(columns) - len(row))))
+
+
+def _line(cells: Iterable[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()

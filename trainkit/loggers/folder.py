@@ -1,0 +1,92 @@
+"""The folder of one run, ``<root>/version_N``, chosen once and safe against other processes choosing at that moment."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePath, PureWindowsPath
+
+from trainkit.errors import ConfigurationError
+
+__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version"]
+
+_VERSION = re.compile(r"version_(\d+)")
+
+
+class RunFolder:
+    """``<root>/<version>``; without a version, the next free ``version_N``, reserved by making the folder."""
+
+    def __init__(self, root: Path, version: int | str | None) -> None:
+        self.root = root
+        self.version = version
+
+    @property
+    def path(self) -> Path | None:
+        """The folder, or None as long as no version is chosen."""
+        if self.version is None:
+            return None
+        return self.root / (f"version_{self.version}" if isinstance(self.version, int) else self.version)
+
+    def claim(self) -> Path:
+        """The folder, whose version is chosen now if it was not yet."""
+        while self.version is None:
+            candidate = _highest_version(self.root) + 1
+            self.root.mkdir(parents=True, exist_ok=True)
+            try:
+                (self.root / f"version_{candidate}").mkdir()
+            except FileExistsError:
+                continue  # another process took it between the look and the mkdir
+            self.version = candidate
+        path = self.path
+        assert path is not None
+        return path
+
+
+def _highest_version(root: Path) -> int:
+    if not root.is_dir():
+        return -1
+    return max((int(match[1]) for entry in root.iterdir() if (match := _VERSION.fullmatch(entry.name))), default=-1)
+
+
+def check_save_dir(save_dir: object) -> Path | None:
+    """``save_dir`` as a path with ``~`` expanded; None stays None."""
+    if save_dir is None:
+        return None
+    if not isinstance(save_dir, str | PurePath) or not str(save_dir) or "\0" in str(save_dir):
+        raise ConfigurationError(f"save_dir: expected a folder, got {save_dir!r}. Fix: save_dir='runs'")
+    if "://" in str(save_dir):
+        raise ConfigurationError(
+            f"save_dir: expected a local folder, got the address {str(save_dir)!r}. "
+            "Fix: log to a local folder, save_dir='runs', and copy it when the run has ended"
+        )
+    return Path(save_dir).expanduser()
+
+
+def check_name(name: object, argument: str = "name") -> str:
+    """A relative path that stays inside the folder it is joined to; None and "" mean that folder itself."""
+    if name is None or name == "":
+        return ""
+    if not isinstance(name, str) or not _is_inside(name):
+        raise ConfigurationError(
+            f"{argument}: expected the name of a folder, not absolute and without '..', got {name!r}. "
+            f"Fix: {argument}='my_experiment'"
+        )
+    return name
+
+
+def check_version(version: object) -> int | str | None:
+    """A version: a number N ≥ 0 for ``version_N``, the name of one folder, or None for the next free number."""
+    if version is None or (isinstance(version, int) and not isinstance(version, bool) and version >= 0):
+        return version
+    if isinstance(version, str) and _is_inside(version) and not set(version) & set("/\\"):
+        return version
+    raise ConfigurationError(
+        f"version: expected a number ≥ 0, the name of one folder, or None for the next free number, got {version!r}. "
+        "Fix: version=None"
+    )
+
+
+def _is_inside(name: str) -> bool:
+    if not name.strip() or any(ord(character) < 32 for character in name):
+        return False
+    paths = (PurePath(name), PureWindowsPath(name))
+    return not any(path.is_absolute() or path.anchor or ".." in path.parts or not path.parts for path in paths)

@@ -1,0 +1,69 @@
+"""``JSONLLogger``: metrics as JSON lines, ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.loggers.base import Logger
+from trainkit.loggers.files import AppendFile
+
+__all__ = ["JSONLLogger", "JSONLWriter"]
+
+
+class JSONLLogger(Logger):
+    """Writes ``<save_dir>/<name>/version_N/metrics.jsonl``, ``hparams.yaml`` and, if there is text, ``text.jsonl``.
+
+    Each call of ``log_metrics`` appends one object: ``{"step": 10, "epoch": 0, "train_loss": 0.5}``. It is strict JSON:
+    what is not finite is one of the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``read_metrics`` turns back.
+    ``log_text`` appends ``{"step": 10, "key": "sample", "text": "…"}``. Every line reaches the operating system at
+    once, so that a killed process loses none.
+
+    Args:
+        save_dir, name, version, prefix: As for every ``Logger``.
+
+    Raises:
+        ConfigurationError: An argument that cannot be used.
+    """
+
+    def open_experiment(self) -> JSONLWriter:
+        """The writer of ``metrics.jsonl``."""
+        return JSONLWriter(Path(self.log_dir or self.root_dir) / "metrics.jsonl")
+
+    def close_experiment(self, experiment: JSONLWriter, status: str) -> None:
+        """Give the descriptor back."""
+        experiment.close()
+
+    def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
+        """Append a line."""
+        first = {"step": step, "epoch": metrics["epoch"]} if "epoch" in metrics else {"step": step}
+        self.experiment.write({**first, **metrics})
+
+    def write_text(self, key: str, text: str, step: int) -> None:
+        """Append a line to ``text.jsonl``."""
+        writer = JSONLWriter(Path(self.log_dir or self.root_dir) / "text.jsonl")  # rare, so no descriptor is kept
+        writer.write({"step": step, "key": key, "text": text})
+        writer.close()
+
+
+class JSONLWriter:
+    """A file of JSON lines; those that are already there stay."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = AppendFile(path)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one object, strings and numbers."""
+        values = {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        self._file.append(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,165 @@
+"""Reading back what the loggers wrote, from CSV, JSON lines and TensorBoard event files alike."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import ConfigurationError, TrainkitError, missing_package
+
+__all__ = ["Series", "find_run", "read_metrics"]
+
+Series = list[tuple[int, float]]
+"""The values of one metric in the order they were written: (step, value), not all of them finite."""
+
+_EVENTS = "events.out.tfevents."
+_LOOKED_FOR = f"metrics.csv, metrics.jsonl, {_EVENTS}*"
+
+
+def find_run(run_dir: str | os.PathLike[str]) -> Path:
+    """The folder with metrics that ``run_dir`` means: itself, or the newest run below it.
+
+    Of several ``version_N`` side by side the highest N is the newest, of several experiments the one written to last.
+
+    Raises:
+        ConfigurationError: There is no such folder, or no metrics are in it; says what was looked for.
+    """
+    root = Path(run_dir).expanduser()
+    if not root.is_dir():
+        raise ConfigurationError(
+            f"Expected the folder of a run, got {str(root)!r}, which is {'a file' if root.exists() else 'not there'}. "
+            "Fix: trainkit plot trainkit_runs"
+        )
+    newest: dict[Path, tuple[int, float, Path]] = {}  # experiment → its newest version
+    for folder, _, names in os.walk(root):
+        files = [Path(folder, name) for name in names if _is_metrics(name)]
+        if Path(folder) == root and files:
+            return root
+        if files:
+            experiment, version = _experiment(Path(folder), root)
+            found = (version, max(file.stat().st_mtime for file in files), Path(folder))
+            newest[experiment] = max(newest.get(experiment, found), found)
+    if not newest:
+        raise ConfigurationError(
+            f"No metrics in {root} or below it: looked for {_LOOKED_FOR}. Fix: give the folder of a run that was "
+            "logged with CSVLogger, JSONLLogger or TensorBoardLogger; what only W&B has is shown by W&B"
+        )
+    return max(newest.values(), key=lambda found: (found[1], found[0]))[2]
+
+
+def _is_metrics(name: str) -> bool:
+    return name in ("metrics.csv", "metrics.jsonl") or name.startswith(_EVENTS)
+
+
+def _experiment(folder: Path, root: Path) -> tuple[Path, int]:
+    """The folder that holds the versions, and the number of this one; −1 for a run without a number."""
+    for path in (folder, *folder.parents):
+        if path == root:
+            break
+        if match := re.fullmatch(r"version_(\d+)", path.name):
+            return path.parent, int(match[1])
+    return folder, -1
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, Series]:
+    """All metrics of a run: name → [(step, value), …], "epoch" among them.
+
+    A metric that several files of the run hold is taken from one: CSV before JSON lines (both keep full precision)
+    before TensorBoard. A row that a killed process left half written is passed over.
+
+    Args:
+        run_dir: As for ``find_run``.
+
+    Raises:
+        ConfigurationError: No metrics are found.
+        MissingPackageError: The run has only event files, and tensorboard is not installed.
+        TrainkitError: A file that is not what its name says.
+    """
+    folder = find_run(run_dir)
+    readers: list[tuple[str, Callable[[Path], dict[str, Series]]]] = [
+        ("metrics.csv", _read_csv),
+        ("metrics.jsonl", _read_jsonl),
+    ]
+    metrics: dict[str, Series] = {}
+    found = False
+    for name, read in readers:
+        if (folder / name).is_file():
+            found = True
+            metrics = read(folder / name) | metrics
+    if any(path.name.startswith(_EVENTS) for path in folder.iterdir()):
+        try:
+            metrics = _read_events(folder) | metrics
+        except ImportError as error:
+            if not found:
+                raise missing_package("tensorboard", "tensorboard", f"Reading the event files in {folder}") from error
+    return metrics
+
+
+def _complete_lines(path: Path) -> Iterable[str]:
+    with path.open(encoding="utf-8", newline="") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield line
+
+
+def _read_csv(path: Path) -> dict[str, Series]:
+    rows = csv.reader(_complete_lines(path))
+    header = next(rows, [])
+    if header and "step" not in header:
+        raise TrainkitError(f"{path}: expected a column 'step', got {', '.join(header)}. Fix: name the column 'step'")
+    metrics: dict[str, Series] = {name: [] for name in header if name != "step"}
+    for row in rows:
+        cells = dict(zip(header, row, strict=False))
+        try:
+            step = int(float(cells.pop("step")))
+            for name, cell in cells.items():
+                if cell:
+                    metrics[name].append((step, float(cell)))
+        except (KeyError, ValueError, OverflowError) as error:
+            raise TrainkitError(f"{path}, line {rows.line_num}: expected numbers, got {row}. Fix: remove it") from error
+    return {name: series for name, series in metrics.items() if series}
+
+
+def _read_jsonl(path: Path) -> dict[str, Series]:
+    metrics: dict[str, Series] = {}
+    for number, line in enumerate(_complete_lines(path), start=1):
+        try:
+            record: dict[str, Any] = json.loads(line)
+            step = int(record.pop("step"))
+            for name, value in record.items():
+                metrics.setdefault(name, []).append((step, float(value)))
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise TrainkitError(
+                f'{path}, line {number}: expected like {{"step": 1, "loss": 0.5}}, got {line.strip()[:80]!r}. '
+                "Fix: remove it"
+            ) from error
+    return metrics
+
+
+def _read_events(folder: Path) -> dict[str, Series]:
+    from tensorboard.backend.event_processing import event_accumulator
+    from tensorboard.util import tensor_util
+
+    everything = {event_accumulator.SCALARS: 0, event_accumulator.TENSORS: 0}  # the default keeps a random sample
+    events = event_accumulator.EventAccumulator(str(folder), size_guidance=everything)
+    events.Reload()
+    metrics: dict[str, Series] = {}
+    for tag in events.Tags()[event_accumulator.SCALARS]:
+        metrics[tag] = [(event.step, event.value) for event in _as_written(events.Scalars(tag))]
+    for tag in events.Tags()[event_accumulator.TENSORS]:
+        if events.SummaryMetadata(tag).plugin_data.plugin_name == "scalars":
+            written = _as_written(events.Tensors(tag))
+            metrics[tag] = [(event.step, float(tensor_util.make_ndarray(event.tensor_proto))) for event in written]
+    placeholder = metrics.pop("hp_metric", [])  # what TensorBoardLogger(default_hp_metric=True) writes is no result
+    real = [(step, value) for step, value in placeholder if (step, value) != (0, -1.0)]
+    return {**metrics, "hp_metric": real} if real else metrics
+
+
+def _as_written(events: Iterable[Any]) -> list[Any]:
+    # Files of the same second are read by name, in which the tenth comes before the second.
+    return sorted(events, key=lambda event: float(event.wall_time))

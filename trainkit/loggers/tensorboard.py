@@ -1,0 +1,143 @@
+"""``TensorBoardLogger``: event files that TensorBoard shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import UnsupportedArgumentError, missing_package
+from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.folder import check_name
+from trainkit.loggers.values import flatten, number
+
+__all__ = ["TensorBoardLogger"]
+
+
+class TensorBoardLogger(Logger):
+    """Writes TensorBoard event files and ``hparams.yaml`` to ``<save_dir>/<name>/version_N[/<sub_dir>]``.
+
+    ``experiment`` is a ``torch.utils.tensorboard.SummaryWriter``. ``tensorboard --logdir <save_dir>`` shows the runs.
+
+    Args:
+        save_dir, name, version, prefix: As for every ``Logger``.
+        default_hp_metric: Log the placeholder ``hp_metric`` = -1 with hyper-parameters that come without metrics, so
+            that TensorBoard's HPARAMS page lists the run.
+        sub_dir: A folder inside that of the run for the event files.
+        max_queue: Events that may wait for the writer's thread.
+        flush_secs: Seconds after which events are in the file at the latest; 1, where ``SummaryWriter`` waits 120.
+        filename_suffix: Put at the end of the name of each event file.
+        purge_step: TensorBoard hides events of this step and later that were written before.
+        log_graph: Not supported; the error names the call to use.
+
+    Raises:
+        MissingPackageError: tensorboard is not installed.
+        ConfigurationError: An argument that cannot be used.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "default",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | None = None,
+        *,
+        max_queue: int = 10,
+        flush_secs: float = 1,
+        filename_suffix: str = "",
+        purge_step: int | None = None,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        if not is_installed("tensorboard"):
+            raise missing_package("tensorboard", "tensorboard", "TensorBoardLogger")
+        if log_graph:
+            raise UnsupportedArgumentError(
+                "TensorBoardLogger(log_graph=True) is not supported. Fix: call, where the graph is wanted,\n"
+                "    logger.experiment.add_graph(module, module.example_input_array)"
+            )
+        self._default_hp_metric = default_hp_metric
+        self._sub_dir = check_name(sub_dir, "sub_dir")
+        self._writer_options = {"max_queue": max_queue, "flush_secs": flush_secs, "filename_suffix": filename_suffix}
+        self._purge_step = purge_step
+        self._hparams: dict[str, Any] = {}
+        self._page: tuple[dict[str, Any], dict[str, int | float]] | None = None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the event files: ``<save_dir>/<name>/version_N[/<sub_dir>]``."""
+        folder = super().log_dir
+        return folder if folder is None or not self._sub_dir else str(Path(folder) / self._sub_dir)
+
+    def open_experiment(self) -> Any:
+        """A ``SummaryWriter``: a new event file in the folder of the run."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step, self._purge_step = self._purge_step, None  # a file opened later must not hide this one's events
+        writer = SummaryWriter(log_dir=self.log_dir, purge_step=purge_step, **self._writer_options)
+        self._close_when_dropped(writer.close)
+        return writer
+
+    def close_experiment(self, experiment: Any, status: str) -> None:
+        """Write what waits and end the writer's thread."""
+        experiment.close()
+
+    def save(self) -> None:
+        """Wait until all events are in the file."""
+        if self._experiment is not None:
+            self._experiment.flush()
+
+    def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
+        """Write one scalar each; TensorBoard keeps them in single precision."""
+        for key, value in metrics.items():
+            self.experiment.add_scalar(key, value, step)
+
+    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | float | None = None) -> None:
+        """Write hyper-parameters for the HPARAMS page and to ``hparams.yaml``.
+
+        Args:
+            params: As for every ``Logger``.
+            metrics: The result to list beside them: name → number, or one number called ``hp_metric``.
+        """
+        super().log_hyperparams(params)
+        if not self.is_main_process or params is None:
+            return
+        if metrics is not None and not isinstance(metrics, Mapping):
+            metrics = {"hp_metric": metrics}
+        self._write_hparams_page({key: number(key, value) for key, value in (metrics or {}).items()})
+
+    def write_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write ``hparams.yaml``."""
+        super().write_hyperparams(params)
+        self._hparams.update(flatten(params))
+
+    def _write_hparams_page(self, metrics: dict[str, int | float]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        if not metrics and self._default_hp_metric:
+            metrics = {"hp_metric": -1}
+        page = (dict(self._hparams), metrics)
+        if page == self._page:
+            return  # a second fit of the same run
+        self._page = page
+        for summary in hparams(self._hparams, metrics):
+            self.experiment.file_writer.add_summary(summary)
+        for key, value in metrics.items():
+            self.experiment.add_scalar(key, value, 0)
+
+    def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
+        """Write images; those of a list are called ``<key>/0``, ``<key>/1``, …"""
+        for index, image in enumerate(images):
+            tag = key if len(images) == 1 else f"{key}/{index}"
+            self.experiment.add_image(tag, image, step, dataformats="HWC")
+
+    def write_text(self, key: str, text: str, step: int) -> None:
+        """Write a text; TensorBoard reads it as Markdown."""
+        self.experiment.add_text(key, text, step)
+
+    def write_histogram(self, key: str, values: Any, step: int) -> None:
+        """Write a histogram of TensorBoard's own bins."""
+        self.experiment.add_histogram(key, values, step)

@@ -1,0 +1,165 @@
+"""What users hand to a logger, turned into plain numbers, arrays and hyper-parameters.
+
+Torch is not imported here: a tensor is recognised by its methods, so that reading and writing text files stays light.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainkit.errors import ConfigurationError, MetricError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["as_array", "as_images", "flatten", "number", "plain"]
+
+
+def number(name: Any, value: Any) -> int | float:
+    """``value`` as a Python int or float; anything that is not one real number is a ``MetricError`` naming ``name``."""
+    if not isinstance(name, str) or not name:
+        raise MetricError(f"Metric: expected a name, got {name!r}. Fix: log_metrics({{'loss': loss}}, step)")
+    if isinstance(value, bool | int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)  # numpy's float64 is a float: this makes it a plain one
+    if not isinstance(value, str | bytes | complex) and (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        try:
+            item = value.item() if hasattr(value, "item") else value
+            return int(item) if hasattr(item, "__index__") else float(item)
+        except (TypeError, ValueError, RuntimeError) as error:  # more than one element, or complex
+            raise MetricError(_not_a_number(name, value)) from error
+    raise MetricError(_not_a_number(name, value))
+
+
+def _not_a_number(name: str, value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    kind = type(value).__name__
+    what = f"{kind} {value!r}" if shape is None else f"{kind} of shape {tuple(shape)}"
+    fix = f"reduce it first: {name!r}: value.mean()"
+    if isinstance(value, Mapping):
+        fix = f"give each its own name: {{f'{name}/{{key}}': v for key, v in value.items()}}"
+    elif shape is None:
+        fix = "convert it with float(value)"
+    return f"Metric {name!r}: expected one real number, got {what}. Fix: {fix}"
+
+
+def as_array(value: Any) -> npt.NDArray[Any]:
+    """A tensor (of any device and dtype), array or nested list as a numpy array on the host."""
+    import numpy as np
+
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        if value.is_floating_point():
+            value = value.float()  # numpy knows no bfloat16
+        value = value.numpy()
+    return np.asarray(value)
+
+
+def as_images(key: str, image: Any) -> list[npt.NDArray[np.uint8]]:
+    """One image or a list of them as arrays of shape (height, width, channels), 8 bits a channel.
+
+    An image is (C, H, W), (H, W, C) or (H, W) with C in 1, 3, 4; where both readings are possible the first is meant.
+    Floating-point values are in [0, 1]: what lies outside is clipped, and what is no number becomes 0.
+    """
+    images = image if isinstance(image, list | tuple) else [image]
+    return [_as_image(key, one) for one in images]
+
+
+def _as_image(key: str, image: Any) -> npt.NDArray[np.uint8]:
+    import numpy as np
+
+    array = as_array(image)
+    if array.ndim == 2:
+        array = array[..., None]
+    elif array.ndim == 3 and array.shape[0] in (1, 3, 4):
+        array = array.transpose(1, 2, 0)
+    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4) or array.size == 0 or array.dtype.kind not in "biuf":
+        raise MetricError(
+            f"Image {key!r}: expected a tensor or array of shape (C, H, W), (H, W, C) or (H, W) with C in 1, 3, 4, "
+            f"got shape {as_array(image).shape} and dtype {array.dtype}. Fix: give a list for several images, "
+            f"log_image({key!r}, list(images), step)"
+        )
+    if array.dtype.kind == "f":
+        array = np.nan_to_num(array, nan=0.0, posinf=1.0, neginf=0.0).clip(0.0, 1.0) * 255.0
+        array = array.round()
+    elif array.dtype.kind == "b":
+        array = array.astype(np.uint8) * 255
+    return np.ascontiguousarray(array.clip(0, 255).astype(np.uint8))
+
+
+def plain(params: Any) -> tuple[dict[str, Any], list[str]]:
+    """Hyper-parameters as dicts, lists, strings and numbers, and the key paths of those that only text could stand for.
+
+    Accepts a mapping, an ``argparse.Namespace`` or a dataclass instance. Tuples and sets become lists; paths, enums,
+    dtypes, devices, functions and classes become their names.
+    """
+    fields = _as_mapping(params)
+    if fields is None:
+        raise ConfigurationError(
+            f"log_hyperparams: expected a dict, an argparse.Namespace or a dataclass, got {type(params).__name__}. "
+            "Fix: logger.log_hyperparams(dict(lr=1e-3))"
+        )
+    as_text: list[str] = []
+    return {str(key): _plain(value, str(key), as_text) for key, value in fields.items()}, as_text
+
+
+def _as_mapping(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, Namespace):
+        return vars(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def _plain(value: Any, path: str, as_text: list[str], depth: int = 0) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if depth > 32:  # deeper than any real configuration: a structure that contains itself
+        as_text.append(path)
+        return f"<{type(value).__name__}>"
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    fields = _as_mapping(value)
+    if fields is not None:
+        return {str(key): _plain(one, f"{path}.{key}", as_text, depth + 1) for key, one in fields.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, f"{path}[{index}]", as_text, depth + 1) for index, one in enumerate(value)]
+    if isinstance(value, set | frozenset):
+        return [_plain(one, path, as_text, depth + 1) for one in sorted(value, key=repr)]
+    for base in (bool, int, float, str):  # subclasses, numpy's str and float64 among them
+        if isinstance(value, base):
+            return base(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return _plain(value.item(), path, as_text, depth + 1)
+    if type(value).__module__ == "torch" and type(value).__name__ in ("device", "dtype"):
+        return str(value)
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    as_text.append(path)
+    return str(value)
+
+
+def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested plain hyper-parameters as one level, names joined by "/"; lists as text. What TensorBoard can show."""
+    flat: dict[str, Any] = {}
+    for key, value in params.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{name}/"))
+        elif isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+            flat[name] = value
+        else:
+            flat[name] = str(value)
+    return flat

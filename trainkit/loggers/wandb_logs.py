@@ -1,0 +1,284 @@
+"""``WandbLogger``: Weights & Biases, online or offline."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trainkit.console import warn
+from trainkit.errors import (
+    ConfigurationError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+    missing_package,
+    nearest,
+)
+from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.folder import check_save_dir
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["WandbLogger"]
+
+_STEP = "trainer/global_step"
+_LATER = ("add_file_policy", "checkpoint_name")  # of Lightning's, for checkpoints as artifacts
+_SEND_FILE = "    logger.experiment.log_artifact(path, name='model', type='model')"
+
+
+@dataclass
+class _Started:
+    """A run that a logger of ours started and nobody has ended yet."""
+
+    run: Any
+    owner: weakref.ref[WandbLogger]
+
+
+class WandbLogger(Logger):
+    """Logs to a run of Weights & Biases; its files lie in ``<save_dir>/wandb``.
+
+    ``experiment`` is the ``wandb`` run. Steps are logged as the metric "trainer/global_step", which all charts take as
+    their axis. If ``wandb.init()`` was called before, as sweeps do, that run is used.
+
+    Who ends the run: after a ``fit`` that succeeded it stays open, so that a ``test`` or your own ``wandb.log`` goes to
+    the same one; it ends when the program ends, or when another ``WandbLogger`` starts a run. After one that failed it
+    ends at once, marked as failed. Used again after its end, the logger resumes the run by its id. A run that you
+    started is yours to end.
+
+    Args:
+        name: What the run is called on the page of the project.
+        save_dir: Where the folder ``wandb`` is made. None: as for every ``Logger``.
+        version: The run's id; the same as ``id``.
+        offline: Keep the files here, to be sent by ``wandb sync``; so does the environment variable
+            ``WANDB_MODE=offline``.
+        dir: The same as ``save_dir``.
+        id: The run's id, to go on with a run; None: a new one.
+        project: None: the environment variable ``WANDB_PROJECT``, else "trainkit".
+        log_model: Not supported yet; the error names the call to use.
+        experiment: A run of your own.
+        prefix: As for every ``Logger``.
+        **kwargs: Further arguments of ``wandb.init``: ``entity``, ``group``, ``tags``, ``notes``, …
+
+    Raises:
+        MissingPackageError: wandb is not installed.
+        UnknownNameError: An argument that ``wandb.init`` does not have.
+        ConfigurationError: Arguments that contradict each other.
+    """
+
+    _in_run_folder = False
+    _started: ClassVar[list[_Started]] = []
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | os.PathLike[str] | None = None,
+        id: str | None = None,
+        project: str | None = None,
+        log_model: bool | str = False,
+        experiment: Any = None,
+        prefix: str = "",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(_one_of("save_dir", check_save_dir(save_dir), "dir", check_save_dir(dir)), prefix=prefix)
+        if not is_installed("wandb"):
+            raise missing_package("wandb", "wandb", "WandbLogger")
+        if log_model:
+            raise UnsupportedArgumentError(
+                f"WandbLogger(log_model={log_model!r}) is not supported. Fix: send a file when it is there, with\n"
+                f"{_SEND_FILE}"
+            )
+        self._run_name = name
+        self._id = _one_of("version", version, "id", id)
+        self._project = project
+        self._options = _checked_options(kwargs, offline)
+        self._given = experiment
+        self._idle = False
+
+    # ------------------------------------------------------------------ where
+
+    @property
+    def name(self) -> str:
+        """The project."""
+        return self._project or os.environ.get("WANDB_PROJECT") or "trainkit"
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; None as long as the run is not started and none was given."""
+        return self._id if self._given is None else str(self._given.id)
+
+    @property
+    def root_dir(self) -> str:
+        """The same as ``save_dir``: the folders of runs are made by wandb."""
+        return self.save_dir
+
+    @property
+    def log_dir(self) -> str:
+        """The same as ``save_dir``: the folders of runs are made by wandb."""
+        return self.save_dir
+
+    def __repr__(self) -> str:
+        return f"WandbLogger(save_dir={self.save_dir!r}, project={self.name!r}, id={self.version!r})"
+
+    # ------------------------------------------------------------------ the run
+
+    @property
+    def experiment(self) -> Any:
+        """The ``wandb`` run, started now if it is not; on other processes an object that does nothing."""
+        if getattr(self._experiment, "_is_finished", False) and self._given is None:
+            self._experiment = None  # ended by the user, wandb.finish(): go on with it by its id
+        return super().experiment
+
+    def open_experiment(self) -> Any:
+        """The user's run if there is one, else a run of our own."""
+        import wandb
+
+        if self._given is not None:
+            return self._given
+        self._end_idle_runs()
+        active = wandb.run
+        ours = any(started.run is active for started in self._started)
+        if active is not None and not ours and self._id in (None, active.id):
+            return self._adopt(active)
+        run = self._start(beside_another=active is not None)
+        self._id = run.id
+        self._started.append(_Started(run, weakref.ref(self)))
+        return run
+
+    def _adopt(self, run: Any) -> Any:
+        unused = sorted(self._options)
+        unused += ["name"] if self._run_name not in (None, run.name) else []
+        unused += ["project"] if self._project not in (None, run.project) else []
+        if unused:
+            warn(
+                f"WandbLogger uses the run {run.id} that wandb.init() has started, so that its arguments "
+                f"{', '.join(unused)} have no effect. Fix: give them to wandb.init(), or call wandb.finish() before"
+            )
+        self._id = run.id
+        return run
+
+    def _start(self, beside_another: bool) -> Any:
+        import wandb
+
+        Path(self.save_dir).mkdir(parents=True, exist_ok=True)
+        options = dict(self._options)
+        if self._id is not None:
+            options.setdefault("resume", "allow")
+        if beside_another:
+            options.setdefault("reinit", "create_new")
+        run = wandb.init(name=self._run_name, dir=self.save_dir, id=self._id, project=self.name, **options)
+        run.define_metric(_STEP)
+        run.define_metric("*", step_metric=_STEP, step_sync=True)
+        return run
+
+    @classmethod
+    def _end_idle_runs(cls) -> None:
+        for started in list(cls._started):
+            owner = started.owner()
+            if owner is None or owner._idle or getattr(started.run, "_is_finished", False):
+                cls._started.remove(started)
+                started.run.finish()
+                if owner is not None and owner._experiment is started.run:
+                    owner._experiment = None
+
+    def set_rank(self, rank: int) -> None:
+        """The number of this process; called when a Trainer takes this logger up."""
+        super().set_rank(rank)
+        self._idle = False
+
+    def finalize(self, status: str = "success") -> None:
+        """End of a run: on success it stays open and idle, else it is ended and marked as failed."""
+        if status == "success":
+            self._idle = True
+        else:
+            super().finalize(status)
+
+    def close_experiment(self, experiment: Any, status: str) -> None:
+        """End a run that this logger started."""
+        ours = [started for started in self._started if started.run is experiment]
+        for started in ours:
+            self._started.remove(started)
+            experiment.finish(exit_code=0 if status == "success" else 1)
+
+    # ------------------------------------------------------------------ what is logged
+
+    def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
+        """Log the metrics, with the step as one more."""
+        self._idle = False
+        self.experiment.log({**metrics, _STEP: step})
+
+    def write_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Add to the run's config."""
+        self.experiment.config.update(dict(params), allow_val_change=True)
+
+    def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
+        """Log images under one key."""
+        if not is_installed("PIL"):
+            raise missing_package("pillow", "wandb", "WandbLogger.log_image")
+        import wandb
+
+        gray_as_2d = [image[..., 0] if image.shape[-1] == 1 else image for image in images]
+        self.experiment.log({key: [wandb.Image(image) for image in gray_as_2d], _STEP: step})
+
+    def write_text(self, key: str, text: str, step: int) -> None:
+        """Log a table of one row."""
+        import wandb
+
+        self.experiment.log({key: wandb.Table(columns=["step", "text"], data=[[step, text]]), _STEP: step})
+
+    def write_histogram(self, key: str, values: Any, step: int) -> None:
+        """Log a histogram of 64 bins."""
+        import wandb
+
+        self.experiment.log({key: wandb.Histogram(values), _STEP: step})
+
+    def watch(
+        self, model: torch.nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
+    ) -> None:
+        """Log gradients and parameters of ``model`` as histograms, as ``wandb.watch`` does.
+
+        Args:
+            model: The module to watch.
+            log: "gradients", "parameters", "all" or None.
+            log_freq: Every so many backward passes.
+            log_graph: Log the graph of the module.
+        """
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+
+def _one_of(first: str, first_value: Any, second: str, second_value: Any) -> Any:
+    if first_value is not None and second_value is not None and first_value != second_value:
+        raise ConfigurationError(
+            f"WandbLogger: {first} and {second} mean the same, got {str(first_value)!r} and {str(second_value)!r}. "
+            f"Fix: give one of them, {first}={str(first_value)!r}"
+        )
+    return second_value if first_value is None else first_value
+
+
+def _checked_options(kwargs: dict[str, Any], offline: bool) -> dict[str, Any]:
+    for name in kwargs:
+        if name in _LATER:
+            raise UnsupportedArgumentError(f"WandbLogger({name}=…) is not supported. Fix: call\n{_SEND_FILE}")
+    if kwargs:
+        import inspect
+
+        import wandb
+
+        known = inspect.signature(wandb.init).parameters
+        for name in kwargs:
+            if name not in known:
+                raise UnknownNameError(
+                    f"WandbLogger: expected arguments of its own or of wandb.init, got {name!r}.{nearest(name, known)} "
+                    "Fix: remove it; the arguments are listed by help(wandb.init)"
+                )
+    if offline and kwargs.get("mode", "offline") != "offline":
+        raise ConfigurationError(
+            f"WandbLogger: offline=True contradicts mode={kwargs['mode']!r}. Fix: give one of them, offline=True"
+        )
+    return {**kwargs, "mode": "offline"} if offline else kwargs

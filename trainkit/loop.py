@@ -1,0 +1,298 @@
+"""The training loop and the evaluation loop: plain functions over the verbs of the ``Accelerator``.
+
+::
+
+    fit(trainer):
+        on_train_start
+        for epoch:
+            train_epoch
+        on_train_end
+
+    train_epoch(trainer):
+        on_train_epoch_start
+        for batch in loader:                       # on the device, the generators seeded for it
+            on_train_batch_start
+            if first of its window: on_before_zero_grad; zero_grad
+            loss = training_step(batch)
+            on_before_backward; backward; on_after_backward
+            if last of its window: on_before_optimizer_step; step; schedulers
+            on_train_batch_end
+            if due: log; validate; stop
+        on_train_epoch_end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.console import warn
+from trainkit.errors import LossError, MissingMetricError, nearest
+from trainkit.metrics import Scope
+
+if TYPE_CHECKING:
+    from trainkit.plans import EvaluationPlan
+    from trainkit.optimizer_config import SchedulerConfig
+    from trainkit.trainer import Trainer
+
+__all__ = ["evaluate", "fit", "train_epoch"]
+
+
+def fit(trainer: Trainer) -> None:
+    """Train until an end is reached: ``max_epochs``, ``max_steps``, or ``should_stop``."""
+    hooks, metrics = trainer.hooks, trainer.metrics
+    metrics.scope = Scope.TRAIN_EPOCH
+    hooks.run("on_train_start")
+    while not trainer.finished:
+        trainer.refresh_train_loader()
+        train_epoch(trainer)
+    hooks.run("on_train_end")
+    metrics.scope = Scope.NOWHERE
+
+
+def train_epoch(trainer: Trainer) -> None:
+    """One epoch: the only training loop there is."""
+    plan, engine, hooks, metrics = trainer.fit_plan, trainer.accelerator, trainer.hooks, trainer.metrics
+    window, training_step = engine.window, plan.training_step
+    optimizer = plan.optimizer  # None under manual optimization and without an optimizer
+    metrics.scope = Scope.TRAIN_EPOCH
+    hooks.run("on_train_epoch_start")
+    metrics.scope = Scope.TRAIN_BATCH
+    has_loss = complete = False
+    for batch_idx, batch in enumerate(plan.batches(trainer.current_epoch)):
+        trainer.batch_idx, metrics.batch = batch_idx, batch
+        if window.first:
+            trainer.should_log = trainer.log_due(trainer.global_step + 1)
+        skip = False
+        for hook in hooks.on_train_batch_start:
+            skip = hook(batch, batch_idx) == -1 or skip
+        if skip:
+            complete = True  # the user is done with this epoch
+            break
+        if optimizer is not None and window.first:
+            for hook in hooks.on_before_zero_grad:
+                hook(optimizer)
+            plan.zero_grad(batch_idx)
+            has_loss = False
+        updates = engine.updates
+        outputs = training_step(batch, batch_idx)
+        if plan.automatic:
+            loss = outputs if outputs is None or isinstance(outputs, Tensor) else _loss_in(outputs)
+            if loss is not None:
+                if loss.ndim or not loss.requires_grad:
+                    _check_loss(loss)
+                has_loss = True
+                for hook in hooks.on_before_backward:
+                    hook(loss)
+                plan.backward(loss)
+                for hook in hooks.on_after_backward:
+                    hook()
+            if optimizer is not None and window.full and has_loss:
+                engine.unscale_gradients(optimizer)
+                for hook in hooks.on_before_optimizer_step:
+                    hook(optimizer)
+                plan.step(optimizer)
+        updated = engine.updates != updates or (plan.without_optimizer and window.full)
+        if updated:
+            trainer.global_step += 1
+            if plan.schedulers:
+                advance_schedulers(trainer, "step", trainer.global_step)
+        if hooks.on_train_batch_end:
+            detached = _detached(outputs)
+            for hook in hooks.on_train_batch_end:
+                hook(detached, batch, batch_idx)
+        if window.full:
+            complete = plan.is_last(batch_idx)
+            if after_window(trainer, batch_idx, updated):
+                break
+    else:
+        complete = True
+    end_of_epoch(trainer, complete)
+
+
+def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
+    """Log and validate if they are due; returns whether training ends here."""
+    plan, metrics = trainer.fit_plan, trainer.metrics
+    if plan.profiler is not None:
+        plan.profiler.step()
+    if updated and trainer.should_log:
+        metrics.flush_step()
+    stop = plan.stop_asked and trainer.may_stop  # asked for in the step before this one
+    plan.stop_asked = trainer.should_stop
+    if trainer.validation_due(batch_idx, updated):
+        validate(trainer)
+        stop = stop or (trainer.should_stop and trainer.may_stop)
+    return stop or trainer.steps_done
+
+
+def end_of_epoch(trainer: Trainer, complete: bool) -> None:
+    """The hooks, metrics and schedulers at the end of an epoch, ``complete`` if it was not left early."""
+    hooks, metrics, plan = trainer.hooks, trainer.metrics, trainer.fit_plan
+    if trainer.batch_idx < 0:
+        plan.refuse_empty()
+    if complete and not trainer.steps_done and trainer.validation_due_at_end():
+        validate(trainer)
+    plan.start_epoch(trainer.batch_idx + 1, trainer.arguments.check_val_every_n_epoch is None)
+    metrics.batch = None
+    metrics.scope = Scope.TRAIN_EPOCH
+    hooks.run("on_train_epoch_end")
+    metrics.flush_epoch()  # what callbacks that run last have logged
+    if complete:
+        advance_schedulers(trainer, "epoch", trainer.current_epoch + 1)
+        trainer.current_epoch += 1
+    trainer.batch_idx = -1
+
+
+def validate(trainer: Trainer) -> None:
+    """The validation inside a fit."""
+    plan = trainer.val_plan
+    if plan is None:
+        return
+    trainer.validating = True
+    try:
+        evaluate(trainer, plan)
+    finally:
+        trainer.validating = False
+    for config in trainer.fit_plan.schedulers:
+        if config.reduce_on_plateau and config.interval == "step" and trainer.global_step % config.frequency == 0:
+            advance(trainer, config)
+
+
+def advance_schedulers(trainer: Trainer, interval: str, count: int) -> None:
+    """Advance the schedulers of an interval that are due after ``count`` steps or epochs."""
+    for config in trainer.fit_plan.schedulers:
+        if config.interval == interval and count % config.frequency == 0:
+            if interval == "epoch" or not config.reduce_on_plateau:  # a plateau by steps follows validation
+                advance(trainer, config)
+
+
+def advance(trainer: Trainer, config: SchedulerConfig) -> None:
+    """Advance one scheduler, with its monitor's value if it has one."""
+    metric = None
+    if config.reduce_on_plateau:
+        known = trainer.callback_metrics
+        metric = known.get(config.monitor or "")
+        if metric is None:
+            message = (
+                f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged; logged "
+                f"were: {', '.join(sorted(known)) or 'nothing'}.{nearest(config.monitor or '', known)}"
+            )
+            if config.strict:
+                raise MissingMetricError(message)
+            warn(message + " It is not advanced.")
+            return
+    trainer.lightning_module.lr_scheduler_step(config.scheduler, metric)
+
+
+def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
+    """Validation, test or prediction over all loaders; the metrics of each loader."""
+    name, metrics = plan.name, plan.metrics
+    hooks, module = trainer.hooks, trainer.lightning_module
+    metrics.discard()
+    metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
+    with _active(trainer, plan), _eval_mode(module), _no_gradients(trainer.inference_mode):
+        hooks.run(f"on_{name}_start")
+        hooks.run(f"on_{name}_epoch_start")
+        for index, loader in enumerate(plan.loaders):
+            plan.begin_loader(index)
+            evaluate_loader(trainer, plan, index, loader.iterate(trainer.current_epoch))
+        metrics.suffix, metrics.batch = "", None
+        metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
+        plan.results = {}
+        hooks.run(f"on_{name}_epoch_end")
+        plan.finish()
+        hooks.run(f"on_{name}_end")
+    metrics.scope = Scope.NOWHERE
+    return plan.by_loader()
+
+
+def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches: Iterator[Any]) -> None:
+    """All batches of one loader."""
+    hooks, metrics, step = trainer.hooks, plan.metrics, plan.step
+    before: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_start")
+    after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_end")
+    if plan.logs:
+        metrics.scope = Scope.EVAL_BATCH
+    for batch_idx, batch in enumerate(batches):
+        metrics.batch = batch
+        for hook in before:
+            hook(batch, batch_idx, index)
+        outputs = step(batch, batch_idx, index)
+        plan.keep(index, outputs)
+        for hook in after:
+            hook(outputs, batch, batch_idx, index)
+        plan.count += 1
+        if metrics.pending:
+            metrics.flush_step()
+
+
+@contextmanager
+def _active(trainer: Trainer, plan: EvaluationPlan) -> Iterator[None]:
+    """What is logged goes to the evaluation's metrics."""
+    outer = trainer.metrics, trainer.active_plan
+    trainer.metrics, trainer.active_plan = plan.metrics, plan
+    try:
+        yield
+    finally:
+        trainer.metrics, trainer.active_plan = outer
+
+
+@contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    """Eval mode, and afterwards each submodule in the mode that it was in: frozen BatchNorm stays frozen."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _no_gradients(inference_mode: bool) -> AbstractContextManager[Any]:
+    return torch.inference_mode() if inference_mode else torch.no_grad()
+
+
+def _loss_in(outputs: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned, if that is a dict."""
+    if not isinstance(outputs, dict) or "loss" not in outputs:
+        raise LossError(
+            "training_step must return the mean loss (a scalar tensor), a dict with it under 'loss', or None; it returned "
+            f"{_describe(outputs)}."
+        )
+    loss = outputs["loss"]
+    if loss is not None and not isinstance(loss, Tensor):
+        raise LossError(f"training_step: outputs['loss'] must be a scalar tensor, not {_describe(loss)}.")
+    return loss
+
+
+def _check_loss(loss: Tensor) -> None:
+    if loss.numel() != 1:
+        raise LossError(
+            f"training_step must return a scalar loss, not a tensor of shape {tuple(loss.shape)}. Return its mean: "
+            "return loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss that training_step returned has no graph, so nothing can be learnt from it. Do not use .item(), "
+            ".detach() or torch.no_grad() on the way to it, and check that some parameter requires a gradient."
+        )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a dict with the keys {sorted(map(str, value))}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _detached(outputs: Any) -> Any:
+    """What ``on_train_batch_end`` gets: the outputs as a dict, the loss without its graph."""
+    if isinstance(outputs, Tensor):
+        return {"loss": outputs.detach()}
+    if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
+        return {**outputs, "loss": outputs["loss"].detach()}
+    return outputs

@@ -1,0 +1,311 @@
+"""What ``self.log`` gathers.
+
+Values stay on the device: ``log`` keeps a detached copy, nothing waits for it. At a log boundary the values of the step are
+stacked and read once; the values of an epoch are reduced at its end, means in float64 and weighted by samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.data.nested import batch_size as size_of
+from trainkit.errors import MetricError, UnknownNameError, nearest
+
+__all__ = ["MetricResults", "MetricStore", "Scope"]
+
+_REDUCTIONS = ("mean", "sum", "min", "max")
+_CHUNK = 64  # values of an epoch that are kept before they are summed up: one kernel instead of 64, and bounded memory
+
+
+class Scope(Enum):
+    """Where in a run ``log`` is called, which decides what it may do and its defaults."""
+
+    NOWHERE = "nowhere"
+    TRAIN_BATCH = "train batch"
+    TRAIN_EPOCH = "train epoch"
+    EVAL_BATCH = "evaluation batch"
+    EVAL_EPOCH = "evaluation epoch"
+
+
+class _Metric:
+    """One name: its options, the value of the step, and what is needed for the value of the epoch."""
+
+    __slots__ = ("fresh", "full_name", "logger", "on_epoch", "on_step", "prog_bar", "reduce_fx", "signature", "step_value",
+                 "torchmetric", "total", "values", "weight", "weights")  # fmt: skip
+
+    def __init__(self, full_name: str, signature: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
+        self.full_name = full_name
+        self.signature = signature
+        self.prog_bar, self.logger, _, _, self.reduce_fx = signature[:5]
+        self.on_step, self.on_epoch = on_step, on_epoch
+        self.torchmetric: Any = None
+        self.step_value: Any = None
+        self.fresh = False  # the step value has not been given to the loggers yet
+        self.values: list[Any] = []
+        self.weights: list[float] = []
+        self.total: Tensor | None = None
+        self.weight = 0.0
+
+    @property
+    def step_name(self) -> str:
+        return self.full_name + "_step" if self.on_epoch else self.full_name
+
+    @property
+    def epoch_name(self) -> str:
+        return self.full_name + "_epoch" if self.on_step else self.full_name
+
+    def add(self, value: Any, weight: float) -> None:
+        self.values.append(value)
+        self.weights.append(weight)
+        if len(self.values) >= _CHUNK and isinstance(self.reduce_fx, str):
+            self._fold()
+
+    def _fold(self) -> None:
+        """Take the kept values into the running total, in float64 where the device has it."""
+        if not self.values:
+            return
+        values = _stacked(self.values)
+        if self.reduce_fx == "mean":
+            weights = torch.tensor(self.weights, dtype=values.dtype).to(values.device, non_blocking=True)
+            part, self.weight = (values * weights).sum(), self.weight + sum(self.weights)
+        else:
+            part = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[self.reduce_fx](values)
+        if self.total is None:
+            self.total = part
+        elif self.reduce_fx in ("min", "max"):
+            self.total = (torch.minimum if self.reduce_fx == "min" else torch.maximum)(self.total, part)
+        else:
+            self.total = self.total + part
+        self.values, self.weights = [], []
+
+    def epoch_value(self) -> Tensor | None:
+        if self.torchmetric is not None:
+            value = self.torchmetric.compute() if self.on_epoch else None
+            self.torchmetric.reset()
+            return None if value is None else _one_element(self.full_name, value)
+        if not self.on_epoch:
+            return None
+        if not isinstance(self.reduce_fx, str):
+            return _one_element(self.full_name, self.reduce_fx(_stacked(self.values))) if self.values else None
+        self._fold()
+        if self.total is None:
+            return None
+        if self.reduce_fx != "mean":
+            return self.total
+        return self.total / self.weight if self.weight > 0 else torch.full_like(self.total, torch.nan)
+
+
+@dataclass
+class MetricResults:
+    """What the stores of a run have come to so far: ``trainer.callback_metrics`` and the like are made from it."""
+
+    callback: dict[str, Any] = field(default_factory=dict)
+    progress_bar: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
+
+
+class MetricStore:
+    """The metrics of one stage.
+
+    Args:
+        emit: ``emit(metrics, for_step)`` gives metrics, as numbers, to the loggers: those of a step, or those of an epoch.
+        results: where the results go.
+
+    Attributes:
+        scope: where in the run the loop is.
+        batch: what the loop is working on, to weigh an epoch's values by samples.
+        suffix: of the evaluation loader, where there are several.
+    """
+
+    def __init__(self, emit: Callable[[dict[str, float], bool], None], results: MetricResults) -> None:
+        self._emit = emit
+        self.results = results
+        self._metrics: dict[tuple[str, str], _Metric] = {}
+        self.scope = Scope.NOWHERE
+        self.batch: Any = None
+        self._size: tuple[Any, int] = (None, 0)
+        self.suffix = ""
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool,
+        logger: bool | None,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        reduce_fx: str | Callable[..., Any],
+        enable_graph: bool,
+        add_dataloader_idx: bool,
+        batch_size: int | None,
+        rank_zero_only: bool,
+    ) -> None:
+        """See :meth:`trainkit.TrainModule.log`."""
+        signature = (prog_bar, logger, on_step, on_epoch, reduce_fx, self.scope)
+        key = (name, self.suffix if add_dataloader_idx else "")
+        metric = self._metrics.get(key)
+        if metric is None or metric.signature != signature:
+            metric = self._declare(key, metric, signature, value)
+        if metric.torchmetric is not None:
+            latest = getattr(value, "_forward_cache", None)  # torchmetrics' value of the last batch, if it was asked for
+            if metric.on_step and latest is not None:
+                metric.step_value, metric.fresh = _one_element(name, latest), True
+            return
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise MetricError(
+                    f"log({name!r}): a metric is one number, not a tensor of shape {tuple(value.shape)}. "
+                    "Reduce it first, for example with .mean()."
+                )
+            if not enable_graph:
+                value = value.detach().clone()  # a copy: the caller may go on to change his tensor in place
+        elif type(value) is not float and type(value) is not int:
+            value = _number(name, value)
+        if metric.on_step:
+            metric.step_value = value
+            metric.fresh = True
+        if metric.on_epoch:
+            metric.add(value, self._batch_size() if batch_size is None else batch_size)
+
+    def _declare(
+        self, key: tuple[str, str], known: _Metric | None, signature: tuple[Any, ...], value: Any
+    ) -> _Metric:
+        """The first call for a name in a stage, or one with other options: check it, work out what is wanted."""
+        name = key[0]
+        if not isinstance(name, str) or not name:
+            raise MetricError(f"log: the name of a metric must be a string, not {name!r}.")
+        scope: Scope = signature[5]
+        if scope is Scope.NOWHERE:
+            raise MetricError(
+                f"log({name!r}) cannot be called here: there is no step or epoch that it belongs to. Call it in a step, or in a "
+                "hook between on_train_start and on_train_end, or in a validation or test hook."
+            )
+        in_batch = scope in (Scope.TRAIN_BATCH, Scope.EVAL_BATCH)
+        on_step = scope is Scope.TRAIN_BATCH if signature[2] is None else signature[2]
+        on_epoch = scope is not Scope.TRAIN_BATCH if signature[3] is None else signature[3]
+        if on_step and not in_batch:
+            raise MetricError(f"log({name!r}, on_step=True) needs a batch; in an epoch hook only on_epoch=True is possible.")
+        reduce_fx = signature[4]
+        if isinstance(reduce_fx, str) and reduce_fx not in _REDUCTIONS:
+            raise UnknownNameError(
+                f"log({name!r}): unknown reduce_fx {reduce_fx!r}; known: {', '.join(_REDUCTIONS)}, or a function."
+                f"{nearest(reduce_fx, _REDUCTIONS)}"
+            )
+        if known is not None and known.values:
+            raise MetricError(
+                f"log({name!r}) was called twice in one epoch with different options or from hooks of different kinds. Use one "
+                "name for each."
+            )
+        metric = _Metric(name + key[1], signature, on_step, on_epoch)
+        if callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None)):
+            metric.torchmetric = value
+        self._metrics[key] = metric
+        return metric
+
+    def _batch_size(self) -> int:
+        if self.scope in (Scope.TRAIN_EPOCH, Scope.EVAL_EPOCH):
+            return 1
+        batch, size = self._size
+        if batch is not self.batch or batch is None:
+            size = size_of(self.batch)
+            self._size = (self.batch, size)
+        return size
+
+    @property
+    def pending(self) -> bool:
+        """Whether a value of a step waits for a log boundary."""
+        return any(metric.fresh for metric in self._metrics.values())
+
+    def flush_step(self) -> None:
+        """A log boundary: read the values of the step, all at once, and give them to bar and loggers."""
+        fresh = [metric for metric in self._metrics.values() if metric.fresh]
+        for metric in fresh:
+            metric.fresh = False
+        names = [metric.step_name for metric in fresh]
+        self._publish(fresh, names, _read([metric.step_value for metric in fresh]), for_step=True)
+
+    def flush_epoch(self) -> dict[str, float]:
+        """The end of an epoch: reduce, give to bar and loggers, and start anew; what it came to is returned by name."""
+        self.results.callback.update(self.step_values())
+        done: list[tuple[_Metric, Any]] = []
+        for metric in self._metrics.values():
+            value = metric.epoch_value()
+            if value is not None:
+                done.append((metric, value))
+                self.results.callback[metric.full_name] = self.results.callback[metric.epoch_name] = value
+        self._metrics = {}
+        names = [metric.epoch_name for metric, _ in done]
+        numbers = _read([value for _, value in done])
+        self._publish([metric for metric, _ in done], names, numbers, for_step=False)
+        return dict(zip(names, numbers, strict=True))
+
+    def _publish(self, metrics: list[_Metric], names: list[str], numbers: list[float], *, for_step: bool) -> None:
+        to_loggers: dict[str, float] = {}
+        for metric, name, number in zip(metrics, names, numbers, strict=True):
+            if metric.prog_bar:
+                self.results.progress_bar[name] = number
+            if metric.logger is not False:
+                to_loggers[name] = number
+        if to_loggers:
+            self.results.logged.update(to_loggers)
+            self._emit(to_loggers, for_step)
+
+    def step_values(self) -> dict[str, Any]:
+        """The latest value of each metric that is logged by step."""
+        values: dict[str, Any] = {}
+        for metric in self._metrics.values():
+            if metric.step_value is not None:
+                values[metric.full_name] = values[metric.step_name] = metric.step_value
+        return values
+
+    def discard(self) -> None:
+        """Forget what was logged in this epoch (after the sanity check, or when an epoch is left)."""
+        self._metrics = {}
+
+
+def _stacked(values: list[Any]) -> Tensor:
+    """The values as one tensor, in float64, on the device of the first tensor (on the CPU where that has no float64)."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return torch.tensor(values, dtype=torch.float64)
+    first = tensors[0]
+    device = torch.device("cpu") if first.device.type == "mps" else first.device
+    if len(tensors) == len(values) and all(t.dtype is first.dtype and t.device == first.device for t in tensors):
+        return torch.stack([t.reshape(()) for t in tensors]).to(device).double()  # one kernel instead of one a value
+    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
+
+
+def _read(values: list[Any]) -> list[float]:
+    """Numbers on the host, by one wait for the device."""
+    if not any(isinstance(value, Tensor) for value in values):
+        return [float(value) for value in values]
+    numbers: list[float] = _stacked([v.detach() if isinstance(v, Tensor) else v for v in values]).tolist()
+    return numbers
+
+
+def _one_element(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach()
+    if isinstance(value, Number):
+        return _number(name, value)
+    raise MetricError(f"log({name!r}): a metric must come to one number, but it is {value!r}.")
+
+
+def _number(name: str, value: Any) -> float:
+    """A plain number out of whatever counts as one (numpy scalars, booleans)."""
+    if isinstance(value, str | bytes) or value is None:
+        raise MetricError(f"log({name!r}): a metric must be a number, a tensor of one element or a Metric, not {value!r}.")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise MetricError(
+            f"log({name!r}): a metric must be a number, a tensor of one element or a Metric, not {type(value).__name__}. "
+            "Use log_dict for a dict of metrics."
+        ) from None

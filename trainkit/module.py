@@ -1,0 +1,318 @@
+"""``TrainModule``: what the user subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.console import warn
+from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError
+from trainkit.hparams import HyperParametersMixin
+from trainkit.module_hooks import ModuleHooks
+
+if TYPE_CHECKING:
+    from trainkit.optimizer import PreparedOptimizer
+    from trainkit.trainer import Trainer
+
+__all__ = ["TrainModule"]
+
+
+class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
+    """A ``torch.nn.Module`` that says how it is trained.
+
+    Define at least ``training_step`` and ``configure_optimizers``.
+
+    Attributes:
+        automatic_optimization: ``False`` for manual optimization: ``training_step`` then calls ``self.manual_backward(loss)``
+            and ``self.optimizers().step()`` itself. Several optimizers need it.
+        example_input_array: an input of ``forward``, for the summary.
+
+    Example::
+
+        class Classifier(TrainModule):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Linear(64, 10)
+
+            def training_step(self, batch, batch_idx):
+                x, y = batch
+                loss = F.cross_entropy(self.net(x), y)
+                self.log("train_loss", loss)
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    """
+
+    automatic_optimization: bool = True
+    example_input_array: Any = None
+    _trainer: Trainer | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
+        """The MEAN loss over the batch, a scalar; or a dict with it under ``"loss"``.
+
+        ``None`` leaves this micro-batch out: its gradient counts as zero. Under manual optimization anything may be returned.
+        """
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Work on a validation batch; log metrics with ``self.log``. Takes ``dataloader_idx`` too with several loaders."""
+        raise NotImplementedError
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Work on a test batch; log metrics with ``self.log``. Takes ``dataloader_idx`` too with several loaders."""
+        raise NotImplementedError
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """What ``Trainer.predict`` returns for a batch; by default ``self(batch)``."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizers and learning-rate schedulers.
+
+        Returns one of: an optimizer; a list of optimizers; a tuple (optimizers, schedulers); a dict with ``"optimizer"`` and
+        ``"lr_scheduler"``, which is a scheduler or a dict with ``scheduler``, ``interval`` ("epoch" or "step"), ``frequency``,
+        ``monitor``, ``strict`` and ``name``; a list or tuple of such dicts; or ``None`` to train without an optimizer.
+        """
+        raise NotImplementedError
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that runs this module.
+
+        Raises:
+            ModuleError: no trainer has run it yet.
+        """
+        if self._trainer is None:
+            raise ModuleError(f"{type(self).__name__} is not attached to a Trainer yet. Call trainer.fit(module) first.")
+        return self._trainer
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The trainer's loggers; empty without a trainer."""
+        return [] if self._trainer is None else self._trainer.loggers
+
+    @property
+    def logger(self) -> Any | None:
+        """The first logger, or ``None``."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module's parameters."""
+        tensor = next(self.parameters(), None)
+        if tensor is None:
+            tensor = next(self.buffers(), None)
+        if tensor is not None:
+            return tensor.device
+        return torch.device("cpu") if self._trainer is None else self._trainer.strategy.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the module's floating-point parameters."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates so far."""
+        return 0 if self._trainer is None else self._trainer.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """The number of the epoch, from 0."""
+        return 0 if self._trainer is None else self._trainer.current_epoch
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process among all."""
+        return 0 if self._trainer is None else self._trainer.strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among those of its machine."""
+        return 0 if self._trainer is None else self._trainer.strategy.local_rank
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` in the main process only, above the progress bar."""
+        if self._trainer is None:
+            print(*args, **kwargs)
+        else:
+            self._trainer.print(*args, **kwargs)
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a metric.
+
+        Args:
+            name: its name; with both ``on_step`` and ``on_epoch`` the two are called ``name_step`` and ``name_epoch``.
+            value: a number, a tensor of one element, or a torchmetrics ``Metric``. Tensors stay on the device.
+            prog_bar: show it in the progress bar.
+            logger: give it to the loggers (default: yes).
+            on_step: the value of the step, logged every ``log_every_n_steps`` updates (default: in training batches).
+            on_epoch: reduced over the epoch (default: everywhere else).
+            reduce_fx: ``"mean"`` (weighted by samples, in float64), ``"sum"``, ``"min"``, ``"max"``, or a function of the
+                tensor of all values of the epoch.
+            enable_graph: keep the value's autograd graph.
+            sync_dist: no effect: values are always reduced exactly over processes.
+            sync_dist_group: likewise.
+            add_dataloader_idx: with several evaluation loaders, append ``/dataloader_idx_N`` to the name.
+            batch_size: the samples that the value is a mean of (default: the first dimension of the batch's first tensor).
+            metric_attribute: accepted for Lightning's sake; a torchmetrics ``Metric`` needs no help here.
+            rank_zero_only: the value of the main process only.
+
+        Raises:
+            MetricError: no number, or logged where that cannot be.
+        """
+        if self._trainer is None:
+            warn(f"log({name!r}) outside a Trainer does nothing.")
+            return
+        self._trainer.metrics.log(
+            name,
+            value,
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            enable_graph,
+            add_dataloader_idx,
+            batch_size,
+            rank_zero_only,
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Log each entry of a dict, all with the same options of :meth:`log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> PreparedOptimizer | Optimizer | list[Any]:
+        """The optimizer, or the list of them, for manual optimization.
+
+        Args:
+            use_pl_optimizer: Lightning's name; ``False`` gives torch's own objects, whose steps are not counted.
+        """
+        prepared = self.trainer.prepared_optimizers
+        chosen: list[Any] = list(prepared) if use_pl_optimizer else [optimizer.optimizer for optimizer in prepared]
+        return chosen[0] if len(chosen) == 1 else chosen
+
+    def lr_schedulers(self) -> Any | list[Any] | None:
+        """The learning-rate scheduler, the list of them, or ``None``."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        if not schedulers:
+            return None
+        return schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """The backward pass under manual optimization.
+
+        Args:
+            loss: a scalar.
+            **kwargs: for ``Tensor.backward``, such as ``retain_graph=True``.
+
+        Raises:
+            ConfigurationError: under automatic optimization, which does it itself.
+        """
+        if self.automatic_optimization:
+            raise ConfigurationError(
+                "manual_backward needs manual optimization. Set self.automatic_optimization = False in __init__, or return the "
+                "loss from training_step and leave the backward pass to the Trainer."
+            )
+        self.trainer.manual_backward(loss, **kwargs)
+
+    def toggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
+        """Let gradients flow only into this optimizer's parameters, until :meth:`untoggle_optimizer`."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        state: dict[Tensor, bool] = {}
+        for other in self.trainer.optimizers:
+            for group in other.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in own and parameter not in state:
+                        state[parameter] = parameter.requires_grad
+                        parameter.requires_grad = False
+        self.__dict__["_toggled"] = state
+
+    def untoggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
+        """Undo :meth:`toggle_optimizer`."""
+        for parameter, requires_grad in self.__dict__.pop("_toggled", {}).items():
+            parameter.requires_grad = requires_grad
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> Tensor | None:
+        """Clip the gradients before an update; override it to clip in another way.
+
+        Returns:
+            The norm before clipping where it was computed, to be logged as ``grad_norm``.
+        """
+        return self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> Tensor | None:
+        """Clip the gradients of an optimizer's parameters.
+
+        Args:
+            optimizer: whose parameters.
+            gradient_clip_val: the largest norm or absolute value; ``None`` does nothing.
+            gradient_clip_algorithm: ``"norm"`` (default) or ``"value"``.
+
+        Returns:
+            The norm before clipping for ``"norm"``, else ``None``.
+        """
+        if gradient_clip_val is None:
+            return None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        engine = self.trainer.accelerator
+        if (gradient_clip_algorithm or "norm") == "norm":
+            return engine.clip_grad_norm_(parameters, gradient_clip_val)
+        engine.clip_grad_value_(parameters, gradient_clip_val)
+        return None
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Tensors of all processes, stacked in front; with one process as they are."""
+        return self.trainer.strategy.all_gather(data, sync_grads=sync_grads)
+
+    def freeze(self) -> None:
+        """No parameter is trained any more, and the module is in eval mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """All parameters are trained, and the module is in training mode."""
+        self.requires_grad_(True)
+        self.train()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The prediction; define it if you call the module itself."""
+        raise MissingMethodError(
+            f"{type(self).__name__} was called, but has no forward. Define: def forward(self, x): ..."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy or a worker process gets the module, not the run that it is in
+        return {**self.__dict__, "_trainer": None}

@@ -1,0 +1,192 @@
+"""The hooks and override points of ``TrainModule`` and ``DataModule``: Lightning's names and arguments.
+
+Every hook is empty here and is called only where a subclass overrides it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.data.nested import move
+
+if TYPE_CHECKING:
+    from trainkit.callback import Callback
+
+__all__ = ["DataHooks", "ModuleHooks"]
+
+
+class DataHooks:
+    """What ``TrainModule`` and ``DataModule`` share: loaders, and batches on their way to the device."""
+
+    def prepare_data(self) -> None:
+        """Download, tokenise, write to disk: called in one process only, before ``setup``. Do not assign state here."""
+
+    def setup(self, stage: str) -> None:
+        """Before anything is used, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """At the very end, also after an error."""
+
+    def train_dataloader(self) -> Any:
+        """The training loader: a ``DataLoader``, any iterable of batches, or a dict or list of them."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """The validation loader, or a list of them."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """The test loader, or a list of them."""
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Any:
+        """The loader to predict on, or a list of them."""
+        raise NotImplementedError
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The batch as it is to be moved; it is on the CPU, and with CUDA one step ahead of the work."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The batch on the device; override it for batches that are no nesting of tensors."""
+        return move(batch, device, non_blocking=device.type == "cuda")
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The batch as the step gets it, on the device; the place for augmentation on the GPU."""
+        return batch
+
+
+class ModuleHooks(DataHooks):
+    """The hooks of ``TrainModule``. Order in one micro-batch and in a run: see the page on hooks in the docs."""
+
+    def configure_model(self) -> None:
+        """Build large layers here: they are made on the device and in the dtype of the run, sharded where it shards."""
+
+    def configure_callbacks(self) -> Callback | list[Callback]:
+        """Callbacks that this module brings; one of a class that the trainer also has takes its place."""
+        return []
+
+    def batch_weight(self, batch: Any) -> float:
+        """How much a micro-batch counts, such as its number of tokens: a finite number ≥ 0, computed on the CPU.
+
+        Override it where samples are of unequal length and ``training_step`` returns the mean over tokens: the gradient is
+        then the mean over all tokens of the global batch. Without it a micro-batch counts by its number of samples.
+        """
+        raise NotImplementedError
+
+    def on_fit_start(self) -> None:
+        """The module is on its device, the optimizers exist."""
+
+    def on_fit_end(self) -> None:
+        """Training has ended without an error."""
+
+    def on_sanity_check_start(self) -> None:
+        """Before the few validation batches that run ahead of training."""
+
+    def on_sanity_check_end(self) -> None:
+        """After them; what they logged is gone."""
+
+    def on_train_start(self) -> None:
+        """Before the first epoch."""
+
+    def on_train_end(self) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Before the first batch of an epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """After the last batch of an epoch and the validation at its end."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Before a micro-batch is worked on. Returning -1 skips the rest of the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After a micro-batch, and after the update if its window is full."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Before the backward pass; ``loss`` as ``training_step`` returned it."""
+
+    def on_after_backward(self) -> None:
+        """After the backward pass of a micro-batch; under ``16-mixed`` the gradients are still scaled."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """The gradients of the window are complete and unscaled, and not yet clipped."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Before the gradients are set to zero, at the start of each window."""
+
+    def on_validation_start(self) -> None:
+        """Before validation."""
+
+    def on_validation_end(self) -> None:
+        """After validation."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Before the first batch of validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        """After the last batch of validation; metrics can still be logged."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a batch of validation."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a batch of validation; ``outputs`` is what ``validation_step`` returned."""
+
+    def on_test_start(self) -> None:
+        """Before the test."""
+
+    def on_test_end(self) -> None:
+        """After the test."""
+
+    def on_test_epoch_start(self) -> None:
+        """Before the first batch of the test."""
+
+    def on_test_epoch_end(self) -> None:
+        """After the last batch of the test; metrics can still be logged."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a batch of the test."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a batch of the test; ``outputs`` is what ``test_step`` returned."""
+
+    def on_predict_start(self) -> None:
+        """Before prediction."""
+
+    def on_predict_end(self) -> None:
+        """After prediction."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Before the first batch of prediction."""
+
+    def on_predict_epoch_end(self) -> None:
+        """After the last batch of prediction."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a batch of prediction."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a batch of prediction; ``outputs`` is what ``predict_step`` returned."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Before a checkpoint is written."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Before a checkpoint's state is restored."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Set the gradients to zero at the start of a window."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Advance a scheduler; ``metric`` is the value of its monitor, if it has one."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)

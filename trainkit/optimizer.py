@@ -1,0 +1,111 @@
+"""What ``Accelerator.prepare`` gives back for an optimizer and a scheduler: the same verbs, which wait for a full window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainkit.accelerator import Accelerator
+
+__all__ = ["PreparedOptimizer", "PreparedScheduler"]
+
+
+class PreparedOptimizer(Optimizer):
+    """An optimizer whose ``step`` and ``zero_grad`` act only when the accumulation window is full.
+
+    It is an ``Optimizer`` so that torch's schedulers accept it; parameters, groups, state and defaults are the wrapped one's.
+
+    Attributes:
+        optimizer: torch's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
+        # not Optimizer.__init__, which would make groups and state of its own
+        self.optimizer = optimizer
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet: an object that is being copied
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
+        """:meth:`trainkit.Accelerator.step` of this optimizer."""
+        return self._accelerator.step(self.optimizer, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients to zero, once the window is full."""
+        if self._accelerator.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+
+    def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
+        """Within it gradients flow only into this optimizer's parameters (Lightning's name; see ``toggle_optimizer``)."""
+        return self._toggled()
+
+    @contextmanager
+    def _toggled(self) -> Iterator[None]:
+        own = {id(p) for group in self.param_groups for p in group["params"]}
+        others = [p for o in self._accelerator.optimizers for g in o.param_groups for p in g["params"] if id(p) not in own]
+        before = [(p, p.requires_grad) for p in others]
+        try:
+            for p in others:
+                p.requires_grad = False
+            yield
+        finally:
+            for p, requires_grad in before:
+                p.requires_grad = requires_grad
+
+
+class PreparedScheduler:
+    """A scheduler whose ``step`` acts only with an update that happened: not inside a window, not after a skipped update."""
+
+    def __init__(self, scheduler: Any, accelerator: Accelerator) -> None:
+        self.scheduler = scheduler
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule."""
+        accelerator = self._accelerator
+        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+            self.scheduler.step(*args, **kwargs)

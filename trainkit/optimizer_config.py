@@ -1,0 +1,185 @@
+"""What ``configure_optimizers`` may return, turned into a list of optimizers and a list of schedulers, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainkit.errors import OptimizerError, nearest
+
+__all__ = ["SchedulerConfig", "read_optimizers"]
+
+_FORMS = (
+    "an optimizer; a list of optimizers; ([optimizers], [schedulers]); {'optimizer': ..., 'lr_scheduler': scheduler or "
+    "{'scheduler': ..., 'interval': 'step', ...}}; a list of such dicts; or None"
+)
+
+
+@dataclass
+class SchedulerConfig:
+    """When a scheduler is advanced.
+
+    Attributes:
+        scheduler: anything with ``step``, ``state_dict`` and ``load_state_dict``.
+        interval: ``"epoch"`` or ``"step"``, which counts optimizer updates.
+        frequency: every how many of these.
+        monitor: the metric that ``ReduceLROnPlateau`` reads.
+        strict: a monitor that was never logged is an error (``False``: a warning, and no advance).
+        name: how ``LearningRateMonitor`` calls it.
+        reduce_on_plateau: advance it with the monitor's value; set by itself for ``ReduceLROnPlateau``.
+        optimizer_index: the number of its optimizer.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool = False
+    optimizer_index: int = 0
+
+
+def read_optimizers(
+    returned: Any, module: nn.Module, automatic: bool
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """The optimizers and schedulers in what ``configure_optimizers`` returned.
+
+    Raises:
+        OptimizerError: another form than the documented ones, an optimizer without the module's parameters, several
+            optimizers or LBFGS under automatic optimization, a scheduler of another optimizer, a plateau scheduler without a
+            monitor.
+    """
+    optimizers, schedulers = _forms(returned)
+    for optimizer in optimizers:
+        _check_parameters(optimizer, module)
+    if automatic:
+        _check_automatic(optimizers)
+    configs = [_scheduler_config(scheduler, optimizers) for scheduler in schedulers]
+    return optimizers, configs
+
+
+def _forms(returned: Any) -> tuple[list[Optimizer], list[Any]]:
+    if returned is None:
+        return [], []
+    if isinstance(returned, Optimizer):
+        return [returned], []
+    if isinstance(returned, Mapping):
+        return _one_dict(returned)
+    if isinstance(returned, list | tuple):
+        items = list(returned)
+        if items and all(isinstance(item, Optimizer) for item in items):
+            return items, []
+        if items and all(isinstance(item, Mapping) for item in items):
+            pairs = [_one_dict(item) for item in items]
+            return [o for os, _ in pairs for o in os], [s for _, ss in pairs for s in ss]
+        if len(items) == 2 and isinstance(items[0], list | tuple) and isinstance(items[1], list | tuple | Mapping):
+            optimizers, schedulers = list(items[0]), items[1]
+            if all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+                return optimizers, [schedulers] if isinstance(schedulers, Mapping) else list(schedulers)
+    raise OptimizerError(f"configure_optimizers must return {_FORMS}; it returned {_describe(returned)}.")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of ({', '.join(type(item).__name__ for item in value)})"
+    return repr(value)
+
+
+def _one_dict(returned: Mapping[Any, Any]) -> tuple[list[Optimizer], list[Any]]:
+    known = ("optimizer", "lr_scheduler", "monitor")
+    for key in returned:
+        if key == "frequency":
+            raise OptimizerError(
+                "configure_optimizers: 'frequency' of an optimizer is not offered. Use manual optimization "
+                "(automatic_optimization = False) to update optimizers in turn."
+            )
+        if key not in known:
+            raise OptimizerError(
+                f"configure_optimizers: unknown key {key!r}; known: {', '.join(known)}.{nearest(str(key), known)}"
+            )
+    optimizer = returned.get("optimizer")
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(f"configure_optimizers: 'optimizer' must be a torch optimizer, not {optimizer!r}.")
+    scheduler = returned.get("lr_scheduler")
+    if scheduler is None:
+        return [optimizer], []
+    if "monitor" in returned:
+        described = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+        scheduler = {"monitor": returned["monitor"], **described}
+    return [optimizer], list(scheduler) if isinstance(scheduler, list | tuple) else [scheduler]
+
+
+def _check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
+    name = type(optimizer).__name__
+    own = {id(p) for p in module.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise OptimizerError(
+            f"{name} holds {len(foreign)} parameters that are not the module's (the first of shape "
+            f"{tuple(foreign[0].shape)}). Give it self.parameters(), or make them parameters of the module: "
+            "self.weight = nn.Parameter(...). An optimizer made before layers were replaced holds the old ones."
+        )
+
+
+def _check_automatic(optimizers: list[Optimizer]) -> None:
+    if len(optimizers) > 1:
+        raise OptimizerError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, which need manual optimization. Set "
+            "self.automatic_optimization = False in __init__ and call self.manual_backward(loss) and opt.step() in "
+            "training_step; or put all parameters into one optimizer with several parameter groups."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise OptimizerError(
+                "LBFGS evaluates the loss several times per update, which needs manual optimization. Set "
+                "self.automatic_optimization = False in __init__ and call self.optimizers().step(closure) in training_step."
+            )
+
+
+def _scheduler_config(scheduler: Any, optimizers: list[Optimizer]) -> SchedulerConfig:
+    if isinstance(scheduler, Mapping):
+        known = [field.name for field in fields(SchedulerConfig) if field.name != "optimizer_index"]
+        for key in scheduler:
+            if key not in known:
+                raise OptimizerError(
+                    f"lr_scheduler: unknown key {key!r}; known: {', '.join(known)}.{nearest(str(key), known)}"
+                )
+        if "scheduler" not in scheduler:
+            raise OptimizerError("lr_scheduler: a dict needs 'scheduler': {'scheduler': scheduler, 'interval': 'step'}.")
+        config = SchedulerConfig(**scheduler)
+    else:
+        config = SchedulerConfig(scheduler)
+    inner = config.scheduler
+    config.reduce_on_plateau = config.reduce_on_plateau or isinstance(inner, ReduceLROnPlateau)
+    _check_scheduler(config)
+    owner = getattr(inner, "optimizer", None)
+    if isinstance(inner, LRScheduler) or owner is not None:
+        places = [i for i, optimizer in enumerate(optimizers) if optimizer is owner]
+        if not places:
+            raise OptimizerError(
+                f"{type(inner).__name__} was made for another optimizer than those that configure_optimizers returned. Make it "
+                "from the one that is returned with it."
+            )
+        config.optimizer_index = places[0]
+    return config
+
+
+def _check_scheduler(config: SchedulerConfig) -> None:
+    name = type(config.scheduler).__name__
+    if not callable(getattr(config.scheduler, "step", None)):
+        raise OptimizerError(f"lr_scheduler: expected an object with step(), received {config.scheduler!r}.")
+    if config.interval not in ("step", "epoch"):
+        raise OptimizerError(f"lr_scheduler: interval must be 'step' or 'epoch', not {config.interval!r}.")
+    if isinstance(config.frequency, bool) or not isinstance(config.frequency, int) or config.frequency < 1:
+        raise OptimizerError(f"lr_scheduler: frequency must be an integer ≥ 1, not {config.frequency!r}.")
+    if config.reduce_on_plateau and config.monitor is None:
+        raise OptimizerError(
+            f"{name} needs the metric that it monitors: return {{'optimizer': optimizer, 'lr_scheduler': "
+            "{'scheduler': scheduler, 'monitor': 'val_loss'}}."
+        )

@@ -1,0 +1,137 @@
+"""What the loops need of one run, worked out when it is set up: the steps to call, the loaders, the schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.accelerator import Accelerator
+from trainkit.data.loader import PreparedLoader
+from trainkit.errors import EmptyLoaderError
+from trainkit.metrics import MetricStore
+from trainkit.module import TrainModule
+from trainkit.optimizer_config import SchedulerConfig
+from trainkit.profiler import Profiler
+
+__all__ = ["EvaluationPlan", "FitPlan"]
+
+
+@dataclass
+class FitPlan:
+    """Of a fit.
+
+    Attributes:
+        loader: the training batches.
+        training_step: called with (batch, batch_idx).
+        automatic: the loop does backward and step.
+        without_optimizer: there is none: windows are counted, nothing is learnt.
+        optimizer: the only one, under automatic optimization.
+        backward: of a loss.
+        step: of the optimizer.
+        zero_grad: called with batch_idx.
+        schedulers: those that the loop advances.
+        length: micro-batches of an epoch, ``None`` if only its end tells.
+        validate_every: validate after this many micro-batches; ``None``: at the end of an epoch.
+        stop_asked: ``should_stop`` was set in the step before this one.
+        validated: how many times ``validate_every`` has been reached, in this epoch or since ``earlier_batches`` was 0.
+        earlier_batches: micro-batches of earlier epochs, where validation counts across epochs.
+    """
+
+    loader: PreparedLoader
+    training_step: Callable[..., Any]
+    automatic: bool
+    without_optimizer: bool
+    optimizer: Optimizer | None
+    backward: Callable[[Tensor], None]
+    step: Callable[[Optimizer], bool]
+    zero_grad: Callable[[int], None]
+    schedulers: list[SchedulerConfig]
+    profiler: Profiler | None
+    validate_every: int | None = None
+    stop_asked: bool = False
+    validated: int = 0
+    earlier_batches: int = 0
+
+    @property
+    def length(self) -> int | None:
+        return self.loader.length
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """The batches of an epoch."""
+        batches = self.loader.iterate(epoch)
+        return batches if self.profiler is None else self.profiler.iterated("next training batch", batches)
+
+    def start_epoch(self, batches: int, across_epochs: bool) -> None:
+        """Count towards the next validation from here on; ``batches`` is what the epoch that ends had."""
+        if across_epochs:
+            self.earlier_batches += batches
+        else:
+            self.validated = 0
+
+    def is_last(self, batch_idx: int) -> bool:
+        """Whether this is known to be the last micro-batch of the epoch."""
+        return self.length is not None and batch_idx + 1 >= self.length
+
+    def refuse_empty(self) -> None:
+        """The loader gave nothing."""
+        raise EmptyLoaderError(
+            "the training loader gave no batch. Check the dataset's length, drop_last and limit_train_batches; an iterator can "
+            "be read only once."
+        )
+
+
+@dataclass
+class EvaluationPlan:
+    """Of validation, test or prediction.
+
+    Attributes:
+        name: "validation", "test" or "predict", as in the names of the hooks.
+        loaders: one or more.
+        steps: for each loader, called with (batch, batch_idx, dataloader_idx).
+        metrics: where ``log`` goes.
+        logs: metrics may be logged (not in prediction).
+        keeps: outputs are kept (prediction).
+        count: batches of this stage since the run began, the step of what is logged by batch.
+    """
+
+    name: str
+    loaders: list[PreparedLoader]
+    step: Callable[..., Any]
+    metrics: MetricStore
+    logs: bool = True
+    keeps: bool = False
+    count: int = 0
+    outputs: list[list[Any]] = field(default_factory=list)
+    results: dict[str, float] = field(default_factory=dict)
+
+    def begin_loader(self, index: int) -> None:
+        """The batches of this loader come now."""
+        if index == 0:
+            self.outputs = [[] for _ in self.loaders]
+        self.metrics.suffix = f"/dataloader_idx_{index}" if len(self.loaders) > 1 else ""
+
+    def keep(self, index: int, outputs: Any) -> None:
+        """Keep what a prediction returned."""
+        if self.keeps:
+            self.outputs[index].append(outputs)
+
+    def finish(self) -> None:
+        """Reduce what was logged; more calls add what was logged since."""
+        self.results.update(self.metrics.flush_epoch())
+
+    def by_loader(self) -> list[dict[str, float]]:
+        """The metrics of each loader; those that were not logged for a loader are in each."""
+        if len(self.loaders) == 1:
+            return [dict(self.results)]
+        suffixes = [f"/dataloader_idx_{index}" for index in range(len(self.loaders))]
+        common = {k: v for k, v in self.results.items() if not k.removesuffix("_epoch").endswith(tuple(suffixes))}
+        return [
+            {**{k: v for k, v in self.results.items() if k.removesuffix("_epoch").endswith(suffix)}, **common}
+            for suffix in suffixes
+        ]
+
+

@@ -1,0 +1,195 @@
+"""Where the time of a run goes. Profiling wraps what is called when a run is set up, so it costs nothing when it is off."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+
+__all__ = ["AdvancedProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler", "make_profiler"]
+
+
+class Profiler:
+    """Base class: subclass it and define :meth:`profile` and :meth:`summary`."""
+
+    def start(self, directory: Path) -> None:
+        """A run begins; ``directory`` is where files may be written."""
+
+    def stop(self) -> None:
+        """The run has ended."""
+
+    def step(self) -> None:
+        """A micro-batch of training is done."""
+
+    def profile(self, action: str) -> AbstractContextManager[None]:
+        """Within it ``action`` happens."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        """What was found, as text."""
+        raise NotImplementedError
+
+    def wrapped(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, profiled as ``action``."""
+
+        @wraps(function, assigned=(), updated=())
+        def profiled(*args: Any, **kwargs: Any) -> Any:
+            with self.profile(action):
+                return function(*args, **kwargs)
+
+        return profiled
+
+    def iterated(self, action: str, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The items of an iterator, the taking of each profiled as ``action``."""
+        while True:
+            with self.profile(action):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+
+class SimpleProfiler(Profiler):
+    """Calls and seconds of each action, by the host's clock; on CUDA, work that was only enqueued is not in it."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, tuple[int, float]] = {}
+        self._began = time.perf_counter()
+
+    def start(self, directory: Path) -> None:
+        """Start the clock anew."""
+        self._times.clear()
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def profile(self, action: str) -> Iterator[None]:
+        """Time an action."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            count, total = self._times.get(action, (0, 0.0))
+            self._times[action] = count + 1, total + time.perf_counter() - began
+
+    def summary(self) -> str:
+        """A table, the longest first."""
+        whole = time.perf_counter() - self._began
+        lines = [f"{'action':<52}{'calls':>10}{'mean ms':>12}{'total s':>12}{'share':>9}"]
+        for action, (count, total) in sorted(self._times.items(), key=lambda item: -item[1][1]):
+            lines.append(f"{action:<52}{count:>10}{total / count * 1e3:>12.3f}{total:>12.3f}{total / whole:>9.1%}")
+        return "\n".join(lines)
+
+
+class AdvancedProfiler(Profiler):
+    """Python's ``cProfile`` over the whole run; the summary has the functions with the most time of their own.
+
+    Args:
+        lines: functions in the summary.
+    """
+
+    def __init__(self, lines: int = 30) -> None:
+        self._profile = cProfile.Profile()
+        self._lines = lines
+
+    def start(self, directory: Path) -> None:
+        """Start the profile anew."""
+        self._profile = cProfile.Profile()
+        self._profile.enable()
+
+    def stop(self) -> None:
+        """Stop it."""
+        self._profile.disable()
+
+    @contextmanager
+    def profile(self, action: str) -> Iterator[None]:
+        """``cProfile`` sees every call by itself."""
+        yield
+
+    def summary(self) -> str:
+        """The functions with the most time of their own."""
+        text = io.StringIO()
+        pstats.Stats(self._profile, stream=text).sort_stats("tottime").print_stats(self._lines)
+        return text.getvalue()
+
+
+class PyTorchProfiler(Profiler):
+    """``torch.profiler`` over a few micro-batches of training; writes a Chrome trace, ``trace.json``.
+
+    Args:
+        wait: micro-batches left out at the start.
+        warmup: micro-batches profiled but not kept.
+        active: micro-batches kept.
+        rows: operators in the summary.
+    """
+
+    def __init__(self, wait: int = 1, warmup: int = 1, active: int = 5, rows: int = 30) -> None:
+        self._schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        self._rows = rows
+        self._inner: torch.profiler.profile | None = None
+        self._table = "no micro-batch was profiled: the run was shorter than wait + warmup + active"
+        self.trace_path: Path | None = None
+
+    def start(self, directory: Path) -> None:
+        """Start the profile."""
+        self.trace_path = directory / "trace.json"
+        self._inner = torch.profiler.profile(schedule=self._schedule, on_trace_ready=self._keep)
+        self._inner.start()
+
+    def _keep(self, profile: Any) -> None:
+        assert self.trace_path is not None
+        self.trace_path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(self.trace_path))
+        self._table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=self._rows)
+
+    def stop(self) -> None:
+        """Stop it."""
+        if self._inner is not None:
+            self._inner.stop()
+            self._inner = None
+
+    def step(self) -> None:
+        """Advance the schedule."""
+        if self._inner is not None:
+            self._inner.step()
+
+    def profile(self, action: str) -> AbstractContextManager[None]:
+        """The action is a range in the trace."""
+        return torch.profiler.record_function(action)
+
+    def summary(self) -> str:
+        """The operators with the most time of their own."""
+        return f"{self._table}\n{self.trace_path}"
+
+
+_NAMES: dict[str, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
+
+
+def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
+    """The profiler of a name (``"simple"``, ``"advanced"``, ``"pytorch"``), or the object itself.
+
+    Raises:
+        UnknownNameError: another name.
+        ConfigurationError: an object that is no profiler.
+    """
+    if profiler is None or isinstance(profiler, Profiler):
+        return profiler
+    if not isinstance(profiler, str):
+        raise ConfigurationError(f"profiler must be a name ({', '.join(_NAMES)}) or a Profiler object, not {profiler!r}.")
+    if profiler not in _NAMES:
+        raise UnknownNameError(f"unknown profiler {profiler!r}; known: {', '.join(_NAMES)}.{nearest(profiler, _NAMES)}")
+    return _NAMES[profiler]()

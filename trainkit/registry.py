@@ -1,0 +1,78 @@
+"""Short names → import paths, loaded on use.
+
+The core knows strategies and callbacks only by the names in these tables, so that nothing is imported that a run does not
+use and the core never depends on the two folders.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+
+__all__ = ["CALLBACKS", "STRATEGIES", "load_callback", "load_strategy"]
+
+STRATEGIES: dict[str, str] = {
+    "single": "trainkit.strategy:Strategy",
+}
+
+CALLBACKS: dict[str, str] = {
+    "early_stopping": "trainkit.callbacks.early_stopping:EarlyStopping",
+    "gradient_clipping": "trainkit.callbacks.gradient_clipping:GradientClipping",
+    "learning_rate_monitor": "trainkit.callbacks.learning_rate_monitor:LearningRateMonitor",
+    "model_summary": "trainkit.callbacks.model_summary:ModelSummary",
+    "progress_bar": "trainkit.callbacks.progress_bar:TQDMProgressBar",
+    "timer": "trainkit.callbacks.timer:Timer",
+}
+
+# What Lightning calls by these names, and what to use here.
+_NOT_OURS: dict[str, str] = {
+    "dp": "DataParallel is not offered: it is slower than DDP and averages BatchNorm wrongly. Leave strategy out for one device",
+    "fsdp": "sharding of parameters will come as ZeRO (strategy='zero3'), which this version does not have yet",
+    "single_device": "write strategy='auto' and choose the device with accelerator='cpu', 'gpu' or 'mps'",
+}
+_NOT_YET = ("ddp", "deepspeed", "zero", "xla", "fsdp", "hpu", "horovod", "bagua", "colossalai", "tpu")
+
+
+def load_callback(name: str) -> Any:
+    """The callback class of a short name, imported now.
+
+    Raises:
+        UnknownNameError: no callback has that name.
+    """
+    return _load(_path(name, CALLBACKS, "callback"))
+
+
+def load_strategy(name: str) -> Any:
+    """The strategy class of a short name, imported now.
+
+    Raises:
+        UnsupportedArgumentError: a strategy of Lightning's that is not offered; the message names what to use.
+        UnknownNameError: nobody knows the name.
+    """
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"strategy must be a name ({', '.join(map(repr, ('auto', *STRATEGIES)))}) or a Strategy object, not {name!r}."
+        )
+    if name not in STRATEGIES:
+        if name in _NOT_OURS:
+            raise UnsupportedArgumentError(f"strategy={name!r}: {_NOT_OURS[name]}.")
+        if name.lower().startswith(_NOT_YET):
+            raise UnsupportedArgumentError(
+                f"strategy={name!r} is not in this version: it runs on one device (strategy='auto'). "
+                "DDP, ZeRO and XLA are being built; see 'What is not there yet' in the README."
+            )
+    return _load(_path(name, STRATEGIES, "strategy"))
+
+
+def _path(name: str, table: dict[str, str], kind: str) -> str:
+    if name not in table:
+        known = ["auto", *table] if kind == "strategy" else list(table)
+        raise UnknownNameError(f"unknown {kind} {name!r}; known: {', '.join(known)}.{nearest(name, known)}")
+    return table[name]
+
+
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)

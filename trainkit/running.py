@@ -1,0 +1,183 @@
+"""One run from set-up to tear-down, in order and whatever happens: what ``Trainer``'s four verbs share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit import loop
+from trainkit.accelerator import Accelerator
+from trainkit.attach import merge_module_callbacks
+from trainkit.console import notice
+from trainkit.datamodule import DataModule
+from trainkit.errors import ConfigurationError, DataError, MissingMethodError, ModuleError
+from trainkit.flags import torch_flags
+from trainkit.hooks import HookTable, check_module
+from trainkit.metrics import MetricResults, MetricStore, Scope
+from trainkit.module import TrainModule
+from trainkit.plans import EvaluationPlan
+from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
+from trainkit.setup_run import evaluation_plan, overrides
+
+if TYPE_CHECKING:
+    from trainkit.trainer import Trainer
+
+__all__ = ["build_hooks", "check_sanity", "plan_evaluation", "refuse_evaluation", "running"]
+
+
+@contextmanager
+def running(
+    trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None, *given: Any
+) -> Iterator[None]:
+    """Within it the module is set up, on its device; afterwards everything that the run took is given back.
+
+    The order: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``, the body, ``teardown``.
+    """
+    _check_inputs(module, datamodule, given)
+    check_module(module, TrainModule)
+    _begin(trainer, stage, module, datamodule)
+    random_state = RandomState(trainer.strategy.generators())
+    status = "failed"
+    try:
+        with torch_flags(*trainer.flags):
+            if trainer.profiler is not None:
+                trainer.profiler.start(Path(trainer.log_dir or "."))
+            _set_up(trainer, stage, module)
+            yield
+        status = "success"
+    except BaseException as exception:
+        _report(trainer, exception)
+        raise
+    finally:
+        try:
+            _tear_down(trainer, stage, status)
+        finally:
+            trainer.stage = None
+            random_state.restore()
+
+
+def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) -> None:
+    if not isinstance(module, TrainModule):
+        hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
+        raise ModuleError(
+            f"expected a TrainModule, received {type(module).__name__}.{hint} A plain nn.Module can be trained by an own loop "
+            "with trainkit.Accelerator."
+        )
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise DataError(f"datamodule must be a DataModule, not {type(datamodule).__name__}.")
+    if datamodule is not None and any(value is not None for value in given):
+        raise ConfigurationError("loaders and a datamodule were both given. Give one of them.")
+
+
+def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None) -> None:
+    """The trainer's state as it is before a run."""
+    trainer.attach(module, datamodule)
+    trainer.stage = stage
+    trainer.should_stop = trainer.should_log = trainer.sanity_checking = trainer.validating = False
+    trainer.batch_idx = -1
+    trainer.active_plan = trainer.val_plan = None
+    trainer.plans = {}
+    trainer.results = MetricResults()
+    trainer.metrics = MetricStore(trainer.emit, trainer.results)
+    if stage == "fit":
+        trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], []
+    trainer.accelerator = Accelerator(strategy=trainer.strategy)
+    trainer.accelerator.seed = trainer.seed
+    merge_module_callbacks(trainer, module)
+    build_hooks(trainer)
+
+
+def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
+    seed_generators(mix(trainer.seed, Stage.TRAIN, Purpose.INIT), trainer.strategy.generators())
+    for owner in (trainer.datamodule, module):
+        if owner is not None:
+            owner.prepare_data()
+    if trainer.datamodule is not None:
+        trainer.datamodule.setup(stage)
+    trainer.hooks.run("setup", stage)
+    with trainer.precision.init_context():
+        module.configure_model()
+    trainer.wrapped_module = trainer.strategy.prepare_module(module)
+
+
+def build_hooks(trainer: Trainer) -> None:
+    """Who is called for which hook, now that callbacks and loaders are known."""
+    trainer.hooks = HookTable(
+        trainer,
+        trainer.lightning_module,
+        trainer.callbacks,
+        inserted={f"on_{name}_epoch_end": trainer.finish_metrics for name in ("train", "validation", "test")},
+        several_loaders=any(plan is not None and len(plan.loaders) > 1 for plan in trainer.plans.values()),
+        profiler=trainer.profiler,
+    )
+
+
+def plan_evaluation(trainer: Trainer, name: str, given: Any, *, sanity: bool = False) -> EvaluationPlan | None:
+    """The plan of an evaluation, also kept for ``num_val_batches`` and the like; ``None`` if there is nothing to run."""
+    store = MetricStore(trainer.emit, MetricResults() if sanity else trainer.results)
+    plan = evaluation_plan(trainer, name, given, store, sanity=sanity)
+    trainer.plans["sanity" if sanity else name] = plan
+    return plan
+
+
+def refuse_evaluation(trainer: Trainer, stage: str, name: str) -> None:
+    """An evaluation that was asked for and cannot be is an error; one that a limit turned off is a notice."""
+    module = trainer.lightning_module
+    if name != "predict" and not overrides(module, f"{name}_step"):
+        raise MissingMethodError(
+            f"{type(module).__name__} has no {name}_step. Define: def {name}_step(self, batch, batch_idx): ..."
+        )
+    if name not in trainer.evaluation_sources:
+        raise MissingMethodError(
+            f"{stage} needs data: trainer.{stage}(module, DataLoader(...)), or define the loader in "
+            f"{type(module).__name__} or in a DataModule."
+        )
+    notice(f"nothing to {stage}: the limit of batches is 0.")
+
+
+def check_sanity(trainer: Trainer, given: Any) -> None:
+    """A few validation batches before training; what they log is thrown away."""
+    if trainer.val_plan is None or trainer.arguments.num_sanity_val_steps == 0:
+        return
+    plan = plan_evaluation(trainer, "validation", given, sanity=True)
+    if plan is None:
+        return
+    trainer.sanity_checking = trainer.validating = True
+    try:
+        trainer.hooks.run("on_sanity_check_start")
+        loop.evaluate(trainer, plan)
+        trainer.hooks.run("on_sanity_check_end")
+    finally:
+        trainer.sanity_checking = trainer.validating = False
+        for loader in plan.loaders:
+            loader.close()
+
+
+def _report(trainer: Trainer, exception: BaseException) -> None:
+    """Tell the callbacks; an error of theirs must not hide the first."""
+    for hook in trainer.hooks.on_exception:
+        try:
+            hook(exception)
+        except Exception as error:
+            notice(f"on_exception failed: {error!r}")
+
+
+def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
+    try:
+        trainer.hooks.run("teardown", stage)
+        if trainer.datamodule is not None:
+            trainer.datamodule.teardown(stage)
+    finally:
+        trainer.metrics.scope = Scope.NOWHERE
+        trainer.metrics.batch = None
+        for logger in trainer.loggers:
+            logger.finalize(status)
+        trainer.accelerator.free_memory()
+        trainer.strategy.teardown()
+        for callback in trainer.callbacks:
+            callback._module = None
+        if trainer.profiler is not None:
+            trainer.profiler.stop()
+            trainer.print(trainer.profiler.summary())

@@ -1,0 +1,302 @@
+"""Setting up a run: from a module, a data module and a trainer's arguments to the plans that the loops follow."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from trainkit.arguments import limited
+from trainkit.data.loader import PreparedLoader
+from trainkit.data.sources import batch_size_of, evaluation_sources, find_source, training_source
+from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
+from trainkit.metrics import MetricStore
+from trainkit.module import TrainModule
+from trainkit.module_hooks import DataHooks
+from trainkit.optimizer_config import read_optimizers
+from trainkit.plans import EvaluationPlan, FitPlan
+from trainkit.rng import Purpose, Stage, mix, seed_generators
+
+if TYPE_CHECKING:
+    from trainkit.trainer import Trainer
+
+__all__ = ["evaluation_plan", "finish_fit_plan", "fit_plan", "overrides", "train_loader"]
+
+_STAGES = {
+    "validation": (Stage.VALIDATE, "val", "val_dataloader"),
+    "test": (Stage.TEST, "test", "test_dataloader"),
+    "predict": (Stage.PREDICT, "predict", "predict_dataloader"),
+}
+
+
+def overrides(owner: Any, name: str, base: type = TrainModule) -> bool:
+    """Whether the user's class defines ``name`` itself."""
+    return getattr(type(owner), name, None) is not getattr(base, name, None)
+
+
+def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
+    """The training loader of a run.
+
+    Raises:
+        MissingMethodError: there is none.
+        EmptyLoaderError: it has no batch.
+    """
+    module, arguments = trainer.lightning_module, trainer.arguments
+    source = find_source("train_dataloader", given, trainer.datamodule, module)
+    if source is None:
+        raise MissingMethodError(
+            f"fit needs training data: trainer.fit(module, DataLoader(...)), or define train_dataloader in "
+            f"{type(module).__name__} or in a DataModule."
+        )
+    source = trainer.train_dataloader = training_source(source)
+    trainer.accumulate_grad_batches = _accumulation(trainer, source)
+    trainer.accelerator.window.size = trainer.accumulate_grad_batches
+    weighed = overrides(module, "batch_weight")
+    loader = trainer.accelerator.prepare_loader(
+        source,
+        window=True,
+        weigh=module.batch_weight if weighed else None,
+        sequential=bool(arguments.overfit_batches),
+        **_transfer(trainer, Stage.TRAIN, 0),
+    )
+    _refuse_empty(loader, source, "training")
+    limit = arguments.limit_train_batches
+    assert limit is not None
+    loader.limit = limited(loader.length, limit, "limit_train_batches")
+    return loader
+
+
+def _accumulation(trainer: Trainer, source: Any) -> int:
+    wanted = trainer.arguments.global_batch_size
+    if wanted is None:
+        return trainer.arguments.accumulate_grad_batches
+    size = batch_size_of(source)
+    if size is None:
+        raise ConfigurationError(
+            f"global_batch_size={wanted} needs a loader that says its batch_size; {type(source).__name__} does not. "
+            "Use accumulate_grad_batches."
+        )
+    per_round = size * trainer.world_size
+    if wanted % per_round:
+        raise ConfigurationError(
+            f"global_batch_size={wanted} is not a multiple of batch_size × processes = {size} × {trainer.world_size}. "
+            f"Use {max(1, round(wanted / per_round)) * per_round}, or another batch_size."
+        )
+    return wanted // per_round
+
+
+def _refuse_empty(loader: PreparedLoader, source: Any, what: str) -> None:
+    if loader.length == 0:
+        dataset = getattr(source, "dataset", None)
+        size = len(dataset) if dataset is not None and hasattr(dataset, "__len__") else 0
+        reason = (
+            f"its {size} samples do not fill one batch of {batch_size_of(source)}, and drop_last=True drops the rest"
+            if size
+            else "its dataset is empty"
+        )
+        raise EmptyLoaderError(f"the {what} loader has no batch: {reason}.")
+
+
+def _transfer(trainer: Trainer, stage: Stage, index: int) -> dict[str, Any]:
+    """Options of a prepared loader for the transfer hooks that are overridden, by the data module or by the module."""
+    module, datamodule, device = trainer.lightning_module, trainer.datamodule, trainer.strategy.device
+
+    def owner(name: str) -> Any | None:
+        owners = [o for o in (datamodule, module) if o is not None and overrides(o, name, DataHooks)]
+        return owners[0] if owners else None
+
+    before, move, after = (
+        owner(name) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    )
+    options: dict[str, Any] = {}
+    if before is not None or move is not None:
+
+        def transfer(batch: Any, m: int) -> Any:
+            if before is not None:
+                seed_generators(mix(trainer.seed, stage.of_loader(index), Purpose.TRANSFER, trainer.current_epoch, m))
+                batch = before.on_before_batch_transfer(batch, index)
+            if move is not None:
+                return move.transfer_batch_to_device(batch, device, index)
+            return trainer.strategy.move(batch)
+
+        options["transfer"] = transfer
+    if after is not None:
+        options["finish"] = lambda batch: after.on_after_batch_transfer(batch, index)
+    return options
+
+
+def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
+    """The plan of a fit; its optimizers are added by :func:`finish_fit_plan`, when the module is on its device."""
+    module, engine = trainer.lightning_module, trainer.accelerator
+    if not overrides(module, "training_step"):
+        raise MissingMethodError(
+            f"{type(module).__name__} has no training_step. Define: def training_step(self, batch, batch_idx): ... "
+            "return loss"
+        )
+    step = trainer.strategy.step_function(trainer.wrapped_module, module, "training_step")
+    step = _with_arguments(step, module, "training_step", ("batch", "batch_idx"))
+    profiler = trainer.profiler
+    backward: Callable[..., Any] = engine.backward
+    update: Callable[..., Any] = engine.step
+    if profiler is not None:
+        step, backward = profiler.wrapped("training_step", step), profiler.wrapped("backward", backward)
+        update = profiler.wrapped("optimizer_step", update)
+    return FitPlan(
+        loader=loader,
+        training_step=step,
+        automatic=module.automatic_optimization,
+        without_optimizer=False,
+        optimizer=None,
+        backward=backward,
+        step=update,
+        zero_grad=lambda batch_idx: None,
+        schedulers=[],
+        profiler=profiler,
+        validate_every=_validate_every(trainer, loader.length),
+    )
+
+
+def finish_fit_plan(trainer: Trainer) -> None:
+    """Ask the module for its optimizers and put them into the plan."""
+    module, engine, plan = trainer.lightning_module, trainer.accelerator, trainer.fit_plan
+    if not overrides(module, "configure_optimizers"):
+        raise MissingMethodError(
+            f"{type(module).__name__} has no configure_optimizers. Define: def configure_optimizers(self): "
+            "return torch.optim.AdamW(self.parameters(), lr=1e-3)   (or return None to train without an optimizer)"
+        )
+    automatic = module.automatic_optimization
+    optimizers, configs = read_optimizers(module.configure_optimizers(), module, automatic)
+    prepared = engine.prepare(*optimizers) if optimizers else ()
+    trainer.prepared_optimizers = list(prepared) if isinstance(prepared, tuple) else [prepared]
+    trainer.lr_scheduler_configs = configs
+    if not automatic:
+        _refuse_under_manual(trainer)
+        engine.before_step = trainer.before_manual_step
+        return
+    plan.schedulers = configs
+    if not optimizers:
+        plan.automatic, plan.without_optimizer = False, True
+        return
+    optimizer = plan.optimizer = trainer.prepared_optimizers[0].optimizer
+    if overrides(module, "optimizer_zero_grad"):
+        plan.zero_grad = lambda batch_idx: module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
+    else:
+        plan.zero_grad = lambda batch_idx: optimizer.zero_grad()
+
+
+def _refuse_under_manual(trainer: Trainer) -> None:
+    """Arguments that automatic optimization carries out, and nobody would under manual optimization."""
+    fix = "Do it in training_step."
+    if trainer.arguments.accumulate_grad_batches != 1 or trainer.arguments.global_batch_size is not None:
+        raise ConfigurationError(f"accumulate_grad_batches and global_batch_size need automatic optimization. {fix}")
+    if trainer.arguments.gradient_clip_val is not None:
+        raise ConfigurationError(
+            "gradient_clip_val needs automatic optimization. Call self.clip_gradients(optimizer, 1.0) before opt.step()."
+        )
+    if overrides(trainer.lightning_module, "batch_weight"):
+        raise ConfigurationError(f"batch_weight needs automatic optimization. {fix}")
+
+
+def _validate_every(trainer: Trainer, length: int | None) -> int | None:
+    """Micro-batches between validations; ``None`` where the end of the epoch tells, or updates are counted."""
+    arguments = trainer.arguments
+    interval = arguments.val_check_interval
+    if arguments.val_every_n_steps is not None:
+        return None
+    if isinstance(interval, int):
+        if arguments.check_val_every_n_epoch is not None and length is not None and interval > length:
+            raise ConfigurationError(
+                f"val_check_interval={interval} is more than the {length} training batches of an epoch, so validation would "
+                "never run. Use a smaller number, or check_val_every_n_epoch=None to count across epochs."
+            )
+        return interval
+    assert interval is not None
+    if interval == 1.0:
+        return length
+    if length is None:
+        raise ConfigurationError(
+            f"val_check_interval={interval} is a fraction of a loader whose length is not known. Use a number of batches: "
+            "val_check_interval=1000"
+        )
+    return max(1, int(length * interval))
+
+
+def evaluation_plan(
+    trainer: Trainer, name: str, given: Any, metrics: MetricStore, *, sanity: bool = False
+) -> EvaluationPlan | None:
+    """The plan of "validation", "test" or "predict"; ``None`` if there is no data or no step for it.
+
+    Raises:
+        EmptyLoaderError: a loader has no batch.
+        HookError: several loaders, and the step does not take ``dataloader_idx``.
+    """
+    stage, short, method = _STAGES[name]
+    module = trainer.lightning_module
+    step_name = f"{name}_step"
+    sources = evaluation_sources(find_source(method, given, trainer.datamodule, module))
+    if not sources or (name != "predict" and not overrides(module, step_name)):
+        return None
+    trainer.evaluation_sources[name] = sources
+    argument = f"limit_{short}_batches"
+    limit = trainer.arguments.num_sanity_val_steps if sanity else getattr(trainer.arguments, argument)
+    limit = 1.0 if limit == -1 else limit
+    loaders = []
+    for index, source in enumerate(sources):
+        own = Stage.SANITY if sanity else stage
+        loader = trainer.accelerator.prepare_loader(
+            source,
+            window=False,
+            stage=own,
+            index=index,
+            sequential=bool(trainer.arguments.overfit_batches) and name == "validation",
+            **_transfer(trainer, own, index),
+        )
+        _refuse_empty(loader, source, name)
+        whole = limited(loader.length, getattr(trainer.arguments, argument), argument)
+        own_limit = limited(loader.length, limit, argument)
+        loader.limit = own_limit if whole is None or own_limit is None else min(whole, own_limit)
+        loaders.append(loader)
+    if all(loader.limit == 0 for loader in loaders):
+        return None
+    step = trainer.strategy.step_function(trainer.wrapped_module, module, step_name)
+    several = len(loaders) > 1
+    arguments = ("batch", "batch_idx", "dataloader_idx")
+    step = _with_arguments(step, module, step_name, arguments, required=3 if several else 1)
+    if trainer.profiler is not None:
+        step = trainer.profiler.wrapped(step_name, step)
+    return EvaluationPlan(name, loaders, step, metrics, logs=name != "predict", keeps=name == "predict")
+
+
+def _with_arguments(
+    step: Callable[..., Any], module: TrainModule, name: str, arguments: tuple[str, ...], required: int = 1
+) -> Callable[..., Any]:
+    """The step, to be called with all arguments, however few of them the user's method takes.
+
+    Raises:
+        HookError: it cannot be called, or does not take ``dataloader_idx`` and has to.
+    """
+    method = getattr(module, name)
+    for count in range(len(arguments), 0, -1):
+        try:
+            inspect.signature(method).bind(*arguments[:count])
+        except TypeError:
+            continue
+        if count < required:
+            raise HookError(
+                f"{type(module).__name__}.{name} must take dataloader_idx, as there are several loaders: "
+                f"def {name}(self, {', '.join(arguments)})"
+            )
+        if count == len(arguments):
+            return step
+        return lambda *given: step(*given[:count])
+    raise HookError(
+        f"{type(module).__name__}.{name} cannot be called. Expected: def {name}(self, {', '.join(arguments)}); received: "
+        f"def {name}{inspect.signature(getattr(type(module), name))}"
+    )
+
+
+def count_batches(plan: EvaluationPlan | None) -> list[int | float]:
+    """The number of batches of each loader, infinity where it is not known."""
+    return [] if plan is None else [float("inf") if ld.length is None else ld.length for ld in plan.loaders]
+
+

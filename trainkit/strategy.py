@@ -1,0 +1,194 @@
+"""``Strategy``: where a run runs. The base class is a working strategy for one device (CPU, CUDA, MPS)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.data.nested import move
+from trainkit.errors import ConfigurationError
+from trainkit.precision import PRECISIONS, Precision
+
+__all__ = ["Strategy"]
+
+_NULL = nullcontext()
+
+
+class Strategy:
+    """Everything that depends on where the computation happens; a subclass says only what differs.
+
+    Args:
+        device: a torch device, or ``"auto"``: the current CUDA device, else MPS, else the CPU.
+        precision: a :class:`~trainkit.Precision` or its name; ``None`` leaves the choice to the ``Trainer`` or ``Accelerator``
+            and means ``"32-true"`` alone.
+
+    Attributes:
+        owns_accumulation: the backend divides by the window itself.
+        owns_clipping: the backend clips; it is told the value beforehand.
+        sharded_parameters: no process holds whole parameters.
+        lazy_tensors: values exist only after a sync.
+        supported_precisions: names of the precisions that work.
+
+    Raises:
+        ConfigurationError: the device is not there, or the precision does not work on it.
+    """
+
+    name: ClassVar[str] = "single"
+    owns_accumulation: ClassVar[bool] = False
+    owns_clipping: ClassVar[bool] = False
+    sharded_parameters: ClassVar[bool] = False
+    lazy_tensors: ClassVar[bool] = False
+    supported_precisions: ClassVar[tuple[str, ...]] = tuple(PRECISIONS)
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    def __init__(self, device: str | torch.device = "auto", precision: Precision | str | int | None = None) -> None:
+        self.device = _available(device)
+        self.precision: Precision
+        self._precision_was_given = precision is not None
+        self.use_precision("32-true" if precision is None else precision, given=precision is not None)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(device={str(self.device)!r}, precision={self.precision.name!r})"
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the process that prints, logs and writes."""
+        return self.rank == 0
+
+    def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
+        """Take a precision.
+
+        Raises:
+            ConfigurationError: the strategy was made with another one, or it does not work here.
+        """
+        chosen = precision if isinstance(precision, Precision) else Precision(precision)
+        current = getattr(self, "precision", None)
+        if current is not None and self._precision_was_given and given and current.name != chosen.name:
+            raise ConfigurationError(
+                f"two precisions: {type(self).__name__}(precision={current.name!r}) and precision={chosen.name!r}. "
+                "Give one of them."
+            )
+        if chosen.name not in self.supported_precisions:
+            raise ConfigurationError(
+                f"precision={chosen.name!r} does not work with {type(self).__name__}; it offers "
+                f"{', '.join(self.supported_precisions)}."
+            )
+        chosen.setup(self.device)
+        self.precision = chosen
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The device's random generators, to be seeded with the CPU's."""
+        if self.device.type == "cuda":
+            torch.cuda.init()  # the generators exist from then on
+            return (torch.cuda.default_generators[self.device.index or 0],)
+        if self.device.type == "mps":
+            return (torch.mps._get_default_mps_generator(),)
+        return ()
+
+    def prepare_module(self, module: nn.Module) -> nn.Module:
+        """The module on the device, in the precision's dtype, wrapped if the strategy wraps."""
+        self.precision.convert_module(module)
+        module.to(self.device)
+        return module
+
+    def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
+        """The optimizer, its state where its parameters are."""
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.ndim > 0 and value.device != parameter.device:
+                    state[key] = value.to(parameter.device)
+        return optimizer
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """The user's module, out of what :meth:`prepare_module` returned and out of ``torch.compile``."""
+        return getattr(module, "_orig_mod", module)
+
+    def step_function(self, wrapped: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
+        """The method ``name`` of the user's module, to be called with a batch, under this precision.
+
+        Args:
+            wrapped: what :meth:`prepare_module` returned.
+            module: the user's module.
+            name: ``"training_step"``, ``"validation_step"``, …
+        """
+        step: Callable[..., Any] = getattr(module, name)
+        if self.precision.plain:
+            return step
+        precision = self.precision
+
+        def converted(batch: Any, *rest: Any) -> Any:
+            with precision.forward_context():
+                return step(precision.convert_input(batch), *rest)
+
+        return converted
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Within it a user's own loop runs its forward."""
+        return self.precision.forward_context()
+
+    def accumulating(self, module: nn.Module | None, full: bool) -> AbstractContextManager[Any]:
+        """Within it one micro-batch is worked on; gradients travel only where ``full``."""
+        return _NULL
+
+    def move(self, batch: Any) -> Any:
+        """The batch on the device."""
+        return move(batch, self.device, non_blocking=self.device.type == "cuda")
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """The backward pass of a loss that is scaled to its share of the window."""
+        self.precision.scale(loss).backward(**kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Update the parameters; returns whether that happened."""
+        return self.precision.optimizer_step(optimizer, closure)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients down to ``max_norm`` where their norm is larger; returns the norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp each element of the gradients to [-clip_value, clip_value]."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Tensors of all processes, stacked in front; with one process as they are."""
+        return data
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+
+    def teardown(self) -> None:
+        """Give back what :meth:`__init__` and the preparations took."""
+
+
+def _available(device: str | torch.device) -> torch.device:
+    if str(device) == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigurationError(f"unknown device {device!r}. Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'.") from None
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigurationError(
+                f"device {str(resolved)!r}: torch sees no CUDA device. Use accelerator='cpu', or install a CUDA build of torch."
+            )
+        count = torch.cuda.device_count()
+        if resolved.index is not None and resolved.index >= count:
+            raise ConfigurationError(f"device {str(resolved)!r}: there are {count} CUDA devices, numbered from 0.")
+        return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
+    if resolved.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigurationError("device 'mps': this machine or build of torch has no MPS. Use accelerator='cpu'.")
+    if resolved.type not in ("cpu", "cuda", "mps"):
+        raise ConfigurationError(f"device {str(resolved)!r} is not supported. Use 'cpu', 'cuda' or 'mps'.")
+    return resolved

@@ -1,0 +1,354 @@
+"""``Trainer``: arguments → one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit import loop
+from trainkit.accelerator import Accelerator
+from trainkit.arguments import TrainerArguments, pick_device, refuse_unknown
+from trainkit.attach import attach_callbacks, attach_loggers
+from trainkit.callback import Callback
+from trainkit.console import notice
+from trainkit.datamodule import DataModule
+from trainkit.errors import ConfigurationError
+from trainkit.explain import explain, results_table
+from trainkit.hooks import HookTable
+from trainkit.metrics import MetricStore
+from trainkit.module import TrainModule
+from trainkit.precision import Precision
+from trainkit.profiler import Profiler, make_profiler
+from trainkit.registry import load_strategy
+from trainkit.rng import resolve_seed
+from trainkit.running import build_hooks, check_sanity, plan_evaluation, refuse_evaluation, running
+from trainkit.setup_run import finish_fit_plan, fit_plan, train_loader
+from trainkit.strategy import Strategy
+from trainkit.trainer_state import TrainerState
+
+if TYPE_CHECKING:
+    from trainkit.loggers import Logger
+
+__all__ = ["Trainer"]
+
+
+class Trainer(TrainerState):
+    """Runs a :class:`~trainkit.TrainModule`: ``fit``, ``validate``, ``test``, ``predict``. All arguments are keywords.
+
+    **Where it runs**
+
+    Args:
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"`` (``"cuda"``) or ``"mps"``.
+        devices: ``"auto"`` or 1; ``[index]`` for a certain GPU.
+        strategy: ``"auto"`` or a :class:`~trainkit.Strategy`.
+        precision: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, or a
+            :class:`~trainkit.Precision`.
+        seed: of order, augmentation and dropout (default: the one given to ``seed_everything``, else torch's own).
+        deterministic: ``True``: torch raises on nondeterministic kernels; ``"warn"``: it warns.
+        benchmark: let cuDNN choose kernels by trying.
+
+    **How long**
+
+        max_epochs: epochs at most; -1: no limit. Without it, ``max_steps`` and ``max_time``: 1000.
+        min_epochs: epochs at least, whoever asks for a stop.
+        max_steps: optimizer updates at most; -1: no limit.
+        min_steps: optimizer updates at least.
+        max_time: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict.
+        fast_dev_run: try everything on one batch (or N), without loggers.
+
+    **Batches and updates**
+
+        accumulate_grad_batches: micro-batches in an update.
+        global_batch_size: samples in an update; the accumulation follows from it.
+        gradient_clip_val: largest norm, or absolute value, of the gradient.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches (int) or a
+            fraction (float).
+        overfit_batches: train and validate on these few batches, unshuffled.
+        reload_dataloaders_every_n_epochs: ask for the training loader anew; 0: never.
+
+    **Validation**
+
+        val_check_interval: training batches between validations (int), or a fraction of an epoch (float).
+        val_every_n_steps: optimizer updates between validations.
+        check_val_every_n_epoch: only in every n-th epoch; ``None``: an integer ``val_check_interval`` counts across epochs.
+        num_sanity_val_steps: validation batches before training, to find errors early; -1: all.
+        inference_mode: evaluate under ``torch.inference_mode``, else ``torch.no_grad``.
+
+    **What is shown and kept**
+
+        logger: ``True`` (TensorBoard if installed, else CSV), ``False``, a logger or a list.
+        callbacks: a callback or a list.
+        default_root_dir: where logs go (default ``./trainkit_runs``).
+        log_every_n_steps: optimizer updates between log boundaries; 0: log epochs only.
+        enable_progress_bar: attach ``TQDMProgressBar``.
+        enable_model_summary: attach ``ModelSummary``.
+        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a ``Profiler``.
+        detect_anomaly: autograd names the forward operation of a NaN gradient (slow).
+
+    Raises:
+        ConfigurationError: an argument that is wrong, unknown, not supported or contradicts another.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        devices: str | int | Sequence[int] = "auto",
+        strategy: str | Strategy = "auto",
+        precision: str | int | Precision | None = None,
+        logger: bool | Logger | Sequence[Logger] | None = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        default_root_dir: str | Path | None = None,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | Mapping[str, int] | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        fast_dev_run: int | bool = False,
+        num_sanity_val_steps: int | None = None,
+        val_check_interval: int | float | None = None,
+        val_every_n_steps: int | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        accumulate_grad_batches: int = 1,
+        global_batch_size: int | None = None,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        log_every_n_steps: int | None = None,
+        enable_progress_bar: bool = True,
+        enable_model_summary: bool = True,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        detect_anomaly: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        profiler: str | Profiler | None = None,
+        seed: int | None = None,
+        **unknown: Any,
+    ) -> None:
+        given = dict(locals())
+        super().__init__()
+        refuse_unknown(unknown, [name for name in given if name not in ("self", "unknown", "__class__")])
+        self.arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
+        self.arguments.default_root_dir = Path(default_root_dir or "trainkit_runs")
+        self.strategy = _make_strategy(strategy, accelerator, devices)
+        if precision is not None:
+            self.strategy.use_precision(precision)
+        self.accelerator = Accelerator(strategy=self.strategy)
+        self.seed = self.accelerator.seed = resolve_seed(seed)
+        self.inference_mode = inference_mode
+        self.profiler = make_profiler(profiler)
+        self.flags = (deterministic, benchmark, detect_anomaly)
+        self.metrics = MetricStore(self.emit, self.results)
+        self.loggers = attach_loggers(self, logger)
+        self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary)
+
+    def fit(
+        self,
+        module: TrainModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+    ) -> None:
+        """Train a module. Each call is a new run from step 0, with the module's parameters as they are.
+
+        Args:
+            module: what to train.
+            train_dataloaders: a ``DataLoader``, an iterable of batches, a dict or list of loaders (trained on together), or a
+                ``DataModule``.
+            val_dataloaders: one loader or a list.
+            datamodule: instead of loaders.
+
+        Raises:
+            ModuleError, DataError, ConfigurationError: something that the module or the data lacks; before training starts.
+        """
+        if isinstance(train_dataloaders, DataModule):
+            train_dataloaders, datamodule = None, train_dataloaders
+        with running(self, "fit", module, datamodule, train_dataloaders, val_dataloaders):
+            self.global_step = self.current_epoch = 0
+            self._given_train = train_dataloaders
+            loader = train_loader(self, train_dataloaders)
+            if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
+                notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
+                return
+            self.fit_plan = fit_plan(self, loader)
+            self.val_plan = plan_evaluation(self, "validation", val_dataloaders)
+            build_hooks(self)
+            finish_fit_plan(self)
+            self._log_hyperparameters()
+            notice(f"fit on {self.device}, {self.precision.name}, seed {self.seed}.")
+            self.hooks.run("on_fit_start")
+            check_sanity(self, val_dataloaders)
+            loop.fit(self)
+            self.hooks.run("on_fit_end")
+
+    def validate(
+        self,
+        module: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:
+        """Run the validation loop once.
+
+        Args:
+            module: default: the one that this trainer ran last.
+            dataloaders: one loader, a list, or a ``DataModule``.
+            datamodule: instead of loaders.
+            verbose: print the metrics.
+
+        Returns:
+            The metrics of each loader.
+        """
+        return self._evaluate("validate", "validation", module, dataloaders, datamodule, verbose)
+
+    def test(
+        self,
+        module: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:
+        """Run the test loop once; arguments and result as of :meth:`validate`."""
+        return self._evaluate("test", "test", module, dataloaders, datamodule, verbose)
+
+    def predict(
+        self,
+        module: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool = True,
+    ) -> list[Any] | None:
+        """What ``predict_step`` returns for each batch; with several loaders, a list of that for each.
+
+        Args:
+            module: default: the one that this trainer ran last.
+            dataloaders: one loader, a list, or a ``DataModule``.
+            datamodule: instead of loaders.
+            return_predictions: ``False`` keeps nothing, for callbacks that write the predictions.
+        """
+        self._keep_predictions = return_predictions
+        self._evaluate("predict", "predict", module, dataloaders, datamodule, False)
+        plan = self.plans.get("predict")
+        if not return_predictions or plan is None:
+            return None
+        outputs, plan.outputs = plan.outputs, []
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _evaluate(
+        self,
+        stage: str,
+        name: str,
+        module: TrainModule | None,
+        dataloaders: Any,
+        datamodule: DataModule | None,
+        verbose: bool,
+    ) -> list[dict[str, float]]:
+        module = self.lightning_module if module is None else module
+        if isinstance(dataloaders, DataModule):
+            dataloaders, datamodule = None, dataloaders
+        with running(self, stage, module, datamodule, dataloaders):
+            plan = plan_evaluation(self, name, dataloaders)
+            if plan is None:
+                refuse_evaluation(self, stage, name)
+                return []
+            plan.keeps = name == "predict" and self._keep_predictions
+            build_hooks(self)
+            self.validating = stage == "validate"
+            results = loop.evaluate(self, plan)
+            if verbose and self.is_global_zero:
+                self.print(results_table(stage, results))
+            return results
+
+    def explain(self, module: TrainModule | None = None) -> str:
+        """Print, and return, who handles which hook, what runs when, and how the arguments were resolved."""
+        text = explain(self, module if module is not None else self._module)
+        self.print(text)
+        return text
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` in the main process only, above the progress bar."""
+        if not self.is_global_zero:
+            return
+        bar: Any = self.progress_bar_callback
+        (print if bar is None or kwargs else bar.print)(*args, **kwargs)
+
+    def attach(self, module: TrainModule, datamodule: DataModule | None) -> None:
+        """Make the module, and the data module, this trainer's."""
+        self._module, self.datamodule = module, datamodule
+        module._trainer = self
+        if datamodule is not None:
+            datamodule.trainer = self
+
+    def hook_owners(self, module: TrainModule) -> dict[str, tuple[str, ...]]:
+        """For each hook the classes that handle it, in order."""
+        return HookTable(self, module, self.callbacks).owners
+
+    def finish_metrics(self) -> None:
+        """Reduce what was logged in the epoch that ends, before the callbacks that run last."""
+        if self.active_plan is None:
+            self.metrics.flush_epoch()
+        else:
+            self.active_plan.finish()
+
+    def refresh_train_loader(self) -> None:
+        """Ask for the training loader anew where ``reload_dataloaders_every_n_epochs`` says so."""
+        every = self.arguments.reload_dataloaders_every_n_epochs
+        if every and self.current_epoch > 0 and self.current_epoch % every == 0:
+            self.fit_plan.loader.close()
+            self.fit_plan.loader = train_loader(self, self._given_train)
+
+    def before_manual_step(self, optimizer: Optimizer) -> None:
+        """What comes before each update under manual optimization."""
+        self.accelerator.unscale_gradients(optimizer)
+        self.hooks.run("on_before_optimizer_step", optimizer)
+
+    def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """:meth:`trainkit.TrainModule.manual_backward`."""
+        self.hooks.run("on_before_backward", loss)
+        self.fit_plan.backward(loss, **kwargs)
+        self.hooks.run("on_after_backward")
+
+    def emit(self, metrics: dict[str, float], for_step: bool) -> None:
+        """Give metrics to the loggers."""
+        if self.sanity_checking:
+            return
+        evaluating = self.active_plan
+        step = evaluating.count if evaluating is not None and for_step else self.global_step
+        for logger in self.loggers:
+            logger.log_metrics({**metrics, "epoch": self.current_epoch}, step)
+
+    def _log_hyperparameters(self) -> None:
+        owners = [o for o in (self.datamodule, self.lightning_module) if o is not None and o._log_hyperparams]
+        values = {name: value for owner in owners for name, value in owner.hparams.items()}
+        if values:
+            for logger in self.loggers:
+                logger.log_hyperparams(values)
+
+
+def _make_strategy(strategy: str | Strategy, accelerator: str, devices: Any) -> Strategy:
+    if not isinstance(strategy, str):
+        if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
+            raise ConfigurationError(
+                f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'."
+            )
+        if accelerator != "auto" or devices not in ("auto", 1):
+            wanted = pick_device(accelerator, devices)
+            if str(wanted) != "auto" and str(wanted).split(":")[0] != strategy.device.type:
+                raise ConfigurationError(
+                    f"accelerator={accelerator!r} and {strategy!r} name different devices. Give one of them."
+                )
+        return strategy
+    device = pick_device(accelerator, devices)
+    made: Strategy = load_strategy("single" if strategy == "auto" else strategy)(device=device)
+    return made
