@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 MAPPED = {"trainkit.callbacks": "callbacks", "trainkit.strategies": "strategies"}
 
 TENSORBOARD = ["tensorboard"]
-WANDB = ["wandb"]
+WANDB = ["wandb", "pillow"]  # wandb.Image needs pillow and wandb does not bring it
 DEEPSPEED = ["deepspeed>=0.19; platform_system == 'Linux'"]
 PLOT = ["matplotlib"]
 

@@ -48,6 +48,5 @@ def check_callable(owner: str, name: str, value: Any, example: str) -> None:
     """``value`` can be called, or is None."""
     if value is not None and not callable(value):
         raise ConfigurationError(
-            f"{owner}({name}=...) expected a function or None, got {value!r}. "
-            f"Write, for example: {owner}({name}={example})"
+            f"{owner}({name}=...) expected a function or None, got {value!r}. Write, for example: {owner}({name}={example})"
         )

@@ -80,8 +80,8 @@ class GradientClipping(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not module.automatic_optimization:
             raise ConfigurationError(
-                "gradient clipping by the Trainer needs automatic optimization; under automatic_optimization = False "
-                "clip in training_step, before the update:\n"
+                "GradientClipping, gradient_clip_val and configure_gradient_clipping need automatic optimization. Under "
+                "automatic_optimization = False clip in training_step, before the update:\n"
                 "    self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm='norm')"
             )
         if self.norm_type != 2.0 and _overrides_clipping(module):

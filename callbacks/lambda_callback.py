@@ -35,28 +35,33 @@ class LambdaCallback(Callback):
         for name, function in hooks.items():
             if name not in HOOKS:
                 raise UnknownNameError(
-                    f"LambdaCallback({name}=...): no hook has that name.{nearest(name, HOOKS)} "
-                    f"Known hooks: {', '.join(HOOKS)}."
+                    f"LambdaCallback({name}=...): no hook has that name.{nearest(name, HOOKS)} Known hooks: {', '.join(HOOKS)}."
                 )
             _check_callable_as(name, function)
             setattr(self, name, function)  # the hook table asks the instance, so this is the hook
 
 
 def _check_callable_as(name: str, function: Any) -> None:
-    expected = ", ".join(("trainer", "module", *HOOKS[name]))
+    names = ["trainer", "module", *HOOKS[name]]
+    expected = ", ".join(names)
     if not callable(function):
         raise ConfigurationError(
             f"LambdaCallback({name}=...) expected a function, got {function!r}. "
             f"Write: LambdaCallback({name}=lambda {expected}: ...)"
         )
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a built-in without a readable signature
+    if _accepts(function, names) or (names[-1] == "dataloader_idx" and _accepts(function, names[:-1])):
         return
+    raise HookError(
+        f"LambdaCallback({name}=...) cannot be called as that hook: expected ({expected}), received "
+        f"{inspect.signature(function)}. Write: LambdaCallback({name}=lambda {expected}: ...)"
+    )
+
+
+def _accepts(function: Callable[..., Any], arguments: list[str]) -> bool:
     try:
-        signature.bind(*expected.split(", "))
-    except TypeError as error:
-        raise HookError(
-            f"LambdaCallback({name}=...) cannot be called as that hook: expected ({expected}), received {signature}. "
-            f"Write: LambdaCallback({name}=lambda {expected}: ...)"
-        ) from error
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in without a readable signature
+        return True
+    return True

@@ -41,9 +41,7 @@ class LearningRateMonitor(Callback):
         trainer = Trainer(callbacks=[LearningRateMonitor(logging_interval="step")])
     """
 
-    def __init__(
-        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
-    ) -> None:
+    def __init__(self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
         super().__init__()
         check_choice("LearningRateMonitor", "logging_interval", logging_interval, ("step", "epoch"), optional=True)
         self.logging_interval = logging_interval
@@ -58,7 +56,7 @@ class LearningRateMonitor(Callback):
         return [name for names in self._names.values() for name in names]
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if not trainer.loggers:
+        if not trainer.loggers and not trainer.fast_dev_run:  # which leaves out the loggers that the user gave
             raise ConfigurationError(
                 "LearningRateMonitor has nothing to log to: the Trainer has no logger. Write Trainer(logger=True), or "
                 "leave out LearningRateMonitor."

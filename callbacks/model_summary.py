@@ -117,9 +117,7 @@ class Summary:
         header = ["", "Name", "Type", "Params", "Mode"] + (["In sizes", "Out sizes"] if self.has_sizes else [])
         rows = [self._row(number, layer) for number, layer in enumerate(self.layers)]
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-        table = [
-            " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]
-        ]
+        table = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
         rule = "-" * max(len(line) for line in table)
         return "\n".join(line.rstrip() for line in [table[0], rule, *table[1:], rule, *self._totals()])
 
@@ -164,9 +162,7 @@ def summarize(module: nn.Module, max_depth: int = 1, *, precision: Precision | N
     """
     check_int("summarize", "max_depth", max_depth, -1)
     listed = {
-        name: layer
-        for name, layer in module.named_modules()
-        if name and (max_depth == -1 or name.count(".") < max_depth)
+        name: layer for name, layer in module.named_modules() if name and (max_depth == -1 or name.count(".") < max_depth)
     }
     summary = Summary([_line(name, layer) for name, layer in listed.items()])
     _count(module, summary)

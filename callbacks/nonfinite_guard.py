@@ -133,9 +133,6 @@ class NonFiniteGuard(Callback):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.check_now()
 
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        self._losses = self._pending = None
-
     def check_now(self) -> None:
         """Read the flag of the latest update now, waiting for the device: before a save, and when training ends.
 
@@ -219,10 +216,10 @@ def _largest(gradients: list[Tensor]) -> Tensor:
     for positions in groups.values():
         used = [i for i in positions if gradients[i].numel()]
         for i in set(positions) - set(used):
-            result[i] = torch.zeros((), device=device)
+            result[i] = gradients[i].new_zeros(())
         for i, norm in zip(used, torch._foreach_norm([gradients[i] for i in used], float("inf")), strict=True):
             result[i] = norm
-    if len(groups) > 1 or any(r.dtype != result[0].dtype for r in result):
+    if len(groups) > 1:
         result = [r.to(device=device, dtype=torch.float64 if device.type != "mps" else torch.float32) for r in result]
     return torch.stack(result)
 
@@ -247,7 +244,5 @@ def _describe(findings: _Findings) -> str:
         bad = [n for n, ok in zip(findings.names, torch.isfinite(findings.largest).tolist(), strict=True) if not ok]
         if bad:
             more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-            causes.append(
-                f"the gradient of {', '.join(bad[:_NAMED])}{more} ({len(bad)} of {len(findings.names)} parameters)"
-            )
+            causes.append(f"the gradient of {', '.join(bad[:_NAMED])}{more} ({len(bad)} of {len(findings.names)} parameters)")
     return f"Not finite in update {findings.update}: {'; '.join(causes)}."

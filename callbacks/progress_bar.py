@@ -162,9 +162,7 @@ class TQDMProgressBar(Callback):
         of = "" if trainer.max_epochs < 0 else f"/{trainer.max_epochs - 1}"
         self._train = self._stage(f"Epoch {trainer.current_epoch}{of}", trainer.num_training_batches, 0, leave=True)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._train is not None and self._train.advance(batch_idx + 1, self.refresh_rate):
             self._train.show(trainer.progress_bar_metrics)
 
@@ -249,6 +247,8 @@ class TQDMProgressBar(Callback):
 
     def _close_evaluation(self) -> None:
         if self._evaluation is not None:
+            if self._train is not None:  # its rate is that of training
+                self._train.began += time.monotonic() - self._evaluation.began
             self._evaluation.close()
             self._evaluation = None
 

@@ -151,9 +151,7 @@ class ThroughputMonitor(Callback):
             if module.automatic_optimization:
                 self._end_counting()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._counter is not None:
             self._end_counting()
         if trainer.accelerator.sync_gradients:

@@ -96,9 +96,7 @@ class Timer(Callback):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish("train")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.interval == "step" and self.duration is not None:
             self._check(trainer, module)
 

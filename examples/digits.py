@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,20 +38,20 @@ class Digits(DataModule):
         generator = torch.Generator().manual_seed(0)  # the same split whatever the seed of the run
         self.train, self.val, self.test = random_split(data, [1197, 300, 300], generator)
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Batch]:
+    def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.val, batch_size=300)
 
-    def test_dataloader(self) -> DataLoader[Batch]:
+    def test_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.test, batch_size=300)
 
 
 class Classifier(TrainModule):
     """Two convolutions and a linear layer."""
 
-    def __init__(self, channels: int = 32, learning_rate: float = 3e-3) -> None:
+    def __init__(self, channels: int = 16, learning_rate: float = 3e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from trainkit import Accelerator, set_seed
 
 
-def loaders(batch_size: int) -> tuple[DataLoader[list[Tensor]], DataLoader[list[Tensor]]]:
+def loaders(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """1,497 digits to train on, 300 to evaluate on: pixels (B, 64) in [0, 1] and labels (B,)."""
     pixels, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))

@@ -82,9 +82,9 @@ class Import(NamedTuple):
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def python_files(folder: str) -> Iterator[Path]:
-    """The Python files below a folder of the repository, links not followed."""
-    for parent, folders, names in os.walk(ROOT / folder):
+def python_files(folder: Path) -> Iterator[Path]:
+    """The Python files below a folder, links not followed."""
+    for parent, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if f != "__pycache__" and not Path(parent, f).is_symlink())
         yield from (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
 
@@ -94,7 +94,7 @@ def package_sources() -> list[Source]:
     return [
         Source(path.relative_to(ROOT).as_posix(), module_name(path.relative_to(ROOT)), path.read_text("utf-8"))
         for folder in PACKAGES
-        for path in python_files(folder)
+        for path in python_files(ROOT / folder)
     ]
 
 
@@ -109,7 +109,7 @@ def user_sources(*where: str) -> list[Source]:
     files of the repository."""
     sources = []
     for path in (ROOT / name for name in where):
-        for file in python_files(path.name):
+        for file in python_files(path):
             sources.append(Source(file.relative_to(ROOT).as_posix(), "", file.read_text("utf-8")))
         for file in [path] if path.is_file() else sorted(path.rglob("*.md")):
             sources += python_blocks(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))

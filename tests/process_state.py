@@ -17,8 +17,14 @@ import torch
 # that wandb's runs talk to.
 LASTING_THREADS = {"TMonitor", "wandb-AsyncioManager-main", "wandb-ServiceFinalizer"}
 
-# Variables that pytest, torch and wandb set for themselves.
-NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "WANDB_SERVICE"}
+# Variables that pytest, scikit-learn, torch and wandb set for themselves.
+NOT_OURS = {
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "WANDB_SERVICE",
+}
 
 # Signals whose handlers Python can read and set.
 SIGNALS = sorted(signal.valid_signals() - {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")})

@@ -183,9 +183,7 @@ def test_public_names_pass() -> None:
 
 
 def test_blocks_of_a_document_keep_their_lines() -> None:
-    text = (
-        "Text\n\n```python\nimport trainkit.loop\n```\n\n* item\n\n  ```python\n  x = (\n  ```\n\n```bash\nexit\n```\n"
-    )
+    text = "Text\n\n```python\nimport trainkit.loop\n```\n\n* item\n\n  ```python\n  x = (\n  ```\n\n```bash\nexit\n```\n"
     blocks = house.python_blocks("docs/x.md", text)
     assert [c for block in blocks for c in house.private_imports(block, PUBLIC)] == [
         "docs/x.md:4 imports trainkit.loop, which is not public",
@@ -251,9 +249,7 @@ def test_a_question_for_the_class_is_found(text: str) -> None:
     assert house.branches_on_strategy(example(text))
 
 
-@pytest.mark.parametrize(
-    "text", ["isinstance(strategy, str)", "isinstance(x, Callback)", "type(x) is int", "DDPStrategy()"]
-)
+@pytest.mark.parametrize("text", ["isinstance(strategy, str)", "isinstance(x, Callback)", "type(x) is int", "DDPStrategy()"])
 def test_other_questions_pass(text: str) -> None:
     assert not house.branches_on_strategy(example(text))
 

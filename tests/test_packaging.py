@@ -30,9 +30,15 @@ print(json.dumps({"files": [m.__file__ for m in names] + [trainkit.callbacks.Tim
 """
 
 
-def copy_of_the_tree(to: Path, links: str) -> Path:
-    """The checkout with its ``links`` "kept", "missing", or written as "text", as git does where links are unknown."""
-    shutil.copytree(house.ROOT, to, symlinks=True, ignore=NOT_SOURCE)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout as it was at one moment, without what builds and runs leave in it."""
+    return Path(shutil.copytree(house.ROOT, tmp_path_factory.mktemp("source") / "tree", symlinks=True, ignore=NOT_SOURCE))
+
+
+def with_links(source: Path, to: Path, links: str) -> Path:
+    """A copy whose ``links`` are "kept", "missing", or written as "text", as git does where links are unknown."""
+    shutil.copytree(source, to, symlinks=True)
     for link, target in LINKS.items():
         (to / link).unlink(missing_ok=True)
         if links == "kept":
@@ -60,35 +66,37 @@ def metadata(wheel: Path) -> Message:
 
 
 @pytest.fixture(scope="module")
-def from_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def from_checkout(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built straight from a checkout with its links."""
     folder = tmp_path_factory.mktemp("checkout")
-    (wheel,) = build(copy_of_the_tree(folder / "tree", links="kept"), folder / "out", "--wheel")
+    (wheel,) = build(with_links(source, folder / "tree", "kept"), folder / "out", "--wheel")
     return wheel
 
 
 @pytest.fixture(scope="module")
-def distribution(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def distribution(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A source distribution of a checkout with its links, and the wheel built from that."""
     folder = tmp_path_factory.mktemp("distribution")
-    wheel, archive = build(copy_of_the_tree(folder / "tree", links="kept"), folder / "out")
+    wheel, archive = build(with_links(source, folder / "tree", "kept"), folder / "out")
     assert archive.name.endswith(".tar.gz")
     return archive, wheel
 
 
-def test_the_wheel_holds_every_module_once(from_checkout: Path) -> None:
+def test_the_wheel_holds_every_module_once(source: Path, from_checkout: Path) -> None:
     with zipfile.ZipFile(from_checkout) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
     assert [name for name, count in Counter(names).items() if count > 1] == []
-    expected = {source.module.replace(".", "/") for source in house.package_sources()}
-    found = {name.removesuffix(".py").removesuffix("/__init__") for name in names if name.endswith(".py")}
-    assert found == expected
+    assert {name for name in names if name.endswith(".py")} == {
+        f"{package.replace('.', '/')}/{file.relative_to(source / folder).as_posix()}"
+        for folder, package in house.PACKAGES.items()
+        for file in house.python_files(source / folder)
+    }
     assert [name for name in names if not name.endswith(".py")] == ["trainkit/py.typed"]
 
 
 @pytest.mark.parametrize("links", ["missing", "text"])
-def test_the_links_change_nothing(links: str, from_checkout: Path, tmp_path: Path) -> None:
-    (wheel,) = build(copy_of_the_tree(tmp_path / "tree", links), tmp_path / "out", "--wheel")
+def test_the_links_change_nothing(links: str, source: Path, from_checkout: Path, tmp_path: Path) -> None:
+    (wheel,) = build(with_links(source, tmp_path / "tree", links), tmp_path / "out", "--wheel")
     assert contents(wheel) == contents(from_checkout)
 
 
@@ -96,11 +104,12 @@ def test_the_source_distribution_builds_the_same_wheel(distribution: tuple[Path,
     assert contents(distribution[1]) == contents(from_checkout)
 
 
-def test_the_source_distribution_holds_files_and_no_links(distribution: tuple[Path, Path]) -> None:
+def test_the_source_distribution_holds_files_and_no_links(source: Path, distribution: tuple[Path, Path]) -> None:
     with tarfile.open(distribution[0]) as archive:
         members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
     assert all(member.isfile() or member.isdir() for member in members.values())
-    assert {source.path for source in house.package_sources()} <= set(members)
+    modules = [file for folder in house.PACKAGES for file in house.python_files(source / folder)]
+    assert {file.relative_to(source).as_posix() for file in modules} <= set(members)
     assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "tests/conftest.py"} <= set(members)
     assert [name for name in members if name.startswith(tuple(LINKS))] == []
 
@@ -115,9 +124,9 @@ def test_it_imports_away_from_the_repository(from_checkout: Path, tmp_path: Path
     assert all(Path(file).is_relative_to(target) for file in found), found
 
 
-def test_an_editable_install_works_without_the_links(tmp_path: Path) -> None:
+def test_an_editable_install_works_without_the_links(source: Path, tmp_path: Path) -> None:
     """What pip does for ``pip install -e .``: the build backend's editable wheel, put where packages lie."""
-    tree, site = copy_of_the_tree(tmp_path / "tree", links="missing"), tmp_path / "site"
+    tree, site = with_links(source, tmp_path / "tree", "missing"), tmp_path / "site"
     make = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
     done = run_python("-c", make, str(tmp_path), cwd=tree)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -136,14 +145,14 @@ def imported_from(done: subprocess.CompletedProcess[str]) -> list[str]:
     return answer["files"]
 
 
-def test_the_metadata_says_what_it_is(from_checkout: Path) -> None:
+def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None:
     data = metadata(from_checkout)
     assert (data["Name"], data["Version"]) == ("trainkit-torch", trainkit.__version__)
     assert (data["Requires-Python"], data["License-Expression"]) == (">=3.10", "Apache-2.0")
     required = [line for line in data.get_all("Requires-Dist") if "extra ==" not in line]
     assert required == ["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML"]
     assert data.get_all("Provides-Extra") == ["tensorboard", "wandb", "deepspeed", "xla", "plot", "all", "dev"]
-    assert data.get_payload().strip() == (house.ROOT / "README.md").read_text("utf-8").strip()
+    assert data.get_payload().strip() == (source / "README.md").read_text("utf-8").strip()
     files = contents(from_checkout)
     (entry_points,) = [text.decode() for name, text in files.items() if name.endswith("/entry_points.txt")]
     assert "trainkit = trainkit.cli.main:main" in entry_points
@@ -163,7 +172,7 @@ def test_constraints_fix_versions_and_nothing_else() -> None:
     assert [line for line in lines if not re.fullmatch(r"[\w-]+==[\w.]+(; python_version >= \"3\.\d+\")?", line)] == []
     fixed = {line.partition("==")[0].lower() for line in lines}
     setup = (house.ROOT / "setup.py").read_text("utf-8")
-    direct = ["torch", "numpy", "tqdm", "safetensors", "PyYAML", "tensorboard", "wandb", "matplotlib"]
+    direct = ["torch", "numpy", "tqdm", "safetensors", "PyYAML", "tensorboard", "wandb", "pillow", "matplotlib"]
     direct += re.findall(r'"([\w-]+)', setup.partition('"dev": [')[2].partition("]")[0])
     assert {name.lower() for name in direct} - fixed == set()
 

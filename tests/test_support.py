@@ -15,6 +15,10 @@ import pytest
 import torch
 from process_state import ProcessState
 from support import ROOT, run_python
+from tiny import TinyModule
+from torch.utils.data import DataLoader
+
+from trainkit import Trainer
 
 
 def _set_environment() -> None:
@@ -92,3 +96,9 @@ def test_a_test_runs_in_a_directory_of_its_own(run_dir: Path) -> None:
 def test_a_process_finds_the_checkout_from_anywhere(run_dir: Path) -> None:
     done = run_python("import trainkit.errors as e, torch; print(e.__file__, torch.get_num_threads())", cwd=run_dir)
     assert done.stdout.split() == [str(ROOT / "trainkit" / "errors.py"), "1"], done.stderr
+
+
+def test_the_tiny_module_learns(tiny_module: TinyModule, tiny_loader: DataLoader) -> None:
+    trainer = Trainer(max_epochs=20, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(tiny_module, tiny_loader)
+    assert trainer.callback_metrics["train_loss"] < 0.1

@@ -1,4 +1,7 @@
-"""trainkit trains PyTorch models: subclass ``TrainModule``, call ``Trainer(...).fit(...)``; or keep your loop with ``Accelerator``."""
+"""trainkit trains PyTorch models: subclass ``TrainModule`` and call ``Trainer(...).fit(...)``, or keep your loop.
+
+Who keeps his loop uses ``Accelerator``; it is the same engine.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class Accelerator:
         self.optimizer_step_was_skipped = False
         self.updates = 0
         self.before_step: Callable[[Optimizer], None] | None = None
-        self._skip = False
+        self.skip_asked = False
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._loaders: list[PreparedLoader] = []
@@ -118,7 +118,9 @@ class Accelerator:
         for place, item in enumerate(objects):
             if isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler):
                 raise ConfigurationError(f"prepare: argument {place} ({type(item).__name__}) has been prepared already.")
-        prepared = {place: self._prepare_model(o) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
+        prepared: dict[int, Any] = {}
+        # models first: an optimizer is prepared for a model that is on its device
+        prepared |= {place: self._prepare_model(o) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
         prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
         for place, item in enumerate(objects):
             if place not in prepared:
@@ -139,8 +141,9 @@ class Accelerator:
     def _prepare_other(self, item: Any, place: int) -> Any:
         if hasattr(item, "step") and hasattr(item, "state_dict"):
             return PreparedScheduler(item, self)
-        if isinstance(item, CombinedLoader) or isinstance(item, Iterable):
-            return self.prepare_loader(item, window=True)
+        if isinstance(item, CombinedLoader | Iterable):
+            # loaders that are read side by side must not have the same order and the same augmentation
+            return self.prepare_loader(item, window=True, index=len(self._loaders))
         raise ConfigurationError(
             f"prepare: argument {place} is a {type(item).__name__}; expected a model, an optimizer, a loader or a scheduler."
         )
@@ -163,15 +166,18 @@ class Accelerator:
         self._loaders.append(prepared)
         return prepared
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def release_loader(self, loader: PreparedLoader) -> None:
+        """Forget a loader that is not read any more, and end its workers."""
+        loader.close()
+        self._loaders = [other for other in self._loaders if other is not loader]
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Work on one micro-batch within it. With a loader that was not prepared, it counts the micro-batches itself."""
         window = self.window
         if not window.driven:
             window.count()
         window.driven = False
-        with self.strategy.accumulating(models[0] if models else None, window.full):
-            yield
+        return self.strategy.accumulating(models[0] if models else None, window.full)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Within it the forward is computed in the accelerator's precision."""
@@ -197,17 +203,17 @@ class Accelerator:
             closure: computes the loss anew and its gradients (LBFGS).
 
         Returns:
-            Whether the update happened: not inside a window, nor if it was skipped because a scaled gradient overflowed, because
-            :meth:`skip_update` was called, or because the window's weight is 0.
+            Whether the update happened: not inside a window, nor if it was skipped because a scaled gradient overflowed,
+            :meth:`skip_update` was called, or the window's weight is 0.
         """
         if not self.window.full:
             return False
         own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
         if self.before_step is not None:
             self.before_step(own)
-        if self._skip or self.window.empty:
+        if self.skip_asked or self.window.empty:
             self.strategy.precision.discard(own)
-            updated = self._skip = False
+            updated = self.skip_asked = False
         else:
             updated = self.strategy.optimizer_step(own, closure)
         self.optimizer_step_was_skipped = not updated
@@ -216,7 +222,7 @@ class Accelerator:
 
     def skip_update(self) -> None:
         """Skip the update of the current window: it changes neither parameters nor optimizer state."""
-        self._skip = True
+        self.skip_asked = True
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Take the loss scale of ``16-mixed`` out of the gradients, before they are looked at; clipping does it by itself."""
@@ -225,9 +231,7 @@ class Accelerator:
         for own in self.optimizers if optimizer is None else [optimizer]:
             self.strategy.precision.unscale(own)
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> Tensor | None:
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale the gradients down to a norm of at most ``max_norm``.
 
         Returns:
@@ -235,18 +239,24 @@ class Accelerator:
         """
         if not self.window.full:
             return None
-        self._unscale_all()
-        return self.strategy.clip_grad_norm_(_listed(parameters), max_norm, norm_type)
+        listed = _listed(parameters)
+        self._unscale_of(listed)
+        return self.strategy.clip_grad_norm_(listed, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value]; nothing inside a window."""
         if self.window.full:
-            self._unscale_all()
-            self.strategy.clip_grad_value_(_listed(parameters), clip_value)
+            listed = _listed(parameters)
+            self._unscale_of(listed)
+            self.strategy.clip_grad_value_(listed, clip_value)
 
-    def _unscale_all(self) -> None:
-        if self.strategy.precision.scaler is not None:
-            for own in self.optimizers:
+    def _unscale_of(self, parameters: list[Tensor]) -> None:
+        """Take the loss scale out of the gradients of the optimizers that these parameters belong to."""
+        if self.strategy.precision.scaler is None:
+            return
+        wanted = {id(parameter) for parameter in parameters}
+        for own in self.optimizers:
+            if any(id(p) in wanted for group in own.param_groups for p in group["params"]):
                 self.strategy.precision.unscale(own)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,19 @@ UNSUPPORTED: dict[str, str] = {
     "auto_lr_find": "choose the learning rate in configure_optimizers",
     "auto_scale_batch_size": "choose batch_size in the DataLoader",
     "auto_select_gpus": "use devices=[index]",
+    "automatic_optimization": "set self.automatic_optimization in __init__ of the TrainModule",
     "barebones": "leave it out: what is not attached costs nothing here; turn off the rest with logger=False, "
     "enable_progress_bar=False, enable_model_summary=False",
     "checkpoint_callback": "is not in this version; checkpoints are being built",
+    "distributed_backend": "use strategy=",
+    "early_stop_callback": "use callbacks=[EarlyStopping('val_loss')]",
     "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
     "enable_checkpointing": "is not in this version; checkpoints are being built",
     "flush_logs_every_n_steps": "use an argument of the logger",
     "gpus": "use accelerator='gpu', devices=1",
     "ipus": "IPUs are not supported",
     "log_gpu_memory": "attach a callback that logs torch.cuda.max_memory_allocated()",
+    "log_save_interval": "use log_every_n_steps, and an argument of the logger",
     "model_registry": "is not offered",
     "move_metrics_to_cpu": "leave it out: metrics are read at log boundaries only",
     "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
@@ -44,26 +50,83 @@ UNSUPPORTED: dict[str, str] = {
     "prepare_data_per_node": _LATER,
     "process_position": "use callbacks=[TQDMProgressBar(process_position=...)]",
     "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
+    "reload_dataloaders_every_epoch": "use reload_dataloaders_every_n_epochs=1",
     "replace_sampler_ddp": _LATER,
     "resume_from_checkpoint": "is not in this version; checkpoints are being built",
+    "row_log_interval": "use log_every_n_steps",
     "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
     "sync_batchnorm": _LATER,
     "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
+    "test_percent_check": "use limit_test_batches",
     "tpu_cores": _LATER,
     "track_grad_norm": "use callbacks=[GradientClipping(None)], or gradient_clip_val, which logs the norm",
+    "train_percent_check": "use limit_train_batches",
     "truncated_bptt_steps": "loop over the parts of the sequence under manual optimization",
     "use_distributed_sampler": "leave it out: loaders are sharded by position, no sampler is replaced",
+    "val_percent_check": "use limit_val_batches",
     "weights_save_path": "use default_root_dir",
     "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
 }
 
 
-def refuse_unknown(given: Mapping[str, Any], known: list[str]) -> None:
-    """Refuse arguments that the Trainer does not have, with the replacement or the nearest name."""
-    for name in given:
-        if name in UNSUPPORTED:
-            raise UnsupportedArgumentError(f"Trainer({name}=...): {UNSUPPORTED[name]}.")
-        raise UnknownNameError(f"Trainer has no argument {name!r}.{nearest(name, [*known, *UNSUPPORTED])}")
+# Those of Lightning's fit, validate, test and predict.
+_UNSUPPORTED_IN_CALLS: dict[str, str] = {
+    "ckpt_path": "is not in this version; checkpoints are being built",
+    "test_dataloaders": "use dataloaders=",
+    "train_dataloader": "use train_dataloaders=",
+    "weights_only": "is not in this version; checkpoints are being built",
+}
+
+# Those of Accelerate's Accelerator.
+_UNSUPPORTED_IN_ACCELERATOR: dict[str, str] = {
+    "cpu": "use strategy=Strategy(device='cpu')",
+    "dataloader_config": "leave it out: loaders are taken as they are",
+    "deepspeed_plugin": _LATER,
+    "deepspeed_plugins": _LATER,
+    "device_placement": "leave it out: model and batches are moved to the device",
+    "dispatch_batches": "leave it out: loaders are taken as they are",
+    "dynamo_backend": "use torch.compile(model) before prepare",
+    "dynamo_plugin": "use torch.compile(model) before prepare",
+    "fsdp_plugin": _LATER,
+    "gradient_accumulation_plugin": "use gradient_accumulation_steps=",
+    "kwargs_handlers": "give precision= a Precision object and strategy= a Strategy object",
+    "log_with": "make a logger of trainkit.loggers and call its log_metrics",
+    "megatron_lm_plugin": "Megatron-LM is not offered",
+    "mixed_precision": "use precision='bf16-mixed' or '16-mixed'",
+    "project_config": "make a logger of trainkit.loggers with its save_dir=",
+    "project_dir": "make a logger of trainkit.loggers with its save_dir=",
+    "rng_types": "leave it out: randomness is keyed, there is nothing to carry over",
+    "split_batches": "leave it out: a loader's batch_size is per device",
+    "step_scheduler_with_optimizer": "leave it out: a prepared scheduler is advanced once per update",
+    "use_seedable_sampler": "leave it out: the order is a function of the seed and the epoch",
+}
+
+
+def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse arguments that ``where`` does not have: "Trainer", one of its verbs ("Trainer.fit"), or "Accelerator".
+
+    ``ckpt_path=None`` asks for nothing and is let through.
+
+    Raises:
+        UnsupportedArgumentError: Lightning or Accelerate has it; the message names the replacement.
+        UnknownNameError: with the nearest name.
+    """
+    tables = {"Trainer": UNSUPPORTED, "Accelerator": _UNSUPPORTED_IN_ACCELERATOR}
+    table = tables.get(where, _UNSUPPORTED_IN_CALLS)
+    for name, value in given.items():
+        if name == "ckpt_path" and value is None and table is _UNSUPPORTED_IN_CALLS:
+            continue
+        if name in table:
+            raise UnsupportedArgumentError(f"{where}({name}=...): {table[name]}.")
+        raise UnknownNameError(f"{where} has no argument {name!r}.{nearest(name, [*known, *table])}")
+
+
+def check_switches(given: Mapping[str, Any]) -> None:
+    """Refuse a switch of the Trainer that is neither on nor off, such as the string "no"."""
+    for name in ("enable_progress_bar", "enable_model_summary", "inference_mode", "detect_anomaly", "benchmark"):
+        value = given[name]
+        if not (value is None and name == "benchmark") and (isinstance(value, str) or value not in (True, False)):
+            raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
 
 
 @dataclass
@@ -118,9 +181,10 @@ class TrainerArguments:
             value = getattr(self, name)
             if value is None and optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 hint = " (-1: no limit)" if least == -1 else ""
                 raise ConfigurationError(f"{name} must be an integer ≥ {least}{hint}, not {value!r}.")
+            setattr(self, name, int(value))  # numpy has integers of its own
 
     def _check_fractions(self) -> None:
         for name in (*(f.name for f in fields(self) if f.name.startswith("limit_")), "overfit_batches"):
@@ -153,6 +217,12 @@ class TrainerArguments:
         clip = self.gradient_clip_val
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip >= 0):
             raise ConfigurationError(f"gradient_clip_val must be a number ≥ 0, not {clip!r}.")
+        if self.default_root_dir is not None and not isinstance(self.default_root_dir, str | os.PathLike):
+            raise ConfigurationError(f"default_root_dir must be a path, not {self.default_root_dir!r}. For example: 'runs'")
+        if clip is None and self.gradient_clip_algorithm == "value":
+            raise ConfigurationError(
+                "gradient_clip_algorithm='value' clips nothing without a value. Add it: gradient_clip_val=0.5"
+            )
         if self.deterministic not in (True, False, None, "warn"):
             raise ConfigurationError(f"deterministic must be True, False or 'warn', not {self.deterministic!r}.")
         run = self.fast_dev_run
@@ -164,6 +234,11 @@ class TrainerArguments:
             raise ConfigurationError(
                 f"val_every_n_steps={self.val_every_n_steps} and val_check_interval={self.val_check_interval} both say when to "
                 "validate. Give one of them."
+            )
+        if self.val_every_n_steps is not None and self.check_val_every_n_epoch not in (None, 1):
+            raise ConfigurationError(
+                f"val_every_n_steps={self.val_every_n_steps} counts updates across epochs, so "
+                f"check_val_every_n_epoch={self.check_val_every_n_epoch} has no meaning. Give one of them."
             )
         if self.global_batch_size is not None and self.accumulate_grad_batches != 1:
             raise ConfigurationError(
@@ -179,19 +254,20 @@ class TrainerArguments:
                 f"overfit_batches={self.overfit_batches} and limit_train_batches={self.limit_train_batches} both limit the "
                 "training batches. Give one of them."
             )
-        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float | None):
-            if self.val_every_n_steps is None:
-                raise ConfigurationError(
-                    "check_val_every_n_epoch=None validates by training batches across epochs, which needs an integer: "
-                    "val_check_interval=1000"
-                )
+        across_epochs = self.check_val_every_n_epoch is None and self.val_every_n_steps is None
+        if across_epochs and not isinstance(self.val_check_interval, int):
+            raise ConfigurationError(
+                "check_val_every_n_epoch=None validates by training batches across epochs, which needs an integer: "
+                "val_check_interval=1000"
+            )
 
     def _settle(self) -> None:
         """Defaults that depend on other arguments."""
         if self.max_epochs is None:
-            self.max_epochs = -1 if self.max_steps != -1 or self.max_time is not None else 1000
-            if self.max_epochs == 1000 and not self.fast_dev_run:
-                notice("neither max_epochs nor max_steps nor max_time was given: training for up to 1000 epochs.")
+            limitless = self.max_steps != -1 or self.max_time is not None
+            self.max_epochs = -1 if limitless else max(1000, self.min_epochs or 0)
+            if not limitless and not self.fast_dev_run:
+                notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
         if self.fast_dev_run:
             batches = int(self.fast_dev_run)
             self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
@@ -200,7 +276,9 @@ class TrainerArguments:
             for name in ("train", "val", "test", "predict"):
                 setattr(self, f"limit_{name}_batches", batches)
         if self.overfit_batches:
-            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
+            self.limit_train_batches = self.overfit_batches
+            if self.limit_val_batches == 1.0:
+                self.limit_val_batches = self.overfit_batches
         if self.num_sanity_val_steps is None:
             self.num_sanity_val_steps = 2
         if self.val_check_interval is None:
@@ -243,7 +321,9 @@ def pick_device(accelerator: Any, devices: Any) -> torch.device | str:
     """
     names = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
     if accelerator in ("tpu", "hpu", "ipu"):
-        raise UnsupportedArgumentError(f"accelerator={accelerator!r} is not in this version. Use 'auto', 'cpu', 'gpu' or 'mps'.")
+        raise UnsupportedArgumentError(
+            f"accelerator={accelerator!r} is not in this version. Use 'auto', 'cpu', 'gpu' or 'mps'."
+        )
     if not isinstance(accelerator, str) or accelerator not in names:
         raise UnknownNameError(
             f"unknown accelerator {accelerator!r}; known: {', '.join(names)}.{nearest(str(accelerator), names)}"

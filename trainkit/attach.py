@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
@@ -28,7 +28,7 @@ def attach_callbacks(
         HookError: something that is no callback, or has a hook that cannot be called.
         ConfigurationError: the same callback twice, or one that contradicts an argument.
     """
-    callbacks: list[Callback] = [given] if isinstance(given, Callback) else list(given or [])
+    callbacks: list[Callback] = [] if given is None else _listed(given)
     for callback in callbacks:
         check_callback(callback)
     if len({id(callback) for callback in callbacks}) < len(callbacks):
@@ -41,9 +41,7 @@ def attach_callbacks(
             return
         if any(isinstance(callback, kind) for callback in callbacks):
             if argument in ("gradient_clip_val", "max_time"):
-                raise ConfigurationError(
-                    f"{argument} and a {kind.__name__} in callbacks say the same thing. Give one of them."
-                )
+                raise ConfigurationError(f"{argument} and a {kind.__name__} in callbacks say the same thing. Give one of them.")
             return
         callbacks.append(kind(*values))
 
@@ -57,18 +55,31 @@ def attach_callbacks(
 
 
 def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
-    """Take in what ``configure_callbacks`` brings; one of a class that the trainer has already takes its place."""
+    """Take in what ``configure_callbacks`` brings; one of a class that the trainer has already takes its place.
+
+    What the module of an earlier run brought is gone then, and what it displaced is back.
+    """
+    own = [c for c in trainer.callbacks if all(c is not other for other in trainer.brought_callbacks)]
+    own += [c for c in trainer.displaced_callbacks if all(c is not other for other in own)]
     brought = module.configure_callbacks()
-    brought = [brought] if isinstance(brought, Callback) else list(brought or [])
+    brought = [] if brought is None else _listed(brought)
     for callback in brought:
         check_callback(callback)
     kinds = {type(callback) for callback in brought}
-    trainer.callbacks = [callback for callback in trainer.callbacks if type(callback) not in kinds] + brought
+    trainer.displaced_callbacks = [callback for callback in own if type(callback) in kinds]
+    kept = [callback for callback in own if type(callback) not in kinds]
     clipping = load_callback("gradient_clipping")
-    if overrides(module, "configure_gradient_clipping") and not any(isinstance(c, clipping) for c in trainer.callbacks):
-        trainer.callbacks.append(clipping(None))  # so that the module's own clipping is called
+    if overrides(module, "configure_gradient_clipping") and not any(isinstance(c, clipping) for c in kept + brought):
+        brought.append(clipping(None))  # so that the module's own clipping is called
+    trainer.brought_callbacks = brought
+    trainer.callbacks = kept + brought
     for callback in trainer.callbacks:
         callback._module = module
+
+
+def _listed(given: Any) -> list[Any]:
+    """One object or several, as a list; a string or a class is one, and refused later as what it is."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str | type) else [given]
 
 
 def attach_loggers(trainer: Trainer, given: bool | Logger | Sequence[Logger] | None) -> list[Logger]:
@@ -85,7 +96,7 @@ def attach_loggers(trainer: Trainer, given: bool | Logger | Sequence[Logger] | N
     if given is None or given is True:
         loggers = [default_logger()]
     else:
-        loggers = [given] if isinstance(given, Logger) else list(given)
+        loggers = _listed(given)
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise ConfigurationError(

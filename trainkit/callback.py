@@ -97,9 +97,7 @@ class Callback:
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> int | None:
         """Before a micro-batch is worked on. Returning -1 skips the rest of the epoch."""
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After a micro-batch, and after the update if its window is full.
 
         ``outputs`` is what ``training_step`` returned as a dict, the loss detached under ``"loss"``; ``None`` if it returned

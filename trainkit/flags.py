@@ -12,9 +12,7 @@ __all__ = ["torch_flags"]
 
 
 @contextmanager
-def torch_flags(
-    deterministic: bool | str | None, benchmark: bool | None, detect_anomaly: bool
-) -> Iterator[None]:
+def torch_flags(deterministic: bool | str | None, benchmark: bool | None, detect_anomaly: bool) -> Iterator[None]:
     """Within it torch's switches are as the Trainer was told; afterwards as they were.
 
     Args:
@@ -24,6 +22,7 @@ def torch_flags(
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark_before = torch.backends.cudnn.benchmark
+    workspace_before = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     anomaly_before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     try:
         if deterministic is not None:
@@ -39,3 +38,5 @@ def torch_flags(
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark_before
         torch.autograd.set_detect_anomaly(anomaly_before[0], check_nan=anomaly_before[1])
+        if workspace_before is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

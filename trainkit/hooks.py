@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainkit.profiler import Profiler
     from trainkit.trainer import Trainer
 
-__all__ = ["HOOKS", "REMOVED", "HookTable", "check_callback", "check_module", "check_names"]
+__all__ = ["HOOKS", "REMOVED", "HookTable", "check_callback", "check_datamodule", "check_module", "check_names"]
 
 # Hook → names of the arguments after (trainer, module). The module's own hooks take the same without these two.
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -41,10 +41,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "on_before_zero_grad": ("optimizer",),
     **{f"on_{stage}_{when}": () for stage in ("validation", "test", "predict") for when in ("start", "end")},
     **{f"on_{stage}_epoch_{when}": () for stage in ("validation", "test", "predict") for when in ("start", "end")},
-    **{
-        f"on_{stage}_batch_start": ("batch", "batch_idx", "dataloader_idx")
-        for stage in ("validation", "test", "predict")
-    },
+    **{f"on_{stage}_batch_start": ("batch", "batch_idx", "dataloader_idx") for stage in ("validation", "test", "predict")},
     **{
         f"on_{stage}_batch_end": ("outputs", "batch", "batch_idx", "dataloader_idx")
         for stage in ("validation", "test", "predict")
@@ -54,28 +51,33 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "on_load_checkpoint": ("checkpoint",),
 }
 
-_STATE = ("state_dict", "load_state_dict")
-_MODULE_METHODS = (
-    "training_step",
-    "validation_step",
-    "test_step",
-    "predict_step",
-    "configure_optimizers",
-    "configure_model",
-    "configure_callbacks",
-    "configure_gradient_clipping",
-    "batch_weight",
-    "prepare_data",
-    "train_dataloader",
-    "val_dataloader",
-    "test_dataloader",
-    "predict_dataloader",
-    "transfer_batch_to_device",
-    "on_before_batch_transfer",
-    "on_after_batch_transfer",
-    "lr_scheduler_step",
-    "optimizer_zero_grad",
-)
+# Method → names of its arguments, of callbacks, of data modules and modules, and of modules only.
+_STATE: dict[str, tuple[str, ...]] = {"state_dict": (), "load_state_dict": ("state_dict",)}
+_DATA_METHODS: dict[str, tuple[str, ...]] = {
+    "prepare_data": (),
+    "train_dataloader": (),
+    "val_dataloader": (),
+    "test_dataloader": (),
+    "predict_dataloader": (),
+    "transfer_batch_to_device": ("batch", "device", "dataloader_idx"),
+    "on_before_batch_transfer": ("batch", "dataloader_idx"),
+    "on_after_batch_transfer": ("batch", "dataloader_idx"),
+}
+_MODULE_METHODS: dict[str, tuple[str, ...]] = {
+    **_DATA_METHODS,
+    "configure_optimizers": (),
+    "configure_model": (),
+    "configure_callbacks": (),
+    "configure_gradient_clipping": ("optimizer", "gradient_clip_val", "gradient_clip_algorithm"),
+    "batch_weight": ("batch",),
+    "lr_scheduler_step": ("scheduler", "metric"),
+    "optimizer_zero_grad": ("epoch", "batch_idx", "optimizer"),
+}
+# Steps may leave out arguments from the right.
+_STEPS: dict[str, tuple[str, ...]] = {
+    "training_step": ("batch", "batch_idx"),
+    **{f"{stage}_step": ("batch", "batch_idx", "dataloader_idx") for stage in ("validation", "test", "predict")},
+}
 
 # Overridable names of Lightning's, of this and earlier versions, that would never be called here → what to use.
 REMOVED: dict[str, str] = {
@@ -141,6 +143,11 @@ def check_names(owner: object, base: type, known: Iterable[str]) -> None:
             where = f"{cls.__name__}.{name}"
             if name in REMOVED:
                 raise HookError(f"{where} is never called by trainkit. Use {REMOVED[name]} instead.")
+            if name in known:
+                raise HookError(
+                    f"{where} is never called: only callbacks have this hook. Fix: class Mine(Callback): "
+                    f"def {name}(self, trainer, module, ...), and Trainer(callbacks=[Mine()])"
+                )
             for candidate in known:
                 if _edits(name, candidate, allowed := 2 if len(candidate) > 10 else 1) <= allowed:
                     raise HookError(
@@ -217,6 +224,15 @@ class HookTable:
             setattr(self, name, tuple(entries))
             self.owners[name] = tuple(owners)
 
+    @classmethod
+    def nothing(cls) -> HookTable:
+        """A table in which nobody handles anything: what a run has before its callbacks are known."""
+        table = cls.__new__(cls)
+        table.owners = dict.fromkeys(HOOKS, ())
+        for name in HOOKS:
+            setattr(table, name, ())
+        return table
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]: ...
@@ -236,12 +252,12 @@ def check_callback(callback: object) -> None:
     if not isinstance(callback, Callback):
         raise HookError(
             f"callbacks must hold Callback objects, not {callback!r}. "
-            + ("Did you forget to make an instance: " + f"{callback.__name__}()?" if isinstance(callback, type) else "")
+            + (f"Did you forget to make an instance: {callback.__name__}()?" if isinstance(callback, type) else "")
+            + ("" if isinstance(callback, type) else "For example: callbacks=[EarlyStopping('val_loss')]")
         )
     check_names(callback, Callback, [*HOOKS, *_STATE])
-    for name, arguments in HOOKS.items():
-        if _overrides(callback, Callback, name):
-            _check_signature(callback, name, ("trainer", "module", *arguments))
+    hooks = {name: ("trainer", "module", *arguments) for name, arguments in HOOKS.items()}
+    _check_signatures(callback, Callback, {**hooks, **_STATE})
 
 
 def check_module(module: object, base: type) -> None:
@@ -250,22 +266,50 @@ def check_module(module: object, base: type) -> None:
     Raises:
         HookError: with the expected signature.
     """
-    check_names(module, base, [*HOOKS, *_MODULE_METHODS])
-    for name, arguments in HOOKS.items():
-        if name in HOOKS and hasattr(base, name) and _overrides(module, base, name):
-            _check_signature(module, name, arguments)
+    check_names(module, base, [*HOOKS, *_MODULE_METHODS, *_STEPS])
+    _check_signatures(module, base, {**HOOKS, **_MODULE_METHODS})
+    for name, arguments in _STEPS.items():
+        method = getattr(module, name)
+        if not _overrides(module, base, name):
+            continue
+        if not any(_accepts(method, n + 1) for n in range(len(arguments))):
+            raise _not_callable(module, name, arguments)
+        if "dataloader_iter" in inspect.signature(method).parameters:
+            raise HookError(
+                f"{type(module).__name__}.{name} takes dataloader_iter, which is not offered. Take the batch: "
+                f"def {name}({', '.join(('self', *arguments[:2]))}); copies to the device overlap with the work anyway."
+            )
 
 
-def _check_signature(owner: object, name: str, arguments: tuple[str, ...]) -> None:
-    """Whether the method can be called with these arguments, or with them but the loader's number."""
-    method = getattr(owner, name)
-    if _accepts(method, len(arguments)):
-        return
-    if arguments[-1:] == ("dataloader_idx",) and _accepts(method, len(arguments) - 1):
-        return
-    raise HookError(
-        f"{type(owner).__name__}.{name} cannot be called. Expected: def {name}(self, {', '.join(arguments)}); "
-        f"received: def {name}{inspect.signature(getattr(type(owner), name, method))}"
+def check_datamodule(datamodule: object, base: type) -> None:
+    """Refuse a data module with a method that is misspelt, removed or cannot be called.
+
+    Raises:
+        HookError: with the expected signature.
+    """
+    methods = {**_DATA_METHODS, "setup": ("stage",), "teardown": ("stage",)}
+    check_names(datamodule, base, methods)
+    _check_signatures(datamodule, base, methods)
+
+
+def _check_signatures(owner: object, base: type, methods: Mapping[str, tuple[str, ...]]) -> None:
+    """Whether what is overridden can be called with these arguments, or with them but the loader's number."""
+    for name, arguments in methods.items():
+        if not hasattr(base, name) or not _overrides(owner, base, name):
+            continue
+        method = getattr(owner, name)
+        fewer = name in HOOKS and arguments[-1:] == ("dataloader_idx",)
+        if not _accepts(method, len(arguments)) and not (fewer and _accepts(method, len(arguments) - 1)):
+            raise _not_callable(owner, name, arguments)
+
+
+def _not_callable(owner: object, name: str, arguments: tuple[str, ...]) -> HookError:
+    received = inspect.signature(getattr(type(owner), name, getattr(owner, name)))
+    several = "optimizer_idx" in received.parameters
+    return HookError(
+        f"{type(owner).__name__}.{name} cannot be called. Expected: def {name}({', '.join(('self', *arguments))}); "
+        f"received: def {name}{received}"
+        + ("; for several optimizers use manual optimization: self.automatic_optimization = False" if several else "")
     )
 
 

@@ -6,7 +6,7 @@ import copy
 import inspect
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from types import FrameType
 from typing import Any
 
@@ -72,12 +72,11 @@ class HyperParametersMixin:
             UnknownNameError: a name that is no argument of ``__init__``.
             ConfigurationError: an argument that is neither a name nor holds hyper-parameters.
         """
-        caller = frame or (inspect.currentframe() or _no_frame()).f_back
-        collected = _init_arguments(self, caller)
         if len(args) == 1 and not isinstance(args[0], str):
             collected = _as_mapping(args[0])
-        elif args:
-            collected = {name: _named(name, collected) for name in args}
+        else:
+            collected = _arguments(self, frame or (inspect.currentframe() or _no_frame()).f_back)
+            collected = {name: _named(name, collected) for name in args} if args else collected
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         kept = {name: value for name, value in collected.items() if name not in ignored}
         for name, value in list(kept.items()):
@@ -90,6 +89,18 @@ class HyperParametersMixin:
         self.hparams.update(kept)
         object.__setattr__(self, "_hparams_initial", copy.deepcopy(self.hparams))
         object.__setattr__(self, "_log_hyperparams", logger)
+
+
+def _arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
+    """The arguments that ``owner`` is being made with: of ``__init__`` in ``frame``, or the fields of a dataclass."""
+    if is_dataclass(owner):
+        return {field.name: getattr(owner, field.name) for field in fields(owner) if hasattr(owner, field.name)}
+    if frame is None or frame.f_code.co_name != "__init__":
+        raise ConfigurationError(
+            "save_hyperparameters() takes the arguments of the __init__ that calls it. Call it there, or pass them: "
+            "self.save_hyperparameters({'lr': lr})"
+        )
+    return _init_arguments(owner, frame)
 
 
 def _init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
@@ -116,13 +127,19 @@ def _as_mapping(value: Any) -> dict[str, Any]:
         return asdict(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise ConfigurationError(
+    raise _not_arguments(value)
+
+
+def _not_arguments(value: Any) -> ConfigurationError:
+    return ConfigurationError(
         f"save_hyperparameters takes names of arguments, or one dict, Namespace or dataclass, not {value!r}. "
         "For example: self.save_hyperparameters('lr', 'width')"
     )
 
 
 def _named(name: Any, collected: dict[str, Any]) -> Any:
+    if not isinstance(name, str):
+        raise _not_arguments(name)
     if name not in collected:
         raise UnknownNameError(
             f"save_hyperparameters({name!r}): __init__ has no such argument; it has {sorted(collected)}."

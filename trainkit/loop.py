@@ -35,8 +35,8 @@ from trainkit.errors import LossError, MissingMetricError, nearest
 from trainkit.metrics import Scope
 
 if TYPE_CHECKING:
-    from trainkit.plans import EvaluationPlan
     from trainkit.optimizer_config import SchedulerConfig
+    from trainkit.plans import EvaluationPlan
     from trainkit.trainer import Trainer
 
 __all__ = ["evaluate", "fit", "train_epoch"]
@@ -48,10 +48,10 @@ def fit(trainer: Trainer) -> None:
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_start")
     while not trainer.finished:
-        trainer.refresh_train_loader()
+        trainer.refresh_loaders()
         train_epoch(trainer)
+    metrics.scope = Scope.NOWHERE  # nothing is left that could be given to the loggers
     hooks.run("on_train_end")
-    metrics.scope = Scope.NOWHERE
 
 
 def train_epoch(trainer: Trainer) -> None:
@@ -62,7 +62,7 @@ def train_epoch(trainer: Trainer) -> None:
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_start")
     metrics.scope = Scope.TRAIN_BATCH
-    has_loss = complete = False
+    has_loss = complete = exhausted = False
     for batch_idx, batch in enumerate(plan.batches(trainer.current_epoch)):
         trainer.batch_idx, metrics.batch = batch_idx, batch
         if window.first:
@@ -72,11 +72,12 @@ def train_epoch(trainer: Trainer) -> None:
             skip = hook(batch, batch_idx) == -1 or skip
         if skip:
             complete = True  # the user is done with this epoch
+            engine.skip_asked = False
             break
         if optimizer is not None and window.first:
             for hook in hooks.on_before_zero_grad:
                 hook(optimizer)
-            plan.zero_grad(batch_idx)
+            plan.zero_grad()
             has_loss = False
         updates = engine.updates
         outputs = training_step(batch, batch_idx)
@@ -105,13 +106,12 @@ def train_epoch(trainer: Trainer) -> None:
             detached = _detached(outputs)
             for hook in hooks.on_train_batch_end:
                 hook(detached, batch, batch_idx)
-        if window.full:
+        if window.full and after_window(trainer, batch_idx, updated):
             complete = plan.is_last(batch_idx)
-            if after_window(trainer, batch_idx, updated):
-                break
+            break
     else:
-        complete = True
-    end_of_epoch(trainer, complete)
+        complete = exhausted = True
+    end_of_epoch(trainer, complete, exhausted)
 
 
 def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
@@ -119,6 +119,7 @@ def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
     plan, metrics = trainer.fit_plan, trainer.metrics
     if plan.profiler is not None:
         plan.profiler.step()
+    trainer.accelerator.skip_asked = False  # asked for in a window that had no loss
     if updated and trainer.should_log:
         metrics.flush_step()
     stop = plan.stop_asked and trainer.may_stop  # asked for in the step before this one
@@ -126,15 +127,23 @@ def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
     if trainer.validation_due(batch_idx, updated):
         validate(trainer)
         stop = stop or (trainer.should_stop and trainer.may_stop)
+    elif updated and plan.schedulers and trainer.val_plan is None:
+        advance_plateaus(trainer)
     return stop or trainer.steps_done
 
 
-def end_of_epoch(trainer: Trainer, complete: bool) -> None:
-    """The hooks, metrics and schedulers at the end of an epoch, ``complete`` if it was not left early."""
+def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
+    """The hooks, metrics and schedulers at the end of an epoch.
+
+    Args:
+        trainer: the trainer.
+        complete: it counts: it was not left for a stop.
+        exhausted: the loader gave all its batches.
+    """
     hooks, metrics, plan = trainer.hooks, trainer.metrics, trainer.fit_plan
     if trainer.batch_idx < 0:
         plan.refuse_empty()
-    if complete and not trainer.steps_done and trainer.validation_due_at_end():
+    if exhausted and not trainer.steps_done and trainer.validation_due_at_end():
         validate(trainer)
     plan.start_epoch(trainer.batch_idx + 1, trainer.arguments.check_val_every_n_epoch is None)
     metrics.batch = None
@@ -157,17 +166,22 @@ def validate(trainer: Trainer) -> None:
         evaluate(trainer, plan)
     finally:
         trainer.validating = False
-    for config in trainer.fit_plan.schedulers:
-        if config.reduce_on_plateau and config.interval == "step" and trainer.global_step % config.frequency == 0:
-            advance(trainer, config)
+    advance_plateaus(trainer)
 
 
 def advance_schedulers(trainer: Trainer, interval: str, count: int) -> None:
     """Advance the schedulers of an interval that are due after ``count`` steps or epochs."""
     for config in trainer.fit_plan.schedulers:
-        if config.interval == interval and count % config.frequency == 0:
-            if interval == "epoch" or not config.reduce_on_plateau:  # a plateau by steps follows validation
-                advance(trainer, config)
+        due = config.interval == interval and count % config.frequency == 0
+        if due and (interval == "epoch" or not config.reduce_on_plateau):
+            advance(trainer, config)
+
+
+def advance_plateaus(trainer: Trainer) -> None:
+    """Advance the schedulers that follow a metric by steps: after each validation; without one, after each update."""
+    for config in trainer.fit_plan.schedulers:
+        if config.reduce_on_plateau and config.interval == "step" and trainer.global_step % config.frequency == 0:
+            advance(trainer, config)
 
 
 def advance(trainer: Trainer, config: SchedulerConfig) -> None:
@@ -205,8 +219,8 @@ def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
         plan.results = {}
         hooks.run(f"on_{name}_epoch_end")
         plan.finish()
+        metrics.scope = Scope.NOWHERE  # the evaluation's metrics are complete
         hooks.run(f"on_{name}_end")
-    metrics.scope = Scope.NOWHERE
     return plan.by_loader()
 
 
@@ -217,6 +231,7 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches:
     after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_end")
     if plan.logs:
         metrics.scope = Scope.EVAL_BATCH
+    batch_idx = -1
     for batch_idx, batch in enumerate(batches):
         metrics.batch = batch
         for hook in before:
@@ -228,12 +243,15 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches:
         plan.count += 1
         if metrics.pending:
             metrics.flush_step()
+    if batch_idx < 0:
+        plan.refuse_empty(index)
 
 
 @contextmanager
 def _active(trainer: Trainer, plan: EvaluationPlan) -> Iterator[None]:
     """What is logged goes to the evaluation's metrics."""
     outer = trainer.metrics, trainer.active_plan
+    trainer.results.callback.update(trainer.metrics.step_values())  # monitors see what training has logged by step
     trainer.metrics, trainer.active_plan = plan.metrics, plan
     try:
         yield

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.data.nested import batch_size as size_of
-from trainkit.errors import MetricError, UnknownNameError, nearest
+from trainkit.errors import MetricError
+from trainkit.metric_values import alike, check_reduction, is_metric_object, number_of, one_element, read, stacked, weight_of
 
 __all__ = ["MetricResults", "MetricStore", "Scope"]
 
-_REDUCTIONS = ("mean", "sum", "min", "max")
+_RESERVED = ("epoch", "step")  # columns that the loggers fill
 _CHUNK = 64  # values of an epoch that are kept before they are summed up: one kernel instead of 64, and bounded memory
 
 
@@ -37,15 +37,16 @@ class Scope(Enum):
 class _Metric:
     """One name: its options, the value of the step, and what is needed for the value of the epoch."""
 
-    __slots__ = ("fresh", "full_name", "logger", "on_epoch", "on_step", "prog_bar", "reduce_fx", "signature", "step_value",
-                 "torchmetric", "total", "values", "weight", "weights")  # fmt: skip
+    __slots__ = ("fresh", "logger", "name", "on_epoch", "on_step", "prog_bar", "reduce_fx", "signature", "step_value", "suffix",
+                 "torchmetric", "total", "updated", "values", "weight", "weights")  # fmt: skip
 
-    def __init__(self, full_name: str, signature: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
-        self.full_name = full_name
+    def __init__(self, key: tuple[str, str], signature: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
+        self.name, self.suffix = key
         self.signature = signature
         self.prog_bar, self.logger, _, _, self.reduce_fx = signature[:5]
         self.on_step, self.on_epoch = on_step, on_epoch
         self.torchmetric: Any = None
+        self.updated = False  # logged in this epoch
         self.step_value: Any = None
         self.fresh = False  # the step value has not been given to the loggers yet
         self.values: list[Any] = []
@@ -54,12 +55,20 @@ class _Metric:
         self.weight = 0.0
 
     @property
+    def full_name(self) -> str:
+        return self.name + self.suffix
+
+    @property
     def step_name(self) -> str:
-        return self.full_name + "_step" if self.on_epoch else self.full_name
+        return self.name + ("_step" if self.on_epoch else "") + self.suffix
 
     @property
     def epoch_name(self) -> str:
-        return self.full_name + "_epoch" if self.on_step else self.full_name
+        return self.name + ("_epoch" if self.on_step else "") + self.suffix
+
+    @property
+    def has_values(self) -> bool:
+        return bool(self.values) or self.total is not None
 
     def add(self, value: Any, weight: float) -> None:
         self.values.append(value)
@@ -71,12 +80,12 @@ class _Metric:
         """Take the kept values into the running total, in float64 where the device has it."""
         if not self.values:
             return
-        values = _stacked(self.values)
+        values = stacked(self.values)
         if self.reduce_fx == "mean":
             weights = torch.tensor(self.weights, dtype=values.dtype).to(values.device, non_blocking=True)
             part, self.weight = (values * weights).sum(), self.weight + sum(self.weights)
         else:
-            part = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[self.reduce_fx](values)
+            part = values.sum() if self.reduce_fx == "sum" else values.amin() if self.reduce_fx == "min" else values.amax()
         if self.total is None:
             self.total = part
         elif self.reduce_fx in ("min", "max"):
@@ -85,15 +94,38 @@ class _Metric:
             self.total = self.total + part
         self.values, self.weights = [], []
 
+    def take(self, metric: Any) -> None:
+        """Another batch of the torchmetrics object that stands under this name; its state is its own business."""
+        if metric is not self.torchmetric:
+            raise MetricError(
+                f"log({self.name!r}): in this epoch the name stood for another Metric or for numbers. Use one name for each."
+            )
+        if not self.on_step:
+            return
+        latest = getattr(metric, "_forward_cache", None)  # its value of the last batch, if it was asked for
+        if latest is not None:
+            self.step_value, self.fresh = one_element(self.name, latest), True
+        elif not self.on_epoch:
+            raise MetricError(
+                f"log({self.name!r}, metric) by step: {type(metric).__name__} has no value of this batch, as update() makes "
+                "none. Call it, metric(preds, target), or log it by epoch: on_step=False, on_epoch=True"
+            )
+
+    def start_epoch(self) -> None:
+        """Forget the epoch; a value of a step that no log boundary has seen yet stays."""
+        self.values, self.weights, self.total, self.weight, self.updated = [], [], None, 0.0, False
+
     def epoch_value(self) -> Tensor | None:
         if self.torchmetric is not None:
+            if not self.updated:
+                return None
             value = self.torchmetric.compute() if self.on_epoch else None
             self.torchmetric.reset()
-            return None if value is None else _one_element(self.full_name, value)
+            return None if value is None else one_element(self.full_name, value)
         if not self.on_epoch:
             return None
         if not isinstance(self.reduce_fx, str):
-            return _one_element(self.full_name, self.reduce_fx(_stacked(self.values))) if self.values else None
+            return one_element(self.full_name, self.reduce_fx(stacked(self.values))) if self.values else None
         self._fold()
         if self.total is None:
             return None
@@ -149,14 +181,15 @@ class MetricStore:
     ) -> None:
         """See :meth:`trainkit.TrainModule.log`."""
         signature = (prog_bar, logger, on_step, on_epoch, reduce_fx, self.scope)
+        if not isinstance(name, str) or not name:
+            raise MetricError(f"log: the name of a metric must be a string, not {name!r}. For example: log('loss', loss)")
         key = (name, self.suffix if add_dataloader_idx else "")
         metric = self._metrics.get(key)
         if metric is None or metric.signature != signature:
             metric = self._declare(key, metric, signature, value)
+        metric.updated = True
         if metric.torchmetric is not None:
-            latest = getattr(value, "_forward_cache", None)  # torchmetrics' value of the last batch, if it was asked for
-            if metric.on_step and latest is not None:
-                metric.step_value, metric.fresh = _one_element(name, latest), True
+            metric.take(value)
             return
         if isinstance(value, Tensor):
             if value.numel() != 1:
@@ -167,44 +200,43 @@ class MetricStore:
             if not enable_graph:
                 value = value.detach().clone()  # a copy: the caller may go on to change his tensor in place
         elif type(value) is not float and type(value) is not int:
-            value = _number(name, value)
+            value = number_of(name, value)
         if metric.on_step:
             metric.step_value = value
             metric.fresh = True
         if metric.on_epoch:
-            metric.add(value, self._batch_size() if batch_size is None else batch_size)
+            metric.add(value, self._batch_size() if batch_size is None else weight_of(name, batch_size))
 
-    def _declare(
-        self, key: tuple[str, str], known: _Metric | None, signature: tuple[Any, ...], value: Any
-    ) -> _Metric:
+    def _declare(self, key: tuple[str, str], known: _Metric | None, signature: tuple[Any, ...], value: Any) -> _Metric:
         """The first call for a name in a stage, or one with other options: check it, work out what is wanted."""
+        if known is not None and alike(known.signature, signature):
+            return known
         name = key[0]
-        if not isinstance(name, str) or not name:
-            raise MetricError(f"log: the name of a metric must be a string, not {name!r}.")
         scope: Scope = signature[5]
         if scope is Scope.NOWHERE:
             raise MetricError(
-                f"log({name!r}) cannot be called here: there is no step or epoch that it belongs to. Call it in a step, or in a "
-                "hook between on_train_start and on_train_end, or in a validation or test hook."
+                f"log({name!r}) cannot be called here: there is no step or epoch that it belongs to. Call it in a step, or in "
+                "a hook between on_train_start and on_train_end, or in a validation or test hook."
             )
         in_batch = scope in (Scope.TRAIN_BATCH, Scope.EVAL_BATCH)
         on_step = scope is Scope.TRAIN_BATCH if signature[2] is None else signature[2]
         on_epoch = scope is not Scope.TRAIN_BATCH if signature[3] is None else signature[3]
         if on_step and not in_batch:
             raise MetricError(f"log({name!r}, on_step=True) needs a batch; in an epoch hook only on_epoch=True is possible.")
-        reduce_fx = signature[4]
-        if isinstance(reduce_fx, str) and reduce_fx not in _REDUCTIONS:
-            raise UnknownNameError(
-                f"log({name!r}): unknown reduce_fx {reduce_fx!r}; known: {', '.join(_REDUCTIONS)}, or a function."
-                f"{nearest(reduce_fx, _REDUCTIONS)}"
+        if not on_step and not on_epoch:
+            raise MetricError(f"log({name!r}): with on_step=False and on_epoch=False nothing is logged. Set one of them.")
+        if name in _RESERVED and signature[1] is not False:
+            raise MetricError(
+                f"log({name!r}): every row that the loggers get has a {name!r} already. Use another name, or logger=False."
             )
-        if known is not None and known.values:
+        check_reduction(name, signature[4])
+        if known is not None and known.has_values:
             raise MetricError(
                 f"log({name!r}) was called twice in one epoch with different options or from hooks of different kinds. Use one "
                 "name for each."
             )
-        metric = _Metric(name + key[1], signature, on_step, on_epoch)
-        if callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None)):
+        metric = _Metric(key, signature, on_step, on_epoch)
+        if is_metric_object(name, value):
             metric.torchmetric = value
         self._metrics[key] = metric
         return metric
@@ -229,7 +261,7 @@ class MetricStore:
         for metric in fresh:
             metric.fresh = False
         names = [metric.step_name for metric in fresh]
-        self._publish(fresh, names, _read([metric.step_value for metric in fresh]), for_step=True)
+        self._publish(fresh, names, read([metric.step_value for metric in fresh]), for_step=True)
 
     def flush_epoch(self) -> dict[str, float]:
         """The end of an epoch: reduce, give to bar and loggers, and start anew; what it came to is returned by name."""
@@ -240,9 +272,12 @@ class MetricStore:
             if value is not None:
                 done.append((metric, value))
                 self.results.callback[metric.full_name] = self.results.callback[metric.epoch_name] = value
-        self._metrics = {}
+            metric.start_epoch()
+        # a metric that is logged rarely waits for a log boundary of the next epoch
+        self._metrics = {key: metric for key, metric in self._metrics.items() if metric.fresh}
+        self._size = (None, 0)
         names = [metric.epoch_name for metric, _ in done]
-        numbers = _read([value for _, value in done])
+        numbers = read([value for _, value in done])
         self._publish([metric for metric, _ in done], names, numbers, for_step=False)
         return dict(zip(names, numbers, strict=True))
 
@@ -258,54 +293,13 @@ class MetricStore:
             self._emit(to_loggers, for_step)
 
     def step_values(self) -> dict[str, Any]:
-        """The latest value of each metric that is logged by step."""
+        """The latest value in this epoch of each metric that is logged by step."""
         values: dict[str, Any] = {}
         for metric in self._metrics.values():
-            if metric.step_value is not None:
+            if metric.updated and metric.step_value is not None:
                 values[metric.full_name] = values[metric.step_name] = metric.step_value
         return values
 
     def discard(self) -> None:
         """Forget what was logged in this epoch (after the sanity check, or when an epoch is left)."""
         self._metrics = {}
-
-
-def _stacked(values: list[Any]) -> Tensor:
-    """The values as one tensor, in float64, on the device of the first tensor (on the CPU where that has no float64)."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if not tensors:
-        return torch.tensor(values, dtype=torch.float64)
-    first = tensors[0]
-    device = torch.device("cpu") if first.device.type == "mps" else first.device
-    if len(tensors) == len(values) and all(t.dtype is first.dtype and t.device == first.device for t in tensors):
-        return torch.stack([t.reshape(()) for t in tensors]).to(device).double()  # one kernel instead of one a value
-    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
-
-
-def _read(values: list[Any]) -> list[float]:
-    """Numbers on the host, by one wait for the device."""
-    if not any(isinstance(value, Tensor) for value in values):
-        return [float(value) for value in values]
-    numbers: list[float] = _stacked([v.detach() if isinstance(v, Tensor) else v for v in values]).tolist()
-    return numbers
-
-
-def _one_element(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach()
-    if isinstance(value, Number):
-        return _number(name, value)
-    raise MetricError(f"log({name!r}): a metric must come to one number, but it is {value!r}.")
-
-
-def _number(name: str, value: Any) -> float:
-    """A plain number out of whatever counts as one (numpy scalars, booleans)."""
-    if isinstance(value, str | bytes) or value is None:
-        raise MetricError(f"log({name!r}): a metric must be a number, a tensor of one element or a Metric, not {value!r}.")
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise MetricError(
-            f"log({name!r}): a metric must be a number, a tensor of one element or a Metric, not {type(value).__name__}. "
-            "Use log_dict for a dict of metrics."
-        ) from None

@@ -104,7 +104,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
     @property
     def device(self) -> torch.device:
         """The device of the module's parameters."""
-        tensor = next(self.parameters(), None)
+        tensor: Tensor | None = next(self.parameters(), None)
         if tensor is None:
             tensor = next(self.buffers(), None)
         if tensor is not None:
@@ -239,7 +239,8 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         self.trainer.manual_backward(loss, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
-        """Let gradients flow only into this optimizer's parameters, until :meth:`untoggle_optimizer`."""
+        """Let gradients flow only into this optimizer's parameters, until :meth:`untoggle_optimizer` or another is toggled."""
+        self.untoggle_optimizer(optimizer)
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         state: dict[Tensor, bool] = {}
         for other in self.trainer.optimizers:
@@ -309,9 +310,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The prediction; define it if you call the module itself."""
-        raise MissingMethodError(
-            f"{type(self).__name__} was called, but has no forward. Define: def forward(self, x): ..."
-        )
+        raise MissingMethodError(f"{type(self).__name__} was called, but has no forward. Define: def forward(self, x): ...")
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy or a worker process gets the module, not the run that it is in

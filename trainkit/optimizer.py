@@ -73,6 +73,7 @@ class PreparedOptimizer(Optimizer):
         """Set the gradients to zero, once the window is full."""
         if self._accelerator.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
+            self._accelerator.strategy.precision.discard(self.optimizer)
 
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
         """Within it gradients flow only into this optimizer's parameters (Lightning's name; see ``toggle_optimizer``)."""

@@ -45,9 +45,7 @@ class SchedulerConfig:
     optimizer_index: int = 0
 
 
-def read_optimizers(
-    returned: Any, module: nn.Module, automatic: bool
-) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """The optimizers and schedulers in what ``configure_optimizers`` returned.
 
     Raises:
@@ -80,7 +78,7 @@ def _forms(returned: Any) -> tuple[list[Optimizer], list[Any]]:
             return [o for os, _ in pairs for o in os], [s for _, ss in pairs for s in ss]
         if len(items) == 2 and isinstance(items[0], list | tuple) and isinstance(items[1], list | tuple | Mapping):
             optimizers, schedulers = list(items[0]), items[1]
-            if all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+            if optimizers and all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
                 return optimizers, [schedulers] if isinstance(schedulers, Mapping) else list(schedulers)
     raise OptimizerError(f"configure_optimizers must return {_FORMS}; it returned {_describe(returned)}.")
 
@@ -147,9 +145,7 @@ def _scheduler_config(scheduler: Any, optimizers: list[Optimizer]) -> SchedulerC
         known = [field.name for field in fields(SchedulerConfig) if field.name != "optimizer_index"]
         for key in scheduler:
             if key not in known:
-                raise OptimizerError(
-                    f"lr_scheduler: unknown key {key!r}; known: {', '.join(known)}.{nearest(str(key), known)}"
-                )
+                raise OptimizerError(f"lr_scheduler: unknown key {key!r}; known: {', '.join(known)}.{nearest(str(key), known)}")
         if "scheduler" not in scheduler:
             raise OptimizerError("lr_scheduler: a dict needs 'scheduler': {'scheduler': scheduler, 'interval': 'step'}.")
         config = SchedulerConfig(**scheduler)
@@ -172,7 +168,7 @@ def _scheduler_config(scheduler: Any, optimizers: list[Optimizer]) -> SchedulerC
 
 def _check_scheduler(config: SchedulerConfig) -> None:
     name = type(config.scheduler).__name__
-    if not callable(getattr(config.scheduler, "step", None)):
+    if isinstance(config.scheduler, type) or not callable(getattr(config.scheduler, "step", None)):
         raise OptimizerError(f"lr_scheduler: expected an object with step(), received {config.scheduler!r}.")
     if config.interval not in ("step", "epoch"):
         raise OptimizerError(f"lr_scheduler: interval must be 'step' or 'epoch', not {config.interval!r}.")

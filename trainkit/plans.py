@@ -9,11 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainkit.accelerator import Accelerator
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import EmptyLoaderError
 from trainkit.metrics import MetricStore
-from trainkit.module import TrainModule
 from trainkit.optimizer_config import SchedulerConfig
 from trainkit.profiler import Profiler
 
@@ -32,7 +30,7 @@ class FitPlan:
         optimizer: the only one, under automatic optimization.
         backward: of a loss.
         step: of the optimizer.
-        zero_grad: called with batch_idx.
+        zero_grad: of the optimizer.
         schedulers: those that the loop advances.
         length: micro-batches of an epoch, ``None`` if only its end tells.
         validate_every: validate after this many micro-batches; ``None``: at the end of an epoch.
@@ -48,7 +46,7 @@ class FitPlan:
     optimizer: Optimizer | None
     backward: Callable[[Tensor], None]
     step: Callable[[Optimizer], bool]
-    zero_grad: Callable[[int], None]
+    zero_grad: Callable[[], None]
     schedulers: list[SchedulerConfig]
     profiler: Profiler | None
     validate_every: int | None = None
@@ -114,6 +112,18 @@ class EvaluationPlan:
             self.outputs = [[] for _ in self.loaders]
         self.metrics.suffix = f"/dataloader_idx_{index}" if len(self.loaders) > 1 else ""
 
+    def refuse_empty(self, index: int) -> None:
+        """A loader gave nothing though it was asked to.
+
+        Raises:
+            EmptyLoaderError: always, unless a limit of 0 batches turned the loader off.
+        """
+        if self.loaders[index].limit != 0:
+            raise EmptyLoaderError(
+                f"{self.name} loader {index} gave no batch, so there is nothing to compute its metrics from. Check its "
+                "dataset; an iterator can be read only once, and the sanity check reads it too: pass a DataLoader or a list."
+            )
+
     def keep(self, index: int, outputs: Any) -> None:
         """Keep what a prediction returned."""
         if self.keeps:
@@ -128,10 +138,5 @@ class EvaluationPlan:
         if len(self.loaders) == 1:
             return [dict(self.results)]
         suffixes = [f"/dataloader_idx_{index}" for index in range(len(self.loaders))]
-        common = {k: v for k, v in self.results.items() if not k.removesuffix("_epoch").endswith(tuple(suffixes))}
-        return [
-            {**{k: v for k, v in self.results.items() if k.removesuffix("_epoch").endswith(suffix)}, **common}
-            for suffix in suffixes
-        ]
-
-
+        common = {k: v for k, v in self.results.items() if not k.endswith(tuple(suffixes))}
+        return [{**{k: v for k, v in self.results.items() if k.endswith(suffix)}, **common} for suffix in suffixes]

@@ -59,9 +59,7 @@ class Precision:
         UnknownNameError: the name is none of these.
     """
 
-    def __init__(
-        self, name: str | int = "32-true", *, init_scale: float = 2.0**16, growth_interval: int = 2000
-    ) -> None:
+    def __init__(self, name: str | int = "32-true", *, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         resolved = _ALIASES.get(str(name), str(name))
         if resolved not in PRECISIONS:
             raise UnknownNameError(
@@ -89,9 +87,15 @@ class Precision:
                 "precision='64-true' does not work on MPS, which has no float64. Use precision='32-true' or accelerator='cpu'."
             )
         self._device_type = device.type
-        if self._scaled and self.scaler is None:
+        if self.scaler is None:
+            self.reset()
+
+    def reset(self) -> None:
+        """The loss scale as it is at the start of a run."""
+        self._unscaled.clear()
+        if self._scaled:
             self.scaler = torch.amp.GradScaler(
-                device.type, init_scale=self._init_scale, growth_interval=self._growth_interval
+                self._device_type, init_scale=self._init_scale, growth_interval=self._growth_interval
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -129,7 +133,7 @@ class Precision:
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Take the loss scale out of the optimizer's gradients; at most once per update, more calls do nothing."""
-        if self.scaler is not None and id(optimizer) not in self._unscaled:
+        if self.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
@@ -150,22 +154,29 @@ class Precision:
                 "an optimizer step with a closure (LBFGS) does not work with precision='16-mixed', whose loss scaler must see "
                 "the gradients before the update. Use precision='bf16-mixed' or '32-true'."
             )
+        self.unscale(optimizer)
+        if id(optimizer) not in self._unscaled:  # no gradient at all, which torch's scaler refuses
+            optimizer.step()
+            return True
         done: list[bool] = []
         hook = optimizer.register_step_post_hook(lambda *_: done.append(True))
         try:
-            self.unscale(optimizer)
             self.scaler.step(optimizer)
         finally:
             hook.remove()
-            self._unscaled.discard(id(optimizer))
-        self.scaler.update()
+            self.discard(optimizer)
         return bool(done)
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Tell the scaler that an update whose gradients it has seen will not happen."""
+        """Tell the scaler that an update whose gradients it has seen is over, or will not happen."""
         if self.scaler is not None and id(optimizer) in self._unscaled:
             self._unscaled.discard(id(optimizer))
-            self.scaler.update()
+            if not self._unscaled:  # the scale stays while gradients of another optimizer wait for their update
+                self.scaler.update()
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 @contextmanager

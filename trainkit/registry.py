@@ -28,7 +28,7 @@ CALLBACKS: dict[str, str] = {
 
 # What Lightning calls by these names, and what to use here.
 _NOT_OURS: dict[str, str] = {
-    "dp": "DataParallel is not offered: it is slower than DDP and averages BatchNorm wrongly. Leave strategy out for one device",
+    "dp": "DataParallel is not offered, it is slower than DDP. Leave strategy out for one device",
     "fsdp": "sharding of parameters will come as ZeRO (strategy='zero3'), which this version does not have yet",
     "single_device": "write strategy='auto' and choose the device with accelerator='cpu', 'gpu' or 'mps'",
 }

@@ -194,6 +194,6 @@ def resolve_seed(seed: int | None) -> int:
 
 
 def _checked(seed: object) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MASK:
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed <= _MASK:
         raise ConfigurationError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}. For example: seed=42")
-    return seed
+    return int(seed)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,12 @@ from trainkit.console import notice
 from trainkit.datamodule import DataModule
 from trainkit.errors import ConfigurationError, DataError, MissingMethodError, ModuleError
 from trainkit.flags import torch_flags
-from trainkit.hooks import HookTable, check_module
+from trainkit.hooks import HookTable, check_datamodule, check_module
 from trainkit.metrics import MetricResults, MetricStore, Scope
 from trainkit.module import TrainModule
 from trainkit.plans import EvaluationPlan
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
-from trainkit.setup_run import evaluation_plan, overrides
+from trainkit.setup_run import evaluation_plan, refuse_incomplete
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
@@ -28,19 +29,20 @@ __all__ = ["build_hooks", "check_sanity", "plan_evaluation", "refuse_evaluation"
 
 
 @contextmanager
-def running(
-    trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None, *given: Any
-) -> Iterator[None]:
+def running(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None, *given: Any) -> Iterator[None]:
     """Within it the module is set up, on its device; afterwards everything that the run took is given back.
 
     The order: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``, the body, ``teardown``.
     """
+    module, trainer.compiler = _uncompiled(module)
     _check_inputs(module, datamodule, given)
-    check_module(module, TrainModule)
-    _begin(trainer, stage, module, datamodule)
+    refuse_incomplete(module, stage)
     random_state = RandomState(trainer.strategy.generators())
     status = "failed"
+    _begin(trainer, stage, module, datamodule)
     try:
+        merge_module_callbacks(trainer, module)
+        build_hooks(trainer)
         with torch_flags(*trainer.flags):
             if trainer.profiler is not None:
                 trainer.profiler.start(Path(trainer.log_dir or "."))
@@ -54,8 +56,14 @@ def running(
         try:
             _tear_down(trainer, stage, status)
         finally:
-            trainer.stage = None
+            trainer.stage, trainer.validating = None, False
             random_state.restore()
+
+
+def _uncompiled(module: Any) -> tuple[Any, Callable[..., Any] | None]:
+    """The module inside ``torch.compile(module)``, and what compiles its steps in the same way."""
+    inner = getattr(module, "_orig_mod", None)
+    return (module, None) if inner is None else (inner, module.dynamo_ctx)
 
 
 def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) -> None:
@@ -65,8 +73,14 @@ def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) ->
             f"expected a TrainModule, received {type(module).__name__}.{hint} A plain nn.Module can be trained by an own loop "
             "with trainkit.Accelerator."
         )
+    if "_parameters" not in vars(module):
+        raise ModuleError(f"{type(module).__name__}.__init__ must begin with super().__init__(), before anything is assigned.")
+    check_module(module, TrainModule)
     if datamodule is not None and not isinstance(datamodule, DataModule):
-        raise DataError(f"datamodule must be a DataModule, not {type(datamodule).__name__}.")
+        hint = f" Did you forget to make an instance: {datamodule.__name__}()?" if isinstance(datamodule, type) else ""
+        raise DataError(f"datamodule must be a DataModule, not {type(datamodule).__name__}.{hint}")
+    if datamodule is not None:
+        check_datamodule(datamodule, DataModule)
     if datamodule is not None and any(value is not None for value in given):
         raise ConfigurationError("loaders and a datamodule were both given. Give one of them.")
 
@@ -83,10 +97,11 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
     trainer.metrics = MetricStore(trainer.emit, trainer.results)
     if stage == "fit":
         trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], []
+        trainer.__dict__.pop("fit_plan", None)  # what is asked of it before there is a new one must not be the old one's
+        trainer.precision.reset()
     trainer.accelerator = Accelerator(strategy=trainer.strategy)
     trainer.accelerator.seed = trainer.seed
-    merge_module_callbacks(trainer, module)
-    build_hooks(trainer)
+    trainer.hooks = HookTable.nothing()
 
 
 def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
@@ -124,15 +139,10 @@ def plan_evaluation(trainer: Trainer, name: str, given: Any, *, sanity: bool = F
 
 def refuse_evaluation(trainer: Trainer, stage: str, name: str) -> None:
     """An evaluation that was asked for and cannot be is an error; one that a limit turned off is a notice."""
-    module = trainer.lightning_module
-    if name != "predict" and not overrides(module, f"{name}_step"):
-        raise MissingMethodError(
-            f"{type(module).__name__} has no {name}_step. Define: def {name}_step(self, batch, batch_idx): ..."
-        )
     if name not in trainer.evaluation_sources:
         raise MissingMethodError(
             f"{stage} needs data: trainer.{stage}(module, DataLoader(...)), or define the loader in "
-            f"{type(module).__name__} or in a DataModule."
+            f"{type(trainer.lightning_module).__name__} or in a DataModule."
         )
     notice(f"nothing to {stage}: the limit of batches is 0.")
 
@@ -165,19 +175,25 @@ def _report(trainer: Trainer, exception: BaseException) -> None:
 
 
 def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
-    try:
-        trainer.hooks.run("teardown", stage)
-        if trainer.datamodule is not None:
-            trainer.datamodule.teardown(stage)
-    finally:
-        trainer.metrics.scope = Scope.NOWHERE
-        trainer.metrics.batch = None
-        for logger in trainer.loggers:
-            logger.finalize(status)
-        trainer.accelerator.free_memory()
-        trainer.strategy.teardown()
-        for callback in trainer.callbacks:
-            callback._module = None
-        if trainer.profiler is not None:
-            trainer.profiler.stop()
-            trainer.print(trainer.profiler.summary())
+    """All of it, whatever fails on the way; an error here must not hide the one that ended the run."""
+    trainer.metrics.scope = Scope.NOWHERE
+    trainer.metrics.batch = None
+    parts: list[Callable[[], Any]] = [partial(hook, stage) for hook in trainer.hooks.teardown]
+    if trainer.datamodule is not None:
+        parts.append(partial(trainer.datamodule.teardown, stage))
+    parts += [partial(logger.finalize, status) for logger in trainer.loggers]
+    parts += [trainer.accelerator.free_memory, trainer.strategy.teardown]
+    if trainer.profiler is not None:
+        parts += [trainer.profiler.stop, lambda: trainer.print(trainer.profiler.summary() if trainer.profiler else "")]
+    errors: list[Exception] = []
+    for part in parts:
+        try:
+            part()
+        except Exception as error:
+            errors.append(error)
+    for callback in trainer.callbacks:
+        callback._module = None
+    if errors and status == "success":
+        raise errors[0]
+    for error in errors:
+        notice(f"the tear-down failed too: {error!r}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainkit.arguments import limited
+from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of, evaluation_sources, find_source, training_source
 from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
@@ -20,7 +21,7 @@ from trainkit.rng import Purpose, Stage, mix, seed_generators
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
 
-__all__ = ["evaluation_plan", "finish_fit_plan", "fit_plan", "overrides", "train_loader"]
+__all__ = ["evaluation_plan", "finish_fit_plan", "fit_plan", "overrides", "refuse_incomplete", "train_loader", "validate_every"]
 
 _STAGES = {
     "validation": (Stage.VALIDATE, "val", "val_dataloader"),
@@ -32,6 +33,25 @@ _STAGES = {
 def overrides(owner: Any, name: str, base: type = TrainModule) -> bool:
     """Whether the user's class defines ``name`` itself."""
     return getattr(type(owner), name, None) is not getattr(base, name, None)
+
+
+def refuse_incomplete(module: TrainModule, stage: str) -> None:
+    """Refuse a module without the methods of the stage, before any data is prepared.
+
+    Raises:
+        MissingMethodError: with the definition that is missing.
+    """
+    steps = {
+        "training_step": "(self, batch, batch_idx): ... return loss",
+        "configure_optimizers": "(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)   (or return None to train "
+        "without an optimizer)",
+        "validation_step": "(self, batch, batch_idx): ...",
+        "test_step": "(self, batch, batch_idx): ...",
+    }
+    needed = {"fit": ("training_step", "configure_optimizers"), "validate": ("validation_step",), "test": ("test_step",)}
+    for name in needed.get(stage, ()):
+        if not overrides(module, name):
+            raise MissingMethodError(f"{type(module).__name__} has no {name}. Define: def {name}{steps[name]}")
 
 
 def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
@@ -62,8 +82,16 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
     _refuse_empty(loader, source, "training")
     limit = arguments.limit_train_batches
     assert limit is not None
-    loader.limit = limited(loader.length, limit, "limit_train_batches")
+    loader.limit = _limit(loader, limit, "limit_train_batches")
     return loader
+
+
+def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | None:
+    """The micro-batches at most. A length that a dataset says of itself may be wrong, and must not cut off what comes."""
+    count = limited(loader.length, limit, argument)
+    if loader.exact or (isinstance(limit, float) and limit < 1.0):
+        return count
+    return limit if isinstance(limit, int) else None
 
 
 def _accumulation(trainer: Trainer, source: Any) -> int:
@@ -128,12 +156,7 @@ def _transfer(trainer: Trainer, stage: Stage, index: int) -> dict[str, Any]:
 def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
     """The plan of a fit; its optimizers are added by :func:`finish_fit_plan`, when the module is on its device."""
     module, engine = trainer.lightning_module, trainer.accelerator
-    if not overrides(module, "training_step"):
-        raise MissingMethodError(
-            f"{type(module).__name__} has no training_step. Define: def training_step(self, batch, batch_idx): ... "
-            "return loss"
-        )
-    step = trainer.strategy.step_function(trainer.wrapped_module, module, "training_step")
+    step = trainer.strategy.step_function(trainer.wrapped_module, module, "training_step", trainer.compiler)
     step = _with_arguments(step, module, "training_step", ("batch", "batch_idx"))
     profiler = trainer.profiler
     backward: Callable[..., Any] = engine.backward
@@ -149,21 +172,16 @@ def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
         optimizer=None,
         backward=backward,
         step=update,
-        zero_grad=lambda batch_idx: None,
+        zero_grad=lambda: None,
         schedulers=[],
         profiler=profiler,
-        validate_every=_validate_every(trainer, loader.length),
+        validate_every=validate_every(trainer, loader.length, loader.exact),
     )
 
 
 def finish_fit_plan(trainer: Trainer) -> None:
     """Ask the module for its optimizers and put them into the plan."""
     module, engine, plan = trainer.lightning_module, trainer.accelerator, trainer.fit_plan
-    if not overrides(module, "configure_optimizers"):
-        raise MissingMethodError(
-            f"{type(module).__name__} has no configure_optimizers. Define: def configure_optimizers(self): "
-            "return torch.optim.AdamW(self.parameters(), lr=1e-3)   (or return None to train without an optimizer)"
-        )
     automatic = module.automatic_optimization
     optimizers, configs = read_optimizers(module.configure_optimizers(), module, automatic)
     prepared = engine.prepare(*optimizers) if optimizers else ()
@@ -179,9 +197,9 @@ def finish_fit_plan(trainer: Trainer) -> None:
         return
     optimizer = plan.optimizer = trainer.prepared_optimizers[0].optimizer
     if overrides(module, "optimizer_zero_grad"):
-        plan.zero_grad = lambda batch_idx: module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
+        plan.zero_grad = lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.batch_idx, optimizer)
     else:
-        plan.zero_grad = lambda batch_idx: optimizer.zero_grad()
+        plan.zero_grad = optimizer.zero_grad
 
 
 def _refuse_under_manual(trainer: Trainer) -> None:
@@ -197,7 +215,7 @@ def _refuse_under_manual(trainer: Trainer) -> None:
         raise ConfigurationError(f"batch_weight needs automatic optimization. {fix}")
 
 
-def _validate_every(trainer: Trainer, length: int | None) -> int | None:
+def validate_every(trainer: Trainer, length: int | None, exact: bool) -> int | None:
     """Micro-batches between validations; ``None`` where the end of the epoch tells, or updates are counted."""
     arguments = trainer.arguments
     interval = arguments.val_check_interval
@@ -212,7 +230,7 @@ def _validate_every(trainer: Trainer, length: int | None) -> int | None:
         return interval
     assert interval is not None
     if interval == 1.0:
-        return length
+        return length if exact else None
     if length is None:
         raise ConfigurationError(
             f"val_check_interval={interval} is a fraction of a loader whose length is not known. Use a number of batches: "
@@ -233,13 +251,23 @@ def evaluation_plan(
     stage, short, method = _STAGES[name]
     module = trainer.lightning_module
     step_name = f"{name}_step"
+    trainer.evaluation_sources.pop(name, None)  # those of an earlier run
     sources = evaluation_sources(find_source(method, given, trainer.datamodule, module))
-    if not sources or (name != "predict" and not overrides(module, step_name)):
+    if sources and name != "predict" and not overrides(module, step_name):
+        if trainer.stage == "fit":
+            warn(f"there is validation data, but {type(module).__name__} has no validation_step: nothing is validated.")
+        return None
+    if not sources:
         return None
     trainer.evaluation_sources[name] = sources
+    if sanity and given is not None and any(isinstance(source, Iterator) for source in sources):
+        notice("no sanity check: the validation batches come from an iterator, which can be read only once.")
+        return None
     argument = f"limit_{short}_batches"
-    limit = trainer.arguments.num_sanity_val_steps if sanity else getattr(trainer.arguments, argument)
-    limit = 1.0 if limit == -1 else limit
+    limit: int | float = getattr(trainer.arguments, argument)
+    if sanity:
+        steps = trainer.arguments.num_sanity_val_steps
+        limit = 1.0 if steps is None or steps == -1 else steps
     loaders = []
     for index, source in enumerate(sources):
         own = Stage.SANITY if sanity else stage
@@ -252,13 +280,12 @@ def evaluation_plan(
             **_transfer(trainer, own, index),
         )
         _refuse_empty(loader, source, name)
-        whole = limited(loader.length, getattr(trainer.arguments, argument), argument)
-        own_limit = limited(loader.length, limit, argument)
-        loader.limit = own_limit if whole is None or own_limit is None else min(whole, own_limit)
+        limits = [_limit(loader, value, argument) for value in (getattr(trainer.arguments, argument), limit)]
+        loader.limit = min((value for value in limits if value is not None), default=None)
         loaders.append(loader)
     if all(loader.limit == 0 for loader in loaders):
         return None
-    step = trainer.strategy.step_function(trainer.wrapped_module, module, step_name)
+    step = trainer.strategy.step_function(trainer.wrapped_module, module, step_name, trainer.compiler)
     several = len(loaders) > 1
     arguments = ("batch", "batch_idx", "dataloader_idx")
     step = _with_arguments(step, module, step_name, arguments, required=3 if several else 1)
@@ -298,5 +325,3 @@ def _with_arguments(
 def count_batches(plan: EvaluationPlan | None) -> list[int | float]:
     """The number of batches of each loader, infinity where it is not known."""
     return [] if plan is None else [float("inf") if ld.length is None else ld.length for ld in plan.loaders]
-
-

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.console import notice
 from trainkit.data.nested import move
 from trainkit.errors import ConfigurationError
 from trainkit.precision import PRECISIONS, Precision
@@ -96,6 +97,12 @@ class Strategy:
     def prepare_module(self, module: nn.Module) -> nn.Module:
         """The module on the device, in the precision's dtype, wrapped if the strategy wraps."""
         self.precision.convert_module(module)
+        odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != self.precision.parameter_dtype}
+        if odd:
+            notice(
+                f"precision {self.precision.name} leaves parameters as they are, and some are {', '.join(sorted(odd))}. To "
+                "train in that dtype name it: precision='bf16-true'; for float32: module.float()."
+            )
         module.to(self.device)
         return module
 
@@ -111,15 +118,20 @@ class Strategy:
         """The user's module, out of what :meth:`prepare_module` returned and out of ``torch.compile``."""
         return getattr(module, "_orig_mod", module)
 
-    def step_function(self, wrapped: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
+    def step_function(
+        self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """The method ``name`` of the user's module, to be called with a batch, under this precision.
 
         Args:
             wrapped: what :meth:`prepare_module` returned.
             module: the user's module.
             name: ``"training_step"``, ``"validation_step"``, …
+            compiler: compiles the step, if the user gave a module out of ``torch.compile``.
         """
         step: Callable[..., Any] = getattr(module, name)
+        if compiler is not None:
+            step = compiler(step)
         if self.precision.plain:
             return step
         precision = self.precision

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit import loop
 from trainkit.accelerator import Accelerator
-from trainkit.arguments import TrainerArguments, pick_device, refuse_unknown
+from trainkit.arguments import TrainerArguments, check_switches, pick_device, refuse_unknown
 from trainkit.attach import attach_callbacks, attach_loggers
 from trainkit.callback import Callback
 from trainkit.console import notice
@@ -27,7 +27,7 @@ from trainkit.profiler import Profiler, make_profiler
 from trainkit.registry import load_strategy
 from trainkit.rng import resolve_seed
 from trainkit.running import build_hooks, check_sanity, plan_evaluation, refuse_evaluation, running
-from trainkit.setup_run import finish_fit_plan, fit_plan, train_loader
+from trainkit.setup_run import finish_fit_plan, fit_plan, train_loader, validate_every
 from trainkit.strategy import Strategy
 from trainkit.trainer_state import TrainerState
 
@@ -70,7 +70,7 @@ class Trainer(TrainerState):
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches (int) or a
             fraction (float).
         overfit_batches: train and validate on these few batches, unshuffled.
-        reload_dataloaders_every_n_epochs: ask for the training loader anew; 0: never.
+        reload_dataloaders_every_n_epochs: ask for the training and validation loaders anew; 0: never.
 
     **Validation**
 
@@ -138,7 +138,8 @@ class Trainer(TrainerState):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        refuse_unknown(unknown, [name for name in given if name not in ("self", "unknown", "__class__")])
+        refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown", "__class__")])
+        check_switches(given)
         self.arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         self.arguments.default_root_dir = Path(default_root_dir or "trainkit_runs")
         self.strategy = _make_strategy(strategy, accelerator, devices)
@@ -155,15 +156,16 @@ class Trainer(TrainerState):
 
     def fit(
         self,
-        module: TrainModule,
+        model: TrainModule,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
+        **unknown: Any,
     ) -> None:
         """Train a module. Each call is a new run from step 0, with the module's parameters as they are.
 
         Args:
-            module: what to train.
+            model: what to train.
             train_dataloaders: a ``DataLoader``, an iterable of batches, a dict or list of loaders (trained on together), or a
                 ``DataModule``.
             val_dataloaders: one loader or a list.
@@ -172,11 +174,12 @@ class Trainer(TrainerState):
         Raises:
             ModuleError, DataError, ConfigurationError: something that the module or the data lacks; before training starts.
         """
+        refuse_unknown("Trainer.fit", unknown, ["model", "train_dataloaders", "val_dataloaders", "datamodule"])
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        with running(self, "fit", module, datamodule, train_dataloaders, val_dataloaders):
+        with running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders):
             self.global_step = self.current_epoch = 0
-            self._given_train = train_dataloaders
+            self._given = train_dataloaders, val_dataloaders
             loader = train_loader(self, train_dataloaders)
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
@@ -194,15 +197,16 @@ class Trainer(TrainerState):
 
     def validate(
         self,
-        module: TrainModule | None = None,
+        model: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         verbose: bool = True,
+        **unknown: Any,
     ) -> list[dict[str, float]]:
         """Run the validation loop once.
 
         Args:
-            module: default: the one that this trainer ran last.
+            model: default: the one that this trainer ran last.
             dataloaders: one loader, a list, or a ``DataModule``.
             datamodule: instead of loaders.
             verbose: print the metrics.
@@ -210,35 +214,40 @@ class Trainer(TrainerState):
         Returns:
             The metrics of each loader.
         """
-        return self._evaluate("validate", "validation", module, dataloaders, datamodule, verbose)
+        refuse_unknown("Trainer.validate", unknown, ["model", "dataloaders", "datamodule", "verbose"])
+        return self._evaluate("validate", "validation", model, dataloaders, datamodule, verbose)
 
     def test(
         self,
-        module: TrainModule | None = None,
+        model: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         verbose: bool = True,
+        **unknown: Any,
     ) -> list[dict[str, float]]:
         """Run the test loop once; arguments and result as of :meth:`validate`."""
-        return self._evaluate("test", "test", module, dataloaders, datamodule, verbose)
+        refuse_unknown("Trainer.test", unknown, ["model", "dataloaders", "datamodule", "verbose"])
+        return self._evaluate("test", "test", model, dataloaders, datamodule, verbose)
 
     def predict(
         self,
-        module: TrainModule | None = None,
+        model: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
+        **unknown: Any,
     ) -> list[Any] | None:
         """What ``predict_step`` returns for each batch; with several loaders, a list of that for each.
 
         Args:
-            module: default: the one that this trainer ran last.
+            model: default: the one that this trainer ran last.
             dataloaders: one loader, a list, or a ``DataModule``.
             datamodule: instead of loaders.
             return_predictions: ``False`` keeps nothing, for callbacks that write the predictions.
         """
+        refuse_unknown("Trainer.predict", unknown, ["model", "dataloaders", "datamodule", "return_predictions"])
         self._keep_predictions = return_predictions
-        self._evaluate("predict", "predict", module, dataloaders, datamodule, False)
+        self._evaluate("predict", "predict", model, dataloaders, datamodule, False)
         plan = self.plans.get("predict")
         if not return_predictions or plan is None:
             return None
@@ -301,12 +310,21 @@ class Trainer(TrainerState):
         else:
             self.active_plan.finish()
 
-    def refresh_train_loader(self) -> None:
-        """Ask for the training loader anew where ``reload_dataloaders_every_n_epochs`` says so."""
-        every = self.arguments.reload_dataloaders_every_n_epochs
-        if every and self.current_epoch > 0 and self.current_epoch % every == 0:
-            self.fit_plan.loader.close()
-            self.fit_plan.loader = train_loader(self, self._given_train)
+    def refresh_loaders(self) -> None:
+        """Ask for the loaders of a fit anew where ``reload_dataloaders_every_n_epochs`` says so."""
+        every, plan = self.arguments.reload_dataloaders_every_n_epochs, self.fit_plan
+        if not every or self.current_epoch == 0 or self.current_epoch % every:
+            return
+        self.accelerator.release_loader(plan.loader)
+        plan.loader = train_loader(self, self._given[0])
+        plan.validate_every = validate_every(self, plan.loader.length, plan.loader.exact)
+        if self.val_plan is not None:
+            for loader in self.val_plan.loaders:
+                self.accelerator.release_loader(loader)
+            count = self.val_plan.count
+            self.val_plan = plan_evaluation(self, "validation", self._given[1])
+            if self.val_plan is not None:
+                self.val_plan.count = count
 
     def before_manual_step(self, optimizer: Optimizer) -> None:
         """What comes before each update under manual optimization."""
@@ -339,9 +357,7 @@ class Trainer(TrainerState):
 def _make_strategy(strategy: str | Strategy, accelerator: str, devices: Any) -> Strategy:
     if not isinstance(strategy, str):
         if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
-            raise ConfigurationError(
-                f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'."
-            )
+            raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
         if accelerator != "auto" or devices not in ("auto", 1):
             wanted = pick_device(accelerator, devices)
             if str(wanted) != "auto" and str(wanted).split(":")[0] != strategy.device.type:

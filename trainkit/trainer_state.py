@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -67,6 +68,7 @@ class TrainerState:
     val_plan: EvaluationPlan | None
     wrapped_module: torch.nn.Module
     flags: tuple[bool | str | None, bool | None, bool]
+    compiler: Callable[..., Any] | None
 
     def __init__(self) -> None:
         self.global_step = 0
@@ -82,6 +84,8 @@ class TrainerState:
         self.evaluation_sources: dict[str, list[Any]] = {}
         self.prepared_optimizers: list[PreparedOptimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
+        self.brought_callbacks: list[Callback] = []  # by the module's configure_callbacks
+        self.displaced_callbacks: list[Callback] = []  # by those
         self.datamodule: DataModule | None = None
         self.active_plan: EvaluationPlan | None = None
         self.results = MetricResults()
@@ -242,7 +246,16 @@ class TrainerState:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of updates that a whole fit makes, for schedulers; infinity where that is not known."""
+        """The number of updates that a whole fit makes, for schedulers; infinity where that is not known.
+
+        Raises:
+            ModuleError: read before the training loader is known, which is when ``configure_optimizers`` is called.
+        """
+        if not hasattr(self, "fit_plan"):
+            raise ModuleError(
+                "estimated_stepping_batches is not known yet: the training loader is asked for after setup. Read it in "
+                "configure_optimizers: OneCycleLR(optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches)"
+            )
         length, epochs = self.num_training_batches, self.max_epochs
         if epochs == -1 or math.isinf(length):
             return self.max_steps if self.max_steps != -1 else math.inf
@@ -266,7 +279,7 @@ class TrainerState:
     @property
     def steps_done(self) -> bool:
         """Whether ``max_steps`` is reached."""
-        return -1 < self.max_steps <= self.global_step
+        return -1 < self.arguments.max_steps <= self.global_step
 
     @property
     def may_stop(self) -> bool:
@@ -283,8 +296,8 @@ class TrainerState:
 
     def log_due(self, step: int) -> bool:
         """Whether update number ``step`` ends in a log boundary."""
-        every = self.log_every_n_steps
-        return every > 0 and step % every == 0
+        every = self.arguments.log_every_n_steps
+        return bool(every) and step % every == 0
 
     def validation_due(self, batch_idx: int, updated: bool) -> bool:
         """Whether to validate after this window."""

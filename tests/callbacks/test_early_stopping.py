@@ -103,6 +103,7 @@ def test_thresholds_stop_at_once(trainer, module, mode: str, good: float, bad: f
         callback.on_train_start(trainer, module)
         assert validate(callback, trainer, module, value) is stops
         assert word is None or word in str(callback.stopping_reason)
+        assert callback.best_score.item() == pytest.approx(value)
     trainer.should_stop = False
     callback = EarlyStopping("val_loss", **arguments)
     callback.on_train_start(trainer, module)
@@ -165,9 +166,7 @@ def test_not_strict_warns_once(trainer, module) -> None:
     assert not trainer.should_stop
 
 
-def test_unless_told_a_metric_that_validation_lacks_is_looked_for_at_the_end_of_the_epoch(
-    trainer, module, caplog
-) -> None:
+def test_unless_told_a_metric_that_validation_lacks_is_looked_for_at_the_end_of_the_epoch(trainer, module, caplog) -> None:
     caplog.set_level("INFO", "trainkit")
     callback = EarlyStopping("train_loss", patience=1)
     callback.on_train_start(trainer, module)
@@ -238,10 +237,34 @@ def test_state_comes_back(trainer, module) -> None:
         "patience": int,
     }
     second = EarlyStopping("val_loss", patience=2)
-    second.load_state_dict(state)
+    second.load_state_dict({**state, "stopped_epoch": 6})
+    assert second.stopped_epoch == 6
     second.on_train_start(trainer, module)
     assert (second.wait_count, second.best_score.item()) == (1, 1.0)
     assert validate(second, trainer, module, 2.0)
+
+
+def test_a_second_fit_starts_with_what_is_known_but_says_everything_anew(trainer, module) -> None:
+    callback = EarlyStopping("val_loss", patience=1, strict=False)
+    for _ in range(2):
+        callback.on_train_start(trainer, module)
+        assert callback.stopping_reason is None
+        trainer.callback_metrics.clear()
+        callback.on_validation_end(trainer, module)
+        with pytest.warns(TrainkitWarning, match="not logged"):
+            callback.on_train_epoch_end(trainer, module)
+        callback.on_train_start(trainer, module)
+        validate(callback, trainer, module, 1.0)
+        validate(callback, trainer, module, 1.0)
+        assert callback.stopping_reason is not None
+    assert callback.wait_count == 3
+
+
+def test_before_any_check() -> None:
+    callback = EarlyStopping("val_loss")
+    assert (callback.wait_count, callback.stopped_epoch, callback.stopping_reason) == (0, 0, None)
+    assert callback.best_score.item() == math.inf
+    assert EarlyStopping("val_loss", mode="max").best_score.item() == -math.inf
 
 
 def test_two_with_other_metrics_have_other_keys() -> None:
@@ -284,9 +307,7 @@ def test_a_fit_ends_when_validation_no_longer_improves(make_trainer) -> None:
 
 @pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize("when", [None, True])
-def test_a_metric_of_the_training_epoch_is_that_of_the_epoch_that_ends(
-    make_trainer, validates: bool, when: Any
-) -> None:
+def test_a_metric_of_the_training_epoch_is_that_of_the_epoch_that_ends(make_trainer, validates: bool, when: Any) -> None:
     module = Scripted([3.0, 2.0, 2.5, 2.25, 1.0, 0.5])
     callback = EarlyStopping("train_metric", patience=2, check_on_train_epoch_end=when)
     trainer = make_trainer(callback, max_epochs=6)

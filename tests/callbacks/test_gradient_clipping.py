@@ -9,6 +9,7 @@ from tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import GradientClipping
 from trainkit.errors import ConfigurationError
+from trainkit.precision import Precision
 
 
 @pytest.mark.parametrize(
@@ -148,10 +149,10 @@ def test_the_gradient_of_a_window_is_clipped_whole(make_trainer) -> None:
 
 
 def test_under_a_loss_scaler_the_unscaled_gradient_is_clipped(make_trainer) -> None:
-    trainer = make_trainer(precision="16-mixed", gradient_clip_val=0.5)
+    trainer = make_trainer(precision=Precision("16-mixed", init_scale=256.0), gradient_clip_val=0.5)
     gradients = gradients_of(trainer)
     norms = trainer.logger.of("grad_norm")
-    assert 0.5 < norms[1] < 100  # not 65536 times that
+    assert norms[1] == pytest.approx(gradients_of(make_trainer())[0].norm().item(), rel=1e-2)  # not 256 times that
     assert gradients[0].norm().item() == pytest.approx(0.5, rel=1e-5)
 
 

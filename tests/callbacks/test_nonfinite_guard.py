@@ -9,7 +9,7 @@ from tiny import TinyModule, tiny_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainkit.callbacks import NonFiniteGuard
+from trainkit.callbacks import NonFiniteGuard, nonfinite_guard
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, NonFiniteError
 from trainkit.precision import Precision
@@ -154,6 +154,31 @@ def test_the_flag_is_not_read_before_the_next_update(trainer, module, monkeypatc
         assert len(reads) == number
 
 
+def test_a_flag_on_its_way_from_a_device_is_read_when_it_has_arrived(trainer, module, monkeypatch) -> None:
+    class Copy:
+        """A copy that the device has queued: what it brings is there after ``synchronize``."""
+
+        def __init__(self, flag: Tensor) -> None:
+            self.flag, self.host = flag, torch.tensor(True)
+
+        def synchronize(self) -> None:
+            self.host.copy_(self.flag)
+
+    copies: list[Copy] = []
+
+    def queue(flag: Tensor) -> tuple[Tensor, Copy]:
+        copies.append(Copy(flag))
+        return copies[-1].host, copies[-1]
+
+    monkeypatch.setattr(nonfinite_guard, "_on_its_way_to_host", queue)
+    callback = NonFiniteGuard()
+    callback.on_train_start(trainer, module)
+    update(callback, trainer, module, [1.0])
+    update(callback, trainer, module, [NAN])
+    with pytest.raises(NonFiniteError, match="update 2"):
+        update(callback, trainer, module, [1.0])
+
+
 def test_skip_leaves_out_the_update_and_counts(trainer, module) -> None:
     callback = NonFiniteGuard("skip")
     callback.on_train_start(trainer, module)
@@ -214,7 +239,6 @@ def test_a_run_that_failed_leaves_nothing_for_the_next(trainer, module) -> None:
     callback = NonFiniteGuard()
     callback.on_train_start(trainer, module)
     update(callback, trainer, module, [NAN])
-    callback.on_exception(trainer, module, RuntimeError())
     callback.on_train_start(trainer, module)
     update(callback, trainer, module, [1.0])
     callback.check_now()
@@ -255,9 +279,7 @@ def test_a_fit_whose_last_update_was_not_finite_does_not_end_well(make_trainer) 
 
 def test_a_micro_batch_inside_a_window_is_seen(make_trainer) -> None:
     with pytest.raises(NonFiniteError, match="update 1: the loss"):
-        make_trainer(NonFiniteGuard(check=("loss",)), accumulate_grad_batches=4).fit(
-            TinyModule(), loader_with({1: NAN})
-        )
+        make_trainer(NonFiniteGuard(check=("loss",)), accumulate_grad_batches=4).fit(TinyModule(), loader_with({1: NAN}))
 
 
 class Momentum(TinyModule):

@@ -184,12 +184,13 @@ def test_plain_lines_where_there_is_no_terminal(trainer, module, clock, capsys) 
     trainer.num_training_batches = 40
     trainer.progress_bar_metrics = {"train_loss": 0.123456, "lr": 3e-5}
     train_epoch(callback, trainer, module, clock, 40, seconds=0.5)
-    evaluate(callback, trainer, module, clock, "validation", [2])
+    trainer.num_val_batches = [2, 3]
+    evaluate(callback, trainer, module, clock, "validation", [2, 3])  # its time is not training's
     trainer.progress_bar_metrics = {"train_loss": 0.1, "val_loss": 0.25}
     callback.on_train_end(trainer, module)
     assert capsys.readouterr().out.splitlines() == [
         "Epoch 0/1: 30/40 batches, 2.0 batches/s, train_loss=0.1235, lr=3e-05",
-        "Epoch 0/1: 40/40 batches, 1.8 batches/s, train_loss=0.1, val_loss=0.25",
+        "Epoch 0/1: 40/40 batches, 2.0 batches/s, train_loss=0.1, val_loss=0.25",
     ]
 
 

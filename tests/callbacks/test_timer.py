@@ -31,9 +31,7 @@ def test_durations(duration: Any, seconds: float | None) -> None:
     assert Timer(duration).time_remaining() == seconds
 
 
-@pytest.mark.parametrize(
-    "duration", ["12:00:00", "1 day", "", 60, {"hour": 1}, timedelta(0), "00:00:00:00", {"days": -1}]
-)
+@pytest.mark.parametrize("duration", ["12:00:00", "1 day", "", 60, {"hour": 1}, timedelta(0), "00:00:00:00", {"days": -1}])
 def test_a_duration_that_cannot_be_understood(duration: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"Timer\('00:12:00:00'\)"):
         Timer(duration)

@@ -112,12 +112,9 @@ def test_the_split_is_by_file_and_does_not_depend_on_other_files(library: Path) 
 
 def test_the_split_is_frozen() -> None:
     names = ["abc.py", "argparse.py", "ast.py", "email/message.py", "heapq.py", "json/decoder.py", "random.py"]
-    assert [name for name in names if is_validation(name, 0.5)] == SPLIT_IN_HALF
+    assert [name for name in names if is_validation(name, 0.5)] == ["heapq.py", "json/decoder.py", "random.py"]
     assert not any(is_validation(name, 0.0) for name in names)
     assert all(is_validation(name, 1.0) for name in names)
-
-
-SPLIT_IN_HALF: list[str] = []
 
 
 def test_the_standard_library_has_enough_text() -> None:
@@ -266,18 +263,19 @@ def test_the_demo_logs_a_curve(finished: tuple[Path, str, str]) -> None:
 
 def test_the_demo_prints_what_came_out(finished: tuple[Path, str, str]) -> None:
     _, stdout, stderr = finished
+    stdout = stdout.replace("\r", "\n")
     unigram, bigram = figure(stdout, "unigram baseline"), figure(stdout, "bigram baseline")
     assert 4.0 < unigram < 5.0
     assert 3.0 < bigram < 4.0
     assert figure(stdout, "Validation loss") < 6.5
     assert re.search(r"^    def .*", stdout, re.MULTILINE), "the sample"
     assert "tensorboard --logdir" in stdout
-    assert "60/" in stderr or "60 " in stderr, "the progress bar"
+    assert re.search(r"\b60/60\b", stdout + stderr), "the progress bar"
 
 
 def test_the_demo_depends_on_the_seed_alone(finished: tuple[Path, str, str], run_dir: Path) -> None:
     def told(stdout: str) -> str:
-        return re.sub(r"in \d+ s", "", stdout)
+        return re.sub(r"in \d+ s", "", stdout[stdout.index("What it writes") :])  # the progress bar shows speeds
 
     again = run_python("-m", "trainkit", "demo", "--small", "--seed", "3", cwd=run_dir)
     assert told(again.stdout) == told(finished[1])

@@ -157,9 +157,7 @@ def test_odd_values_and_names(tmp_path: Path, figures: list[Figure]) -> None:
     assert colored(tmp_path / "x.png") > 0.0005
 
 
-def test_many_points_are_drawn_without_looking_for_a_place_for_the_legend(
-    tmp_path: Path, figures: list[Figure]
-) -> None:
+def test_many_points_are_drawn_without_looking_for_a_place_for_the_legend(tmp_path: Path, figures: list[Figure]) -> None:
     draw({"loss": [(step, float(step % 7)) for step in range(50_000)]}, tmp_path / "x.png")
     line = figures[0].axes[0].get_lines()[0]
     assert line.get_marker() in (None, "None")
@@ -170,9 +168,7 @@ def test_many_points_are_drawn_without_looking_for_a_place_for_the_legend(
     (["--metrics", "train_los"], "No metric 'train_los' in this run. Did you mean 'train_loss'? There are: lr"),
     (["--out", "x.pdf"], "Expected a file ending in .png, got 'x.pdf'. Fix: x.png"),
 ])  # fmt: skip
-def test_what_cannot_be_drawn(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_drawn(arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(CSVLogger(tmp_path))
     assert main(["plot", str(tmp_path), *arguments]) == 2
     assert words in capsys.readouterr().err

@@ -46,9 +46,7 @@ def test_the_readme_describes_it_and_help_shows_its_options(name: str, run_dir: 
 
 
 @pytest.mark.parametrize("example", ["digits"], indirect=True)
-def test_digits_are_classified(
-    example: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_digits_are_classified(example: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     accuracy = example.main([])
     assert accuracy >= 0.95
     assert f"test accuracy {accuracy:.3f}" in capsys.readouterr().out
@@ -94,9 +92,7 @@ def test_the_own_loop_learns(example: ModuleType, run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["own_loop"], indirect=True)
-def test_the_own_loop_depends_on_the_seed_alone(
-    example: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_own_loop_depends_on_the_seed_alone(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     def printed(seed: int) -> str:
         example.main(["--epochs", "2", "--seed", str(seed)])
         return capsys.readouterr().out
@@ -106,9 +102,7 @@ def test_the_own_loop_depends_on_the_seed_alone(
 
 
 @pytest.mark.parametrize("example", ["byte_gpt"], indirect=True)
-def test_the_byte_gpt_learns(
-    example: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_byte_gpt_learns(example: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # A hundred updates of a model a tenth of the size: between the unigram and the bigram model, from 8 bits.
     size = ["--width", "64", "--depth", "2", "--heads", "2", "--context", "32", "--batch-size", "32"]
     loss, bigram = example.main(["--max-steps", "100", "--learning-rate", "6e-3", *size])

@@ -24,16 +24,12 @@ from trainkit.loggers.reader import read_metrics
 
 
 def events(folder: Path) -> Any:
-    return EventAccumulator(
-        str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0, "histograms": 0}
-    ).Reload()
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0, "histograms": 0}).Reload()
 
 
 def test_scalars_and_hyperparameters(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, name="digits", prefix="p")
-    logger.log_hyperparams(
-        {"lr": 0.5, "model": {"width": 8, "act": None, "sizes": [1, 2]}, "flag": True, "inf": math.inf}
-    )
+    logger.log_hyperparams({"lr": 0.5, "model": {"width": 8, "act": None, "sizes": [1, 2]}, "flag": True, "inf": math.inf})
     logger.log_metrics({"loss": 0.25, "epoch": 0}, 10)
     logger.log_metrics({"loss": math.nan}, 20)
     logger.finalize()
@@ -97,9 +93,7 @@ def test_images_text_and_histograms(tmp_path: Path) -> None:
     assert read.Tags()["histograms"] == ["weights"]
 
 
-@pytest.mark.parametrize(
-    "image", [torch.zeros(5, 2, 2), torch.zeros(1, 3, 2, 2), torch.zeros(0, 3), "x", 1j * np.ones((2, 2))]
-)
+@pytest.mark.parametrize("image", [torch.zeros(5, 2, 2), torch.zeros(1, 3, 2, 2), torch.zeros(0, 3), "x", 1j * np.ones((2, 2))])
 def test_what_is_no_image_is_refused(image: Any, tmp_path: Path) -> None:
     with pytest.raises(MetricError, match=r"Image 'key': expected .*\(C, H, W\).*Fix"):
         TensorBoardLogger(tmp_path).log_image("key", image, 0)

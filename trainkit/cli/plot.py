@@ -49,9 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def draw(
-    metrics: Mapping[str, Series], out: str | os.PathLike[str], *, x: str = "step", title: str | None = None
-) -> Path:
+def draw(metrics: Mapping[str, Series], out: str | os.PathLike[str], *, x: str = "step", title: str | None = None) -> Path:
     """Draw metrics to a PNG file, one panel for those that belong together: train_loss and val_loss share one.
 
     Values that are not finite are left out as gaps, and counted in the legend.

@@ -7,8 +7,10 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from trainkit.data.nested import batch_size
+from trainkit.data.sampling import CYCLE
 from trainkit.data.stream import Stream, open_stream
 from trainkit.errors import DataError, UnknownNameError, nearest
 from trainkit.rng import Stage
@@ -16,7 +18,7 @@ from trainkit.rng import Stage
 __all__ = ["MODES", "CombinedLoader", "CombinedStream"]
 
 MODES = ("min_size", "max_size_cycle", "sequential")
-_CYCLE = 1 << 32  # cycle c of a loader within epoch e is its epoch e + c·2^32: another order, the same in every run
+_END = object()
 
 
 class CombinedLoader:
@@ -30,7 +32,7 @@ class CombinedLoader:
 
     Raises:
         UnknownNameError: an unknown mode.
-        DataError: no loaders, or not a dict or sequence of them.
+        DataError: no loaders, not a dict or sequence of them, or one of them is a collection of loaders itself.
 
     Example::
 
@@ -49,6 +51,15 @@ class CombinedLoader:
             )
         self.loaders = loaders
         self.mode = mode
+        for part in self.parts():
+            nested = isinstance(part, CombinedLoader | Mapping) or (
+                isinstance(part, list | tuple) and any(isinstance(item, DataLoader) for item in part)
+            )
+            if nested:
+                raise DataError(
+                    f"CombinedLoader: a {type(part).__name__} inside it is not supported; each of its loaders must be a "
+                    "DataLoader or an iterable of batches. Give all of them at one level: CombinedLoader([a, b, c])"
+                )
 
     def parts(self) -> list[Any]:
         """The loaders, in order."""
@@ -74,12 +85,12 @@ class CombinedStream:
         self, loader: CombinedLoader, seed: int, stage: Stage, index: int, device: torch.device, sequential: bool
     ) -> None:
         self._loader = loader
-        parts = loader.parts()
-        first = index * len(parts)
+        # the first loader has the keys that it would have alone; the others have keys that no loader of the stage has
         self._streams: list[Stream] = [
-            open_stream(part, seed, stage.of_loader(first + number), device, sequential)
-            for number, part in enumerate(parts)
+            open_stream(part, seed, stage.of_loader(index + (number << 20)), device, sequential)
+            for number, part in enumerate(loader.parts())
         ]
+        self.exact = all(stream.exact for stream in self._streams)
         self.length = self._length()
         self.sizes = self._sizes()
 
@@ -106,7 +117,8 @@ class CombinedStream:
     def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
         """See :class:`trainkit.data.stream.Stream`."""
         give = {"min_size": self._min_size, "max_size_cycle": self._cycled, "sequential": self._sequential}
-        ends = [end for end in (limit, self.length) if end is not None]
+        # an exact length saves a batch that would be fetched to find the end
+        ends = [end for end in (limit, self.length if self.exact else None) if end is not None]
         batches = give[self._loader.mode](epoch, start)
         return islice(batches, max(0, min(ends) - start)) if ends else batches
 
@@ -121,11 +133,12 @@ class CombinedStream:
             batches = [cycle.next() for cycle in cycles]
             if all(cycle.wrapped for cycle in cycles):
                 return
-            yield self._loader.assemble(batches)
+            pairs = zip(batches, cycles, strict=True)
+            yield self._loader.assemble([cycle.again() if batch is _END else batch for batch, cycle in pairs])
 
     def _sequential(self, epoch: int, start: int) -> Iterator[Any]:
         for stream in self._streams:
-            if stream.length is None:
+            if stream.length is None or not stream.exact:
                 for batch in stream.batches(epoch, 0, None):
                     if start > 0:
                         start -= 1
@@ -148,22 +161,28 @@ class _Cycle:
 
     def __init__(self, stream: Stream, epoch: int, start: int) -> None:
         self._stream, self._epoch = stream, epoch
-        self._number, rest = divmod(start, stream.length) if stream.length else (0, start)
+        self._number, rest = divmod(start, stream.length) if stream.exact and stream.length else (0, 0)
         self.wrapped = self._number > 0
         self._batches = self._open(rest)
+        if not stream.exact:  # only reading it tells where its cycles end
+            for _ in range(start):
+                if self.next() is _END:
+                    self.again()
 
     def _open(self, start: int) -> Iterator[Any]:
-        return iter(self._stream.batches(self._epoch + self._number * _CYCLE, start, None))
+        return iter(self._stream.batches(self._epoch + self._number * CYCLE, start, None))
 
     def next(self) -> Any:
-        """The next batch, of the next cycle if this one is at its end."""
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self.wrapped = True
-            self._number += 1
-            self._batches = self._open(0)
-        try:
-            return next(self._batches)
-        except StopIteration:
-            raise DataError("a loader inside a CombinedLoader gave no batch. Remove it, or fill its dataset.") from None
+        """The next batch, or ``_END`` at the end of a cycle."""
+        batch = next(self._batches, _END)
+        self.wrapped = self.wrapped or batch is _END
+        return batch
+
+    def again(self) -> Any:
+        """The first batch of the next cycle."""
+        self._number += 1
+        self._batches = self._open(0)
+        batch = next(self._batches, _END)
+        if batch is _END:
+            raise DataError("a loader inside a CombinedLoader gave no batch. Remove it, or fill its dataset.")
+        return batch

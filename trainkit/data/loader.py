@@ -85,6 +85,11 @@ class PreparedLoader:
             return length
         return min(length, self.limit)
 
+    @property
+    def exact(self) -> bool:
+        """The length is certain; else it is what a dataset or sampler of the user's says of itself."""
+        return self._stream.exact
+
     def __len__(self) -> int:
         length = self.length
         if length is None:
@@ -123,7 +128,7 @@ class PreparedLoader:
             raw, transfer = one_ahead(raw, self._transfer, self._device, start), None
         for m, batch in enumerate(raw, start):
             if transfer is not None:
-                batch = transfer(batch, m)  # noqa: PLW2901
+                batch = transfer(batch, m)
             seed_generators(keys(m), generators)
             yield batch if finish is None else finish(batch)
 
@@ -134,9 +139,7 @@ class PreparedLoader:
         items = windows(raw, window.size, count=self._count, start=start, length=length, sizes=sizes, weigh=self._weigh)
         if self._device.type == "cuda":
             items = one_ahead(items, self._transfer_micro, self._device, start)
-            transfer = _as_it_is
-        else:
-            transfer = self._transfer
+        transfer = _as_it_is if self._device.type == "cuda" else self._transfer
         for m, item in enumerate(items, start):
             batch = transfer(item.batch, m)
             window.take(item)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["batch_size", "first_tensor", "map_tensors", "move", "rebuild"]
+__all__ = ["batch_size", "first_tensor", "leaves", "map_tensors", "move", "rebuild"]
 
 
 def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -27,16 +27,32 @@ def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
         return kind([function(item) for item in value])
     if isinstance(value, Mapping):
         return _mapping_like(value, {key: function(item) for key, item in value.items()})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: function(getattr(value, name)) for name in fields})
+    if _is_dataclass(value):
+        # not dataclasses.replace: it runs __post_init__ again and loses what stands in fields that are no arguments
+        twin = copy.copy(value)
+        for name, item in _fields(value):
+            object.__setattr__(twin, name, function(item))
+        return twin
     return value
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    """The names and values of the fields of a dataclass that have been set."""
+    names = [field.name for field in dataclasses.fields(value)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the type of ``value`` (OrderedDict, defaultdict, BatchEncoding, …) that holds ``items``."""
     if not isinstance(value, MutableMapping):
-        return items
+        try:
+            return type(value)(items)  # type: ignore[call-arg]
+        except TypeError:
+            return items
     twin = copy.copy(value)
     twin.update(items)
     return twin
@@ -61,7 +77,12 @@ def move(value: Any, device: torch.device, non_blocking: bool = False) -> Any:
         return value.to(device, non_blocking=non_blocking)
     kind = type(value)
     if kind is tuple or kind is list:  # written out: the common batch, and this runs at every step
-        return kind([move(item, device, non_blocking) for item in value])
+        return kind(
+            [
+                item.to(device, non_blocking=non_blocking) if isinstance(item, Tensor) else move(item, device, non_blocking)
+                for item in value
+            ]
+        )
     to = getattr(value, "to", None)
     if callable(to) and not isinstance(value, type):
         moved = to(device)
@@ -75,14 +96,31 @@ def first_tensor(value: Any) -> Tensor | None:
         return value if value.ndim > 0 else None
     if isinstance(value, Mapping):
         value = list(value.values())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif _is_dataclass(value):
+        value = [item for _, item in _fields(value)]
     if isinstance(value, list | tuple):
         for item in value:
             found = first_tensor(item)
             if found is not None:
                 return found
     return None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What is in nested dicts, lists, tuples and dataclasses and is none of these, depth first."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    elif _is_dataclass(value):
+        for _, item in _fields(value):
+            yield from leaves(item)
+    else:
+        yield value
 
 
 def batch_size(batch: Any) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from trainkit.data.nested import map_tensors
+from trainkit.data.nested import leaves
 
 __all__ = ["one_ahead"]
 
@@ -27,19 +28,35 @@ def one_ahead(items: Iterator[T], load: Callable[[T, int], T], device: torch.dev
     """
     side = torch.cuda.Stream(device)
     waiting: tuple[T, torch.cuda.Event] | None = None
+    careful = False
     for number, item in enumerate(items, start):
+        if careful:
+            side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             loaded = load(item, number), side.record_event()
         ready, waiting = waiting, loaded
         if ready is not None:
-            yield _hand_over(*ready, device)
+            careful = _hand_over(*ready, device) or careful
+            yield ready[0]
     if waiting is not None:
-        yield _hand_over(*waiting, device)
+        _hand_over(*waiting, device)
+        yield waiting[0]
 
 
-def _hand_over(item: T, copied: torch.cuda.Event, device: torch.device) -> T:
+def _hand_over(item: Any, copied: torch.cuda.Event, device: torch.device) -> bool:
+    """Let the stream that works use the item.
+
+    The allocator must not give the memory to a later copy while that stream still reads it, so it is told of each tensor.
+    Returns whether there may be tensors that it cannot be told of, inside objects of the user's: then a copy has to wait
+    until the work that was asked for before it is done.
+    """
     stream = torch.cuda.current_stream(device)
     stream.wait_event(copied)
-    # the allocator must not give the memory to the next copy while this stream still reads it
-    map_tensors(item, lambda tensor: tensor.record_stream(stream) if tensor.is_cuda else None)
-    return item
+    hidden = False
+    for leaf in leaves(item):
+        if isinstance(leaf, Tensor):
+            if leaf.is_cuda:
+                leaf.record_stream(stream)
+        elif callable(getattr(leaf, "to", None)):
+            hidden = True
+    return hidden

@@ -10,15 +10,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.data.order import Permutation
 from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
 
-__all__ = ["KeyedBatches", "KeyedDataset", "KeyedSlots", "UserWorkerInit", "keyed_batches"]
+__all__ = ["KeyedBatches", "KeyedDataset", "KeyedSlots", "UserWorkerInit", "keyed_batches", "user_epoch"]
 
 Draw = Callable[[int, int], Iterator[Any]]  # (epoch, first micro-batch) → the indices of each micro-batch from there on
+
+CYCLE = 1 << 32
+"""Cycle c of a loader within epoch e is its epoch e + c·CYCLE: another order, the same in every run."""
+
+
+def user_epoch(epoch: int) -> int:
+    """The epoch to tell the user's samplers and datasets: they know nothing of cycles."""
+    return epoch % CYCLE
 
 
 class KeyedBatches:
@@ -28,11 +46,14 @@ class KeyedBatches:
     iteration.
     """
 
-    def __init__(self, draw: Draw, length: int | None, sizes: tuple[int, int] | None, seed: int, stage: int) -> None:
+    def __init__(
+        self, draw: Draw, length: int | None, sizes: tuple[int, int] | None, seed: int, stage: int, exact: bool = True
+    ) -> None:
         self._draw = draw
         self._seed, self._stage = seed, stage
         self.length = length
-        self.sizes = sizes  # samples of every micro-batch but the last, and of the last, where that is known
+        self.exact = exact and length is not None  # False: the length is what a user's sampler says it is
+        self.sizes = sizes if self.exact else None  # samples of every micro-batch but the last, and of the last
         self.epoch = 0
         self.start = 0
         self.limit: int | None = None
@@ -55,6 +76,11 @@ class KeyedDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):  # pickle asks before the dataset is there, and asks for this class
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -98,8 +124,8 @@ class UserWorkerInit:
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, KeyedDataset):
-            # WorkerInfo refuses assignment, to protect it from the user; the dictionary is the object's own
-            info.__dict__["dataset"] = info.dataset.dataset
+            # WorkerInfo refuses assignment, to protect it from its readers; this is one of its makers
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._function is not None:
             self._function(worker_id)
 
@@ -112,12 +138,12 @@ def keyed_batches(loader: DataLoader[Any], seed: int, stage: int, sequential: bo
             batch samplers are iterated here, in the main process, under generators seeded by key.
         seed: of the run; a ``DistributedSampler`` brings its own.
         stage: the stage part of the keys.
-        sequential: ignore shuffling (``overfit_batches``).
+        sequential: ignore shuffling; a user's own sampler draws what it draws in epoch 0 (``overfit_batches``).
     """
     batch_sampler = loader.batch_sampler
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-        draw = _drawn(batch_sampler, seed, stage, lambda iterator: next(iterator))
-        return KeyedBatches(draw, _length(batch_sampler), None, seed, stage)
+        draw = _drawn(batch_sampler, seed, stage, lambda iterator: next(iterator), sequential)
+        return KeyedBatches(draw, _length(batch_sampler), None, seed, stage, exact=False)
     sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
     size = None if batch_sampler is None else batch_sampler.batch_size
     drop_last = batch_sampler is not None and batch_sampler.drop_last
@@ -126,13 +152,14 @@ def keyed_batches(loader: DataLoader[Any], seed: int, stage: int, sequential: bo
         seed_of_order, samples = sampler.seed, len(sampler.dataset)  # type: ignore[arg-type]
     else:
         seed_of_order = seed
-    if shuffle is None and not sequential:
-        draw = _drawn(sampler, seed, stage, lambda iterator: _take(iterator, size, drop_last))
+    if shuffle is None:
+        draw = _drawn(sampler, seed, stage, lambda iterator: _take(iterator, size, drop_last), sequential)
     else:
         samples = len(loader.dataset) if samples is None else samples  # type: ignore[arg-type]
         draw = _ordered(samples, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
     length, sizes = _arithmetic(samples, 1 if size is None else size, drop_last)
-    return KeyedBatches(draw, length, sizes if size is not None else None, seed, stage)
+    exact = shuffle is not None or type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return KeyedBatches(draw, length, sizes if size is not None else None, seed, stage, exact)
 
 
 def _shuffles(sampler: Any) -> bool | None:
@@ -179,7 +206,7 @@ def _ordered(samples: int, size: int | None, drop_last: bool, shuffle: bool, see
     return draw
 
 
-def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], Any]) -> Draw:
+def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], Any], same_each_epoch: bool) -> Draw:
     """Micro-batches drawn from a user's sampler, each under generators of its own key.
 
     They are drawn one by one and the generators put back after each, so that a sampler that draws as it goes is not
@@ -187,19 +214,21 @@ def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], 
     """
 
     def draw(epoch: int, start: int) -> Iterator[Any]:
-        order = mix(seed, stage, Purpose.ORDER, epoch)
+        epoch = 0 if same_each_epoch else epoch
         keys = KeyStream(seed, stage, Purpose.ORDER, epoch)
-        for holder in (sampler, getattr(sampler, "sampler", None)):
+        order = keys(0)
+        holders: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
+        for holder in holders:
             if hasattr(holder, "set_epoch"):
-                holder.set_epoch(epoch)
+                holder.set_epoch(user_epoch(epoch))
             generator = getattr(holder, "generator", None)
-            if generator is not None:
+            if isinstance(generator, torch.Generator):
                 generator.manual_seed(order)
         iterator = RandomState.keyed(order, lambda: iter(sampler))
         m = 0
         while True:
             try:
-                indices = RandomState.keyed(keys(m), lambda: take(iterator))
+                indices = RandomState.keyed(keys(m + 1), lambda: take(iterator))
             except StopIteration:
                 return
             if m >= start:

@@ -61,9 +61,9 @@ def _is_loader(item: Any) -> bool:
     """Whether an item of a list is a loader, not a batch."""
     if isinstance(item, DataLoader | CombinedLoader):
         return True
-    return isinstance(item, Iterable) and not isinstance(
-        item, Tensor | np.ndarray | list | tuple | Mapping | str | bytes
-    )
+    if callable(getattr(item, "to", None)):  # a batch of a class of its own, which may well be iterable
+        return False
+    return isinstance(item, Iterable) and not isinstance(item, Tensor | np.ndarray | list | tuple | Mapping | str | bytes)
 
 
 def batch_size_of(source: Any) -> int | None:
@@ -71,7 +71,11 @@ def batch_size_of(source: Any) -> int | None:
     if isinstance(source, CombinedLoader):
         sizes = [batch_size_of(part) for part in source.parts()]
         known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
+        if len(known) < len(sizes):
+            return None
+        if source.mode == "sequential":
+            return known[0] if len(set(known)) == 1 else None
+        return sum(known)
     size = getattr(source, "batch_size", None)
     if size is None:
         size = getattr(getattr(source, "batch_sampler", None), "batch_size", None)

@@ -7,7 +7,7 @@ and starts at any micro-batch of any epoch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.console import notice, warn
-from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches
+from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
 from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.rng import KeyStream, Purpose, mix, seed_generators
 
@@ -29,6 +29,8 @@ class Stream(Protocol):
     """Micro-batches of an epoch, ``None`` if only the end tells."""
     sizes: tuple[int, int] | None
     """Samples of each micro-batch but the last, and of the last; ``None`` if only the batches tell."""
+    exact: bool
+    """The length is certain; else it is what a dataset or sampler of the user's says of itself."""
 
     def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
         """The micro-batches ``start``, ``start + 1``, … (before ``limit``) of an epoch, on the CPU."""
@@ -63,9 +65,7 @@ def open_stream(source: Any, seed: int, stage: int, device: torch.device, sequen
 class LoaderStream:
     """A ``DataLoader`` whose samplers are replaced, on a shallow copy, by keyed ones; everything else of it is kept."""
 
-    def __init__(
-        self, loader: DataLoader[Any], seed: int, stage: int, device: torch.device, sequential: bool = False
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, stage: int, device: torch.device, sequential: bool = False) -> None:
         self._source = loader
         self._seed, self._stage = seed, stage
         self._iterable = isinstance(loader.dataset, IterableDataset)
@@ -76,7 +76,7 @@ class LoaderStream:
         self.sizes: tuple[int, int] | None
         if self._iterable:
             self._batches: KeyedBatches | None = None
-            self.length, self.sizes = _length_of(loader), None
+            self.length, self.sizes, self.exact = _length_of(loader), None, False
             changes["_IterableDataset_len_called"] = None  # our asking for the length is not the user's
             if loader.batch_size is not None:
                 size = loader.batch_size
@@ -88,10 +88,16 @@ class LoaderStream:
                 )
         else:
             self._batches = keyed_batches(loader, seed, stage, sequential)
-            self.length, self.sizes = self._batches.length, self._batches.sizes
+            self.length, self.sizes, self.exact = self._batches.length, self._batches.sizes, self._batches.exact
             changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._batches
             changes["dataset"] = KeyedDataset(loader.dataset)
             changes["worker_init_fn"] = UserWorkerInit(loader.worker_init_fn)
+        if loader.num_workers > 1 and not loader.in_order:
+            changes["in_order"] = True
+            notice("in_order=False is not used: which batch came first would be a matter of time, in each run another.")
+        # What a worker has seen of earlier epochs must not matter: one that reads a stream, or whose dataset is told the
+        # epoch (here, in the main process), starts anew in each.
+        self._fresh_workers = self._iterable or hasattr(loader.dataset, "set_epoch")
         # DataLoader refuses to have these assigned, and building it anew would need its constructor's arguments, which a
         # subclass may have changed. A shallow copy keeps whatever the user or his subclass has set.
         self._loader: DataLoader[Any] | None = copy.copy(loader)
@@ -102,9 +108,12 @@ class LoaderStream:
         if self._loader is None:
             raise DataError("this loader has been closed. Prepare it again: accelerator.prepare(loader)")
         if hasattr(self._source.dataset, "set_epoch"):
-            self._source.dataset.set_epoch(epoch)
-        # starting workers draws a seed from the global generator
-        seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
+            self._source.dataset.set_epoch(user_epoch(epoch))
+        if self._fresh_workers:
+            self._loader._iterator = None
+        # starting workers draws a seed, from the global generator or from the loader's
+        generator = self._source.generator
+        seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch), () if generator is None else (generator,))
         if self._batches is not None:
             self._batches.epoch, self._batches.start, self._batches.limit = epoch, start, limit
             yield from self._loader
@@ -145,24 +154,26 @@ class IterableStream:
     def __init__(self, source: Iterable[Any], seed: int, stage: int) -> None:
         self._source = source
         self._seed, self._stage = seed, stage
-        self._ready = isinstance(source, Sequence)
-        self._one_shot = isinstance(source, Iterator)
+        self._ready = isinstance(source, list | tuple)
+        self._one_shot, self._read = isinstance(source, Iterator), False
         self.length: int | None = _length_of(source)
+        self.exact = self._ready
         if not self._ready:
             notice(
-                f"{type(source).__name__} is iterated as it is: its order is its own (no keyed shuffling) and a resumed run has "
-                "to skip through it. Wrap the data in a Dataset and a DataLoader to get both."
+                f"{type(source).__name__} is iterated as it is: its order is its own (no keyed shuffling) and a resumed run "
+                "has to skip through it. Wrap the data in a Dataset and a DataLoader to get both."
             )
 
     def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
         """See :class:`Stream`."""
-        if self._one_shot and epoch > 0:
+        if self._one_shot and self._read:
             raise EmptyLoaderError(
-                f"{type(self._source).__name__} can be iterated only once, and epoch {epoch} needs it again. Pass an object "
-                "whose __iter__ starts anew (a list, a DataLoader, a class with __iter__), or set max_epochs=1."
+                f"{type(self._source).__name__} can be iterated only once, and is needed again (in epoch {user_epoch(epoch)}). "
+                "Pass an object whose __iter__ starts anew (a list, a DataLoader, a class with __iter__), or set max_epochs=1."
             )
+        self._read = True
         if hasattr(self._source, "set_epoch"):
-            self._source.set_epoch(epoch)
+            self._source.set_epoch(user_epoch(epoch))
         if self._ready:  # ready batches: nothing random happens when the next one is taken
             return islice(iter(self._source), start, limit)
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))

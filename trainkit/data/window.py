@@ -99,9 +99,7 @@ def _alone(batches: Iterator[Any], weigh: Callable[[Any], float] | None) -> Iter
         yield MicroBatch(batch, True, True, share)
 
 
-def _planned(
-    batches: Iterator[Any], size: int, start: int, length: int, sizes: tuple[int, int]
-) -> Iterator[MicroBatch]:
+def _planned(batches: Iterator[Any], size: int, start: int, length: int, sizes: tuple[int, int]) -> Iterator[MicroBatch]:
     common, last = sizes
     for m, batch in enumerate(batches, start):
         place = (m - start) % size
@@ -127,7 +125,7 @@ def _weight(weigh: Callable[[Any], float], batch: Any) -> float:
     value = weigh(batch)
     try:
         weight = float(value)
-    except (TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError):  # RuntimeError: a tensor of several elements
         weight = math.nan
     if not (math.isfinite(weight) and weight >= 0.0):
         raise DataError(

@@ -59,8 +59,7 @@ class JSONLWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object, strings and numbers."""
         values = {
-            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
         }
         self._file.append(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
 

@@ -135,8 +135,7 @@ def _read_jsonl(path: Path) -> dict[str, Series]:
                 metrics.setdefault(name, []).append((step, float(value)))
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise TrainkitError(
-                f'{path}, line {number}: expected like {{"step": 1, "loss": 0.5}}, got {line.strip()[:80]!r}. '
-                "Fix: remove it"
+                f'{path}, line {number}: expected like {{"step": 1, "loss": 0.5}}, got {line.strip()[:80]!r}. Fix: remove it'
             ) from error
     return metrics
 

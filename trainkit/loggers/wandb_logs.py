@@ -91,8 +91,7 @@ class WandbLogger(Logger):
             raise missing_package("wandb", "wandb", "WandbLogger")
         if log_model:
             raise UnsupportedArgumentError(
-                f"WandbLogger(log_model={log_model!r}) is not supported. Fix: send a file when it is there, with\n"
-                f"{_SEND_FILE}"
+                f"WandbLogger(log_model={log_model!r}) is not supported. Fix: send a file when it is there, with\n{_SEND_FILE}"
             )
         self._run_name = name
         self._id = _one_of("version", version, "id", id)
@@ -142,6 +141,7 @@ class WandbLogger(Logger):
         if self._given is not None:
             return self._given
         self._end_idle_runs()
+        self._idle = False
         active = wandb.run
         ours = any(started.run is active for started in self._started)
         if active is not None and not ours and self._id in (None, active.id):
@@ -215,6 +215,7 @@ class WandbLogger(Logger):
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add to the run's config."""
+        self._idle = False
         self.experiment.config.update(dict(params), allow_val_change=True)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
@@ -238,9 +239,7 @@ class WandbLogger(Logger):
 
         self.experiment.log({key: wandb.Histogram(values), _STEP: step})
 
-    def watch(
-        self, model: torch.nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
-    ) -> None:
+    def watch(self, model: torch.nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
         """Log gradients and parameters of ``model`` as histograms, as ``wandb.watch`` does.
 
         Args:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from trainkit.cli.demo.baselines import bigram_bits, unigram_bits
@@ -123,19 +124,20 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
     csv = CSVLogger()
     trainer = Trainer(
         max_steps=max_steps,
+        limit_train_batches=max_steps,  # one short epoch, so that the progress bar ends where the run does
         val_every_n_steps=max(max_steps // size.checks, 1),
         log_every_n_steps=10,
         gradient_clip_val=1.0,
         logger=[csv, TensorBoardLogger()],
         callbacks=[stopping],
         default_root_dir=root,
-        deterministic=True,
+        deterministic=torch.cuda.is_available() or None,  # the kernels it uses on a CPU are deterministic anyway
         seed=seed,
     )
     _introduce(data, model, max_steps)
     trainer.fit(model, datamodule=data)
     # The last validation may lie some updates back. Without loggers, so that no step has two values in the files.
-    judge = Trainer(logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=root, seed=seed)
+    judge = Trainer(logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1, seed=seed)
     [metrics] = judge.validate(model, datamodule=data, verbose=False)
 
     folder = Path(csv.log_dir or root)

@@ -168,9 +168,7 @@ class SourceCode(DataModule):
     train: Windows
     val: Windows
 
-    def __init__(
-        self, context: int = 64, batch_size: int = 16, val_windows: int = 1024, library: Path | None = None
-    ) -> None:
+    def __init__(self, context: int = 64, batch_size: int = 16, val_windows: int = 1024, library: Path | None = None) -> None:
         self.context = context
         self.batch_size = batch_size
         self.val_windows = val_windows

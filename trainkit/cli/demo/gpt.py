@@ -114,7 +114,7 @@ class ByteGPT(TrainModule):
         groups = [{"params": matrices, "weight_decay": self.hparams.weight_decay}, {"params": gains, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.hparams.learning_rate, betas=(0.9, 0.95))
         total = self.trainer.estimated_stepping_batches
-        warmup = min(self.hparams.warmup, max(int(total // 5), 1))
+        warmup = min(int(self.hparams.warmup), max(int(total // 5), 1))
 
         def factor(step: int) -> float:
             if step < warmup:
@@ -177,7 +177,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """The residual stream after this block; ``x`` is (B, T, width)."""
         x = x + self.attention_out(self._attention(self.attention_norm(x), rotation))
-        return x + self.mlp_out(F.relu(self.mlp_in(self.mlp_norm(x))).square())
+        x = x + self.mlp_out(F.relu(self.mlp_in(self.mlp_norm(x))).square())
+        return x
 
     def _attention(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         B, T, C = x.shape

@@ -1,0 +1,298 @@
+"""One contender of overhead.py, in a process of its own: it trains, and says what each chunk of steps has cost.
+
+By hand, to profile one of them:
+
+    python benchmarks/overhead_contenders.py trainer --steps 500 --chunks 10
+
+The clock is in the data: every contender iterates over the same object, which reads the clock between two chunks. So
+nothing is attached to a loop that the loop would not have anyway, and what comes before the first step is not counted.
+Only what a contender needs is imported: the other frameworks may live in an environment without trainkit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SMALL, WIDE = (32, 64, 10), (256, 448, 448, 10)
+BATCH = 32
+WARM_UP = 300  # steps before the first chunk: allocations, AdamW's state, byte code that specialises itself
+AFTER = 5  # steps after the last chunk: some loops do not ask for a batch that they know is not there
+
+
+class Clock:
+    """Waits for its turn before each chunk of steps, and reports afterwards: seconds by the wall, seconds of this process.
+
+    Args:
+        turns: a line is read from it before each chunk; ``None`` never waits.
+        reports: a line is written to it after each chunk.
+    """
+
+    def __init__(self, turns: io.TextIOBase | None, reports: io.TextIOBase) -> None:
+        self._turns, self._reports = turns, reports
+        self._began = (0.0, 0.0)
+
+    def begin(self) -> None:
+        if self._turns is not None:
+            self._turns.readline()
+        self._began = (time.perf_counter(), time.process_time())
+
+    def end(self) -> None:
+        wall, process = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+        self._reports.write(f"{wall} {process}\n")
+        self._reports.flush()
+
+
+class Batches(Sequence[Any]):
+    """Ready batches, the same few over and over: first those to warm up on, then chunks of ``steps`` each."""
+
+    def __init__(self, batches: list[Any], clock: Clock, steps: int, chunks: int) -> None:
+        self._ready = batches
+        self._clock, self._steps, self._chunks = clock, steps, chunks
+
+    def __len__(self) -> int:
+        return WARM_UP + self._chunks * self._steps + AFTER
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._ready[index % len(self._ready)]
+
+    def __iter__(self) -> Iterator[Any]:
+        chunk = [self[place] for place in range(self._steps)]
+        yield from islice(cycle(chunk), WARM_UP)
+        for _ in range(self._chunks):
+            self._clock.begin()
+            yield from chunk
+            self._clock.end()
+        yield from chunk[:AFTER]
+
+    def map(self, function: Callable[[Any], Any]) -> Batches:
+        """The same, each batch in the form that a framework wants."""
+        return Batches([function(batch) for batch in self._ready], self._clock, self._steps, self._chunks)
+
+
+def network(widths: Sequence[int]) -> nn.Sequential:
+    layers = [layer for a, b in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------ the loop by hand
+
+
+def raw(model: nn.Module, batches: Batches) -> None:
+    optimizer = adamw(model)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+def seeding(model: nn.Module, batches: Batches) -> None:
+    """The loop by hand with the seeding that trainkit does: torch, numpy and ``random`` before each step."""
+    from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
+
+    optimizer = adamw(model)
+    keys = KeyStream(1, Stage.TRAIN, Purpose.FORWARD, 0)
+    for m, (x, y) in enumerate(batches):
+        seed_generators(keys(m))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------ trainkit
+
+
+def trainer(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool = False) -> None:
+    """The Trainer without anything; with idle callbacks; with bar, CSV logger and the loss logged at every step."""
+    from trainkit import Callback, Trainer, TrainModule
+    from trainkit.loggers import CSVLogger
+
+    class Idle(Callback):
+        pass
+
+    class Module(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            loss = F.cross_entropy(self.net(x), y)
+            if full:
+                self.log("train_loss", loss, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adamw(self)
+
+    Trainer(
+        max_epochs=1,
+        logger=CSVLogger("logs") if full else False,
+        callbacks=[Idle() for _ in range(idle)],
+        enable_progress_bar=full,
+        enable_model_summary=False,
+    ).fit(Module(), batches)
+
+
+def own_loop(model: nn.Module, batches: Batches) -> None:
+    """A loop of one's own with the Accelerator, as in the README."""
+    from trainkit import Accelerator
+
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, adamw(model), batches)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------------ the others
+
+
+def ignite(model: nn.Module, batches: Batches) -> None:
+    from ignite.engine import create_supervised_trainer
+
+    create_supervised_trainer(model, adamw(model), F.cross_entropy).run(batches, max_epochs=1)
+
+
+def accelerate(model: nn.Module, batches: Batches) -> None:
+    """The loop of its quick tour. It passes ready batches through as they are, so its loader costs nothing here."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+
+
+def lightning(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool = False) -> None:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.loggers import CSVLogger
+
+    class Idle(Callback):  # type: ignore[misc]
+        pass
+
+    class Module(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            loss = F.cross_entropy(self.net(x), y)
+            if full:
+                self.log("train_loss", loss, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adamw(self)
+
+    Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=CSVLogger("logs") if full else False,
+        callbacks=[Idle() for _ in range(idle)],
+        enable_progress_bar=full,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    ).fit(Module(), batches)
+
+
+def transformers(model: nn.Module, batches: Batches) -> None:
+    """Without its clipping, logging and scheduling, so that its step computes the same."""
+    from transformers import Trainer, TrainingArguments
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.net(x), labels)}
+
+    class Ready(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return batches.map(lambda batch: {"x": batch[0], "labels": batch[1]})
+
+    arguments = TrainingArguments(
+        output_dir="transformers",
+        max_steps=len(batches),
+        per_device_train_batch_size=BATCH,
+        use_cpu=True,
+        learning_rate=1e-3,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    Ready(model=Model(), args=arguments, train_dataset=range(BATCH * len(batches))).train()
+
+
+CONTENDERS: dict[str, Callable[[nn.Module, Batches], None]] = {
+    "raw": raw,
+    "seeding": seeding,
+    "trainer": trainer,
+    "idle_10": lambda model, batches: trainer(model, batches, idle=10),
+    "idle_100": lambda model, batches: trainer(model, batches, idle=100),
+    "full": lambda model, batches: trainer(model, batches, idle=10, full=True),
+    "own_loop": own_loop,
+    "ignite": ignite,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    "lightning_idle_10": lambda model, batches: lightning(model, batches, idle=10),
+    "lightning_full": lambda model, batches: lightning(model, batches, idle=10, full=True),
+    "transformers": transformers,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("contender", choices=CONTENDERS)
+    parser.add_argument("--wide", action="store_true", help=f"layers {WIDE} instead of {SMALL}: a step of one to two ms")
+    parser.add_argument("--steps", type=int, default=500, help="of a chunk (default: 500)")
+    parser.add_argument("--chunks", type=int, default=10, help="chunks that are measured (default: 10)")
+    parser.add_argument("--core", type=int, help="stay on this core, where the system can do that")
+    parser.add_argument("--turns", type=int, help="file descriptor: wait for a line before each chunk")
+    parser.add_argument("--reports", type=int, default=1, help="file descriptor: seconds by the wall and of the process")
+    arguments = parser.parse_args()
+
+    warnings.simplefilter("ignore")  # what frameworks have to say about a model this small
+    if arguments.core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {arguments.core})
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    widths = WIDE if arguments.wide else SMALL
+    ready = [(torch.randn(BATCH, widths[0]), torch.randint(widths[-1], (BATCH,))) for _ in range(50)]
+    turns = None if arguments.turns is None else open(arguments.turns)
+    with open(arguments.reports, "w", closefd=False) as reports:
+        batches = Batches(ready, Clock(turns, reports), arguments.steps, arguments.chunks)
+        CONTENDERS[arguments.contender](network(widths), batches)
+
+
+if __name__ == "__main__":
+    main()

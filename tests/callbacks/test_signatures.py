@@ -1,0 +1,37 @@
+"""The arguments of the callbacks and their defaults: those that Lightning has too are Lightning's."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from trainkit import callbacks
+
+SIGNATURES = {
+    "EarlyStopping": (
+        "monitor, min_delta=0.0, patience=3, verbose=False, mode='min', strict=True, check_finite=True, "
+        "stopping_threshold=None, divergence_threshold=None, check_on_train_epoch_end=None, log_rank_zero_only=False"
+    ),
+    "GradientClipping": "gradient_clip_val, gradient_clip_algorithm='norm', norm_type=2.0, log_norm=True",
+    "LambdaCallback": "**hooks",
+    "LearningRateMonitor": "logging_interval=None, log_momentum=False, log_weight_decay=False",
+    "ModelSummary": "max_depth=1",
+    "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
+    "TQDMProgressBar": "refresh_rate=1, process_position=0, leave=False",
+    "ThroughputMonitor": (
+        "window_size=100, batch_size_fn=None, length_fn=None, flops_per_batch=None, available_flops=None, measure_flops=False"
+    ),
+    "Timer": "duration=None, interval='step', verbose=True",
+}
+
+
+def test_every_callback_is_here() -> None:
+    assert set(SIGNATURES) == set(callbacks.__all__)
+
+
+@pytest.mark.parametrize("name, expected", SIGNATURES.items())
+def test_arguments(name: str, expected: str) -> None:
+    signature = inspect.signature(getattr(callbacks, name))
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    assert str(inspect.Signature(plain)) == f"({expected})"

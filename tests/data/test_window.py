@@ -1,0 +1,250 @@
+"""The accumulation window: three ways to work out the shares that agree with one another and with the plain mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainkit.data.window import MicroBatch, Window, windows
+from trainkit.errors import DataError
+
+
+def batches_of(sizes: list[int]) -> list[Tensor]:
+    return [torch.zeros(size) for size in sizes]
+
+
+def sizes_of(length: int, common: int, last: int) -> list[int]:
+    return [common] * (length - 1) + [last] if length else []
+
+
+def places(micros: list[MicroBatch]) -> list[tuple[bool, bool]]:
+    return [(micro.first, micro.full) for micro in micros]
+
+
+def grouped(micros: list[MicroBatch]) -> list[list[MicroBatch]]:
+    """The windows of a list of micro-batches, each of which must be whole."""
+    groups: list[list[MicroBatch]] = []
+    for micro in micros:
+        assert micro.first == (not groups or groups[-1][-1].full)
+        if micro.first:
+            groups.append([])
+        groups[-1].append(micro)
+    assert not groups or groups[-1][-1].full, "the last window of an epoch is full, however short"
+    return groups
+
+
+# ------------------------------------------------------------------------------------- planned, gathered, by the book
+
+
+@st.composite
+def epochs(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """(micro-batches, samples in each, samples in the last, window, first micro-batch)."""
+    length, common, size = draw(st.integers(0, 40)), draw(st.integers(1, 9)), draw(st.integers(1, 12))
+    last = draw(st.integers(1, common))
+    start = size * draw(st.integers(0, length // size + 1))
+    return length, common, last, size, start
+
+
+@given(epochs())
+def test_planned_and_gathered_windows_agree(epoch: tuple[int, int, int, int, int]) -> None:
+    length, common, last, size, start = epoch
+    samples = sizes_of(length, common, last)
+    batches = batches_of(samples)[start:]
+    planned = list(windows(iter(batches), size, start=start, length=length, sizes=(common, last)))
+    gathered = list(windows(iter(batches), size))
+    weighed = list(windows(iter(batches), size, weigh=len))
+    assert [id(micro.batch) for micro in planned] == [id(batch) for batch in batches]
+    assert places(planned) == places(gathered) == places(weighed)
+    if size > 1:
+        assert [micro.share for micro in planned] == [micro.share for micro in gathered]
+        assert gathered == weighed
+    for group, expected in zip(grouped(planned), chunks(samples[start:], size), strict=True):
+        shares = [Fraction(count, sum(expected)) for count in expected]
+        assert [micro.share for micro in group] == [float(share) for share in shares]
+
+
+def chunks(values: list[int], size: int) -> list[list[int]]:
+    return [values[begin : begin + size] for begin in range(0, len(values), size)]
+
+
+@given(epochs())
+def test_a_resumed_epoch_has_the_windows_of_the_whole_one(epoch: tuple[int, int, int, int, int]) -> None:
+    length, common, last, size, start = epoch
+    batches = batches_of(sizes_of(length, common, last))
+    for options in ({"sizes": (common, last), "length": length}, {}):
+        whole = list(windows(iter(batches), size, **options))
+        tail = list(windows(iter(batches[start:]), size, start=start, **options))
+        assert tail == whole[start:]
+
+
+def test_shares_make_the_mean_over_the_window() -> None:
+    """The promise itself: the shares times the means of micro-batches add up to the mean over all their samples."""
+    values = [torch.arange(3.0), torch.arange(3.0) + 5, torch.tensor([7.0])]
+    total = sum(micro.share * micro.batch.mean() for micro in windows(iter(values), 3, length=3, sizes=(3, 1)))
+    assert torch.allclose(total, torch.cat(values).mean())
+
+
+def test_batches_of_any_size_count_by_their_samples() -> None:
+    micros = list(windows(iter(batches_of([4, 1, 3, 2])), 2))
+    assert [micro.share for micro in micros] == [0.8, 0.2, 0.6, 0.4]
+
+
+def test_a_batch_may_be_counted_otherwise() -> None:
+    micros = list(windows(iter([{"n": 3}, {"n": 1}]), 2, count=lambda batch: batch["n"]))
+    assert [micro.share for micro in micros] == [0.75, 0.25]
+
+
+def test_a_window_of_one_counts_in_full() -> None:
+    micros = list(windows(iter(batches_of([4, 1])), 1, length=2, sizes=(4, 1)))
+    assert [micro[1:] for micro in micros] == [(True, True, 1.0)] * 2
+
+
+class Counting:
+    """Counts what was taken from it."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.taken = 0
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            self.taken += 1
+            yield batch
+
+
+@pytest.mark.parametrize(
+    "options, ahead",
+    [({"sizes": (2, 2), "length": 6}, 1), ({}, 3), ({"sizes": (2, 2)}, 3), ({"length": 6}, 3)],
+    ids=["planned", "counted", "no length", "no sizes"],
+)
+def test_only_what_has_to_be_is_fetched_ahead(options: dict[str, Any], ahead: int) -> None:
+    source = Counting(batches_of([2] * 6))
+    micros = windows(iter(source), 3, **options)
+    next(micros)
+    assert source.taken == ahead
+    next(micros)
+    assert source.taken == max(ahead, 2)
+
+
+def test_weights_are_worked_out_once_and_in_order() -> None:
+    seen: list[int] = []
+    list(windows(iter(range(1, 6)), 2, weigh=lambda batch: seen.append(batch) or float(batch)))
+    assert seen == [1, 2, 3, 4, 5]
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+def test_weights_beat_the_number_of_samples() -> None:
+    micros = list(windows(iter([1.0, 3.0, 5.0]), 2, length=3, sizes=(8, 8), weigh=float))
+    assert [(micro.share, micro.first, micro.full) for micro in micros] == [
+        (0.25, True, False),
+        (0.75, False, True),
+        (1.0, True, True),
+    ]
+
+
+def test_a_micro_batch_of_weight_zero_has_no_share() -> None:
+    assert [micro.share for micro in windows(iter([0.0, 2.0, 2.0]), 3, weigh=float)] == [0.0, 0.5, 0.5]
+
+
+def test_a_window_of_weight_zero_has_no_shares() -> None:
+    assert [micro.share for micro in windows(iter([0.0, 0.0, 1.0, 0.0]), 2, weigh=float)] == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_alone_a_weight_says_only_whether_a_micro_batch_counts() -> None:
+    assert [micro.share for micro in windows(iter([0.0, 0.5, 9.0]), 1, weigh=float)] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), True])
+def test_what_may_be_a_weight(weight: Any) -> None:
+    micros = list(windows(iter([weight, weight]), 2, weigh=lambda batch: batch))
+    assert [micro.share for micro in micros] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "weight", [-1.0, -1e-9, float("nan"), float("inf"), None, "many", torch.ones(2), torch.tensor(-1.0), [3]], ids=repr
+)
+def test_what_may_not_be_a_weight(weight: Any, size: int) -> None:
+    with pytest.raises(DataError, match=r"a finite number ≥ 0.*return float\("):
+        list(windows(iter([weight]), size, weigh=lambda batch: batch))
+
+
+def test_an_error_in_batch_weight_is_the_users() -> None:
+    def weigh(batch: Any) -> float:
+        raise ValueError("no labels")
+
+    with pytest.raises(ValueError, match="no labels"):
+        list(windows(iter([1]), 2, weigh=weigh))
+
+
+# ------------------------------------------------------------------------------------------------------------- Window
+
+
+def taken(window: Window, micro: MicroBatch) -> tuple[bool, bool, float, bool]:
+    window.take(micro)
+    return window.first, window.full, window.share, window.empty
+
+
+def test_a_window_shows_the_micro_batch_that_is_worked_on() -> None:
+    window = Window(2)
+    assert not window.driven
+    assert taken(window, MicroBatch(None, True, False, 0.25)) == (True, False, 0.25, False)
+    assert window.driven
+    assert taken(window, MicroBatch(None, False, True, 0.75)) == (False, True, 0.75, False)
+
+
+def test_a_window_is_empty_until_something_in_it_counts() -> None:
+    window = Window(3)
+    nothing, something = 0.0, 1.0
+    empty = []
+    for first, full, share in [
+        (True, False, nothing),
+        (False, False, something),
+        (False, True, nothing),
+        (True, False, nothing),
+        (False, True, nothing),
+        (True, True, something),
+    ]:
+        window.take(MicroBatch(None, first, full, share))
+        empty.append(window.empty)
+    assert empty == [True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_an_unprepared_loader_is_counted(size: int) -> None:
+    window = Window(size)
+    states = []
+    for _ in range(3 * size):
+        window.count()
+        states.append((window.first, window.full, window.share, window.empty))
+    assert states[:size] == states[size : 2 * size] == states[2 * size :]
+    assert [first for first, *_ in states[:size]] == [place == 0 for place in range(size)]
+    assert [full for _, full, *_ in states[:size]] == [place == size - 1 for place in range(size)]
+    assert {share for _, _, share, _ in states} == {1 / size}
+    assert not any(empty for *_, empty in states)
+
+
+def test_a_new_window_is_ready_for_an_update() -> None:
+    """Outside any loop, as in a loop that never calls ``accumulate``, each step is an update."""
+    window = Window(4)
+    assert (window.first, window.full, window.share, window.empty) == (True, True, 1.0, False)
+
+
+def test_windows_of_a_stream_without_an_end() -> None:
+    def endless() -> Iterator[Tensor]:
+        while True:
+            yield torch.zeros(2)
+
+    micros = list(islice(windows(endless(), 3), 7))
+    assert [micro.full for micro in micros] == [False, False, True, False, False, True, False]
+    assert all(before.full == after.first for before, after in pairwise(micros))

@@ -1,0 +1,108 @@
+"""What may be given to ``log``: checked, and turned into numbers."""
+
+from __future__ import annotations
+
+import math
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import MetricError, UnknownNameError, nearest
+
+__all__ = ["alike", "check_reduction", "is_metric_object", "number_of", "one_element", "read", "stacked", "weight_of"]
+
+_REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+def alike(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    """Whether two signatures differ in nothing but a function that is written in the call: it is a new object every time."""
+    one, other = getattr(first[4], "__code__", None), getattr(second[4], "__code__", None)
+    return one is not None and one is other and first[:4] == second[:4] and first[5:] == second[5:]
+
+
+def check_reduction(name: str, reduce_fx: Any) -> None:
+    """Refuse a way to reduce that is not known."""
+    if isinstance(reduce_fx, str) and reduce_fx not in _REDUCTIONS:
+        raise UnknownNameError(
+            f"log({name!r}): unknown reduce_fx {reduce_fx!r}; known: {', '.join(_REDUCTIONS)}, or a function."
+            f"{nearest(reduce_fx, _REDUCTIONS)}"
+        )
+    if not isinstance(reduce_fx, str) and not callable(reduce_fx):
+        raise MetricError(f"log({name!r}): reduce_fx must be one of {', '.join(_REDUCTIONS)} or a function, not {reduce_fx!r}.")
+
+
+def is_metric_object(name: str, value: Any) -> bool:
+    """Whether a value is a torchmetrics ``Metric``; what cannot be logged at all is refused, before an epoch is spent on it."""
+    if isinstance(value, Tensor) and value.is_complex():
+        raise MetricError(f"log({name!r}): a metric is a real number, not a complex one. Use .abs() or .real")
+    if isinstance(value, type):
+        raise MetricError(f"log({name!r}): expected a value, not the class {value.__name__}. Use an object: {value.__name__}()")
+    if not (callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))):
+        return False
+    if hasattr(value, "items"):
+        raise MetricError(f"log({name!r}): {type(value).__name__} holds several metrics. Use self.log_dict(collection)")
+    return True
+
+
+def weight_of(name: str, batch_size: Any) -> float:
+    """The weight that the user gave, as a number; reading it must not wait for a device."""
+    if type(batch_size) is int and batch_size >= 0:
+        return batch_size
+    on_device = isinstance(batch_size, Tensor) and batch_size.device.type != "cpu"
+    try:
+        weight = math.nan if on_device or isinstance(batch_size, str | bool) else float(batch_size)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not (math.isfinite(weight) and weight >= 0.0):
+        raise MetricError(
+            f"log({name!r}): batch_size must be a number of samples ≥ 0, not {batch_size!r}. For example: batch_size=len(x)"
+        )
+    return weight
+
+
+def stacked(values: list[Any]) -> Tensor:
+    """The values as one tensor, in float64, on the device of the first tensor (on the CPU where that has no float64)."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return torch.tensor(values, dtype=torch.float64)
+    first = tensors[0]
+    device = torch.device("cpu") if first.device.type == "mps" else first.device
+    if len(tensors) == len(values) and all(t.dtype is first.dtype and t.device == first.device for t in tensors):
+        return torch.stack([t.reshape(()) for t in tensors]).to(device).double()  # one kernel instead of one a value
+    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
+
+
+def read(values: list[Any]) -> list[float]:
+    """Numbers on the host, by one wait for the device."""
+    if not any(isinstance(value, Tensor) for value in values):
+        return [float(value) for value in values]
+    numbers: list[float] = stacked([v.detach() if isinstance(v, Tensor) else v for v in values]).tolist()
+    return numbers
+
+
+def one_element(name: str, value: Any) -> Any:
+    """What a ``Metric`` or a function came to, which has to be one number or a tensor of one element."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach()
+    if isinstance(value, Number):
+        return number_of(name, value)
+    raise MetricError(
+        f"log({name!r}): a metric must come to one number, but it is {value!r}. Log its parts: log_dict(metric.compute())"
+    )
+
+
+def number_of(name: str, value: Any) -> float:
+    """A plain number out of whatever counts as one (numpy scalars, booleans)."""
+    if isinstance(value, str | bytes) or value is None:
+        raise MetricError(f"log({name!r}): a metric must be a number, a tensor of one element or a Metric, not {value!r}.")
+    if getattr(value, "size", None) == 1 and hasattr(value, "item"):
+        value = value.item()  # a numpy array of one element
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise MetricError(
+            f"log({name!r}): a metric must be a number, a tensor of one element or a Metric, not {type(value).__name__}. "
+            "Use log_dict for a dict of metrics."
+        ) from None
