@@ -12,12 +12,11 @@ Only what a contender needs is imported: the other frameworks may live in an env
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import torch
@@ -34,23 +33,22 @@ class Clock:
     """Waits for its turn before each chunk of steps, and reports afterwards: seconds by the wall, seconds of this process.
 
     Args:
-        turns: a line is read from it before each chunk; ``None`` never waits.
-        reports: a line is written to it after each chunk.
+        turns: file descriptor, a byte is read from it before each chunk; ``None`` never waits.
+        reports: file descriptor, a line is written to it after each chunk.
     """
 
-    def __init__(self, turns: io.TextIOBase | None, reports: io.TextIOBase) -> None:
+    def __init__(self, turns: int | None, reports: int) -> None:
         self._turns, self._reports = turns, reports
         self._began = (0.0, 0.0)
 
     def begin(self) -> None:
         if self._turns is not None:
-            self._turns.readline()
+            os.read(self._turns, 1)
         self._began = (time.perf_counter(), time.process_time())
 
     def end(self) -> None:
         wall, process = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
-        self._reports.write(f"{wall} {process}\n")
-        self._reports.flush()
+        os.write(self._reports, f"{wall} {process}\n".encode())
 
 
 class Batches(Sequence[Any]):
@@ -81,7 +79,7 @@ class Batches(Sequence[Any]):
 
 
 def network(widths: Sequence[int]) -> nn.Sequential:
-    layers = [layer for a, b in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -277,7 +275,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="of a chunk (default: 500)")
     parser.add_argument("--chunks", type=int, default=10, help="chunks that are measured (default: 10)")
     parser.add_argument("--core", type=int, help="stay on this core, where the system can do that")
-    parser.add_argument("--turns", type=int, help="file descriptor: wait for a line before each chunk")
+    parser.add_argument("--turns", type=int, help="file descriptor: wait for a byte before each chunk")
     parser.add_argument("--reports", type=int, default=1, help="file descriptor: seconds by the wall and of the process")
     arguments = parser.parse_args()
 
@@ -288,10 +286,8 @@ def main() -> None:
     torch.manual_seed(1)
     widths = WIDE if arguments.wide else SMALL
     ready = [(torch.randn(BATCH, widths[0]), torch.randint(widths[-1], (BATCH,))) for _ in range(50)]
-    turns = None if arguments.turns is None else open(arguments.turns)
-    with open(arguments.reports, "w", closefd=False) as reports:
-        batches = Batches(ready, Clock(turns, reports), arguments.steps, arguments.chunks)
-        CONTENDERS[arguments.contender](network(widths), batches)
+    batches = Batches(ready, Clock(arguments.turns, arguments.reports), arguments.steps, arguments.chunks)
+    CONTENDERS[arguments.contender](network(widths), batches)
 
 
 if __name__ == "__main__":

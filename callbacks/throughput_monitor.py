@@ -179,6 +179,10 @@ class ThroughputMonitor(Callback):
         if self._batch_ended is not None:
             self._batch_ended += pause
 
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._counter is not None:  # another hook's -1 ended the epoch before the batch was worked on
+            self._end_counting()
+
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if self._counter is not None:
             self._end_counting()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ class Timer(Callback):
 
     def __init__(
         self,
-        duration: str | timedelta | dict[str, float] | None = None,
+        duration: str | timedelta | Mapping[str, float] | None = None,
         interval: str = "step",
         verbose: bool = True,
     ) -> None:
@@ -171,7 +172,7 @@ def _seconds(duration: Any) -> float | None:
             raise ConfigurationError(f"Timer(duration=...) expected 'DD:HH:MM:SS', got {duration!r}. {fix}")
         days, hours, minutes, seconds = map(int, match.groups())
         duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    elif isinstance(duration, dict):
+    elif isinstance(duration, Mapping):
         try:
             duration = timedelta(**duration)
         except TypeError as error:

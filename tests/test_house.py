@@ -40,6 +40,7 @@ PUBLIC = {
         "ThroughputMonitor",
         "Timer",
     ],
+    "trainkit.cli.demo": ["ByteGPT", "SourceCode", "add_arguments", "bigram_bits", "run", "unigram_bits"],
     "trainkit.data": ["CombinedLoader", "PreparedLoader"],
     "trainkit.errors": [
         "ConfigurationError",

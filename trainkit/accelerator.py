@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from trainkit.arguments import refuse_unknown
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.nested import map_tensors
@@ -60,7 +62,10 @@ class Accelerator:
         precision: str | int | Precision | None = None,
         gradient_accumulation_steps: int = 1,
         even_batches: bool = False,
+        **unknown: Any,
     ) -> None:
+        known = ("strategy", "precision", "gradient_accumulation_steps", "even_batches")
+        refuse_unknown("Accelerator", unknown, known)
         if even_batches:
             raise ConfigurationError(
                 "even_batches=True concerns several processes, which this version does not have. Leave it out."
@@ -77,6 +82,7 @@ class Accelerator:
         self.updates = 0
         self.before_step: Callable[[Optimizer], None] | None = None
         self.skip_asked = False
+        self._updated: dict[int, bool] = {}
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._loaders: list[PreparedLoader] = []
@@ -116,8 +122,11 @@ class Accelerator:
             ConfigurationError: an object that is none of these, or prepared already.
         """
         for place, item in enumerate(objects):
-            if isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler):
-                raise ConfigurationError(f"prepare: argument {place} ({type(item).__name__}) has been prepared already.")
+            if self._is_prepared(item) or any(item is other for other in objects[:place]):
+                raise ConfigurationError(
+                    f"prepare: argument {place} ({type(item).__name__}) has been prepared already. Prepare each object once "
+                    "and use what prepare returned."
+                )
         prepared: dict[int, Any] = {}
         # models first: an optimizer is prepared for a model that is on its device
         prepared |= {place: self._prepare_model(o) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
@@ -126,6 +135,10 @@ class Accelerator:
             if place not in prepared:
                 prepared[place] = self._prepare_other(item, place)
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
+
+    def _is_prepared(self, item: Any) -> bool:
+        ours = isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler | _InPrecision)
+        return ours or any(item is known for known in (*self._models, *self.optimizers))
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         wrapped = self.strategy.prepare_module(model)
@@ -136,11 +149,18 @@ class Accelerator:
         ours = self.strategy.prepare_optimizer(optimizer, self._models[-1] if self._models else None)
         prepared = PreparedOptimizer(ours, self)
         self._optimizers.append(prepared)
+        self.strategy.precision.several_optimizers = len(self._optimizers) > 1
         return prepared
 
     def _prepare_other(self, item: Any, place: int) -> Any:
         if hasattr(item, "step") and hasattr(item, "state_dict"):
             return PreparedScheduler(item, self)
+        several = isinstance(item, list | tuple) and any(isinstance(o, nn.Module | Optimizer | DataLoader) for o in item)
+        if several or isinstance(item, str | bytes | Mapping):
+            raise ConfigurationError(
+                f"prepare: argument {place} is a {type(item).__name__}. Give the objects one by one, prepare(model, optimizer, "
+                "loader); several loaders read together are a CombinedLoader."
+            )
         if isinstance(item, CombinedLoader | Iterable):
             # loaders that are read side by side must not have the same order and the same augmentation
             return self.prepare_loader(item, window=True, index=len(self._loaders))
@@ -217,8 +237,14 @@ class Accelerator:
         else:
             updated = self.strategy.optimizer_step(own, closure)
         self.optimizer_step_was_skipped = not updated
+        self._updated[id(own)] = updated
         self.updates += updated
         return updated
+
+    def has_updated(self, optimizer: Any) -> bool:
+        """Whether the last step of a prepared optimizer, or of torch's own of it, was an update and not skipped."""
+        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        return self._updated.get(id(own), not self.optimizer_step_was_skipped)
 
     def skip_update(self) -> None:
         """Skip the update of the current window: it changes neither parameters nor optimizer state."""
@@ -261,7 +287,8 @@ class Accelerator:
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The user's model, without what ``prepare`` and ``torch.compile`` wrapped around it."""
-        return self.strategy.unwrap(model.module if isinstance(model, _InPrecision) else model)
+        inner = model.module if isinstance(model, _InPrecision) else self.strategy.unwrap(model)
+        return model if inner is model else self.unwrap_model(inner)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` in the main process only."""
@@ -275,7 +302,7 @@ class Accelerator:
         """
         for loader in self._loaders:
             loader.close()
-        self._models, self._optimizers, self._loaders = [], [], []
+        self._models, self._optimizers, self._loaders, self._updated = [], [], [], {}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None if len(objects) == 1 else tuple(None for _ in objects)
@@ -299,6 +326,14 @@ class _InPrecision(nn.Module):
         if precision.autocast_dtype is None:
             return outputs
         return map_tensors(outputs, lambda t: t.float() if t.dtype is precision.autocast_dtype else t)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's model's: its parameters keep their names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the user's model."""
+        return self.module.load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -93,9 +93,10 @@ def train_epoch(trainer: Trainer) -> None:
                 for hook in hooks.on_after_backward:
                     hook()
             if optimizer is not None and window.full and has_loss:
-                engine.unscale_gradients(optimizer)
-                for hook in hooks.on_before_optimizer_step:
-                    hook(optimizer)
+                if hooks.on_before_optimizer_step:
+                    engine.unscale_gradients(optimizer)  # what they look at are the true gradients
+                    for hook in hooks.on_before_optimizer_step:
+                        hook(optimizer)
                 plan.step(optimizer)
         updated = engine.updates != updates or (plan.without_optimizer and window.full)
         if updated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,9 @@ class PreparedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedOptimizer:
+        return PreparedOptimizer(copy.deepcopy(self.optimizer, memo), self._accelerator)  # of the same accelerator
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -105,8 +109,11 @@ class PreparedScheduler:
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedScheduler:
+        return PreparedScheduler(copy.deepcopy(self.scheduler, memo), self._accelerator)
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule."""
         accelerator = self._accelerator
-        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+        if accelerator.sync_gradients and accelerator.has_updated(getattr(self.scheduler, "optimizer", None)):
             self.scheduler.step(*args, **kwargs)

@@ -32,7 +32,6 @@ class FitPlan:
         step: of the optimizer.
         zero_grad: of the optimizer.
         schedulers: those that the loop advances.
-        length: micro-batches of an epoch, ``None`` if only its end tells.
         validate_every: validate after this many micro-batches; ``None``: at the end of an epoch.
         stop_asked: ``should_stop`` was set in the step before this one.
         validated: how many times ``validate_every`` has been reached, in this epoch or since ``earlier_batches`` was 0.
@@ -56,6 +55,7 @@ class FitPlan:
 
     @property
     def length(self) -> int | None:
+        """Micro-batches of an epoch, ``None`` if only its end tells."""
         return self.loader.length
 
     def batches(self, epoch: int) -> Iterator[Any]:

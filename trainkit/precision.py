@@ -71,7 +71,9 @@ class Precision:
         self._growth_interval = growth_interval
         self._device_type = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
-        self._unscaled: set[int] = set()
+        self.several_optimizers = False  # that share the loss scale
+        self._unscaled: set[int] = set()  # optimizers whose gradients have lost the scale and wait for their update
+        self._over: set[int] = set()  # optimizers whose update is over since the scale was last updated
 
     def __repr__(self) -> str:
         return f"Precision({self.name!r})"
@@ -93,6 +95,7 @@ class Precision:
     def reset(self) -> None:
         """The loss scale as it is at the start of a run."""
         self._unscaled.clear()
+        self._over.clear()
         if self._scaled:
             self.scaler = torch.amp.GradScaler(
                 self._device_type, init_scale=self._init_scale, growth_interval=self._growth_interval
@@ -129,11 +132,26 @@ class Precision:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as backward must see it."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        if self.scaler is None:
+            return loss
+        self._settle()
+        return self.scaler.scale(loss)
+
+    def _settle(self) -> None:
+        """Update the scale, if no gradient is left that was computed under it.
+
+        With several optimizers that is known when the next loss is scaled: until then the second one's gradients may still
+        have the old scale.
+        """
+        if self.scaler is not None and self._over and not self._unscaled:
+            self.scaler.update()
+            self._over.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Take the loss scale out of the optimizer's gradients; at most once per update, more calls do nothing."""
         if self.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
+            if id(optimizer) in self._over:
+                self._settle()
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
@@ -171,8 +189,9 @@ class Precision:
         """Tell the scaler that an update whose gradients it has seen is over, or will not happen."""
         if self.scaler is not None and id(optimizer) in self._unscaled:
             self._unscaled.discard(id(optimizer))
-            if not self._unscaled:  # the scale stays while gradients of another optimizer wait for their update
-                self.scaler.update()
+            self._over.add(id(optimizer))
+            if not self.several_optimizers:
+                self._settle()
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -195,5 +195,5 @@ def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
         callback._module = None
     if errors and status == "success":
         raise errors[0]
-    for error in errors:
-        notice(f"the tear-down failed too: {error!r}")
+    for failure in errors:
+        notice(f"the tear-down failed too: {failure!r}")

@@ -84,6 +84,7 @@ class Strategy:
             )
         chosen.setup(self.device)
         self.precision = chosen
+        self._precision_was_given = self._precision_was_given or given
 
     def generators(self) -> tuple[torch.Generator, ...]:
         """The device's random generators, to be seeded with the CPU's."""

@@ -188,7 +188,9 @@ class TrainerState:
         values = dict(self.results.callback)
         if self.stage is not None:
             values.update(self.metrics.step_values())
-        return {name: v if isinstance(v, Tensor) else torch.tensor(v) for name, v in values.items()}
+        with torch.inference_mode(False):  # copied in it, what a validation computed becomes an ordinary tensor
+            tensors = {name: v if isinstance(v, Tensor) else torch.tensor(v) for name, v in values.items()}
+            return {name: v.clone() if v.is_inference() else v for name, v in tensors.items()}
 
     @property
     def logged_metrics(self) -> dict[str, float]:
@@ -297,7 +299,7 @@ class TrainerState:
     def log_due(self, step: int) -> bool:
         """Whether update number ``step`` ends in a log boundary."""
         every = self.arguments.log_every_n_steps
-        return bool(every) and step % every == 0
+        return every is not None and every > 0 and step % every == 0
 
     def validation_due(self, batch_idx: int, updated: bool) -> bool:
         """Whether to validate after this window."""

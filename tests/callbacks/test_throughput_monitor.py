@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import TinyModule, tiny_loader
 
-from trainkit.callbacks import ThroughputMonitor, throughput_monitor
+from trainkit.callbacks import LambdaCallback, ThroughputMonitor, throughput_monitor
 from trainkit.callbacks._peak_flops import peak_flops
 from trainkit.errors import ConfigurationError
 from trainkit.precision import Precision
@@ -316,6 +316,14 @@ def test_counting_flops_does_not_change_training(make_trainer) -> None:
         make_trainer(*callbacks, accumulate_grad_batches=2).fit(module, tiny_loader())
         weights.append(module.layer.weight.detach())
     assert torch.equal(*weights)
+
+
+def test_an_epoch_that_a_hook_skips_leaves_no_mode_behind(make_trainer) -> None:
+    skip = LambdaCallback(on_train_batch_start=lambda trainer, module, batch, batch_idx: -1)
+    monitor = ThroughputMonitor(measure_flops=True, available_flops=1.0)
+    make_trainer(monitor, skip).fit(TinyModule(), tiny_loader())
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert monitor.flops_per_sample is None
 
 
 def test_a_fit_that_fails_while_flops_are_counted_leaves_no_mode_behind(make_trainer) -> None:

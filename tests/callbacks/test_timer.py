@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ def _stopped_clock(clock, monkeypatch) -> None:
         ("00:00:90:00", 5400.0),
         (timedelta(minutes=1.5), 90.0),
         ({"hours": 1, "minutes": 0.5}, 3630.0),
+        (MappingProxyType({"days": 1}), 86400.0),
         (None, None),
     ],
 )

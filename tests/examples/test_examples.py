@@ -16,6 +16,12 @@ from support import ROOT, run_python
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.fixture(autouse=True)
+def _no_seed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples seed the process; the tests after them must not see that."""
+    monkeypatch.setattr("trainkit.rng._process_seed", None)
+
+
 @pytest.fixture
 def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """The example of that name, imported from its file."""
@@ -103,11 +109,11 @@ def test_the_own_loop_depends_on_the_seed_alone(example: ModuleType, capsys: pyt
 
 @pytest.mark.parametrize("example", ["byte_gpt"], indirect=True)
 def test_the_byte_gpt_learns(example: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # A hundred updates of a model a tenth of the size: between the unigram and the bigram model, from 8 bits.
+    # A few updates of a model a tenth of the size; measured: 3.15 bits, where the bigram model has 3.43.
     size = ["--width", "64", "--depth", "2", "--heads", "2", "--context", "32", "--batch-size", "32"]
-    loss, bigram = example.main(["--max-steps", "100", "--learning-rate", "6e-3", *size])
+    loss, bigram = example.main(["--max-steps", "200", "--learning-rate", "6e-3", *size])
     assert 3.0 < bigram < 4.0
-    assert loss < bigram + 0.6
+    assert loss < bigram - 0.1
     assert re.search(rf"{loss:.3f} bits per byte; a bigram model has {bigram:.3f}", capsys.readouterr().out)
     assert list(run_dir.glob("trainkit_runs/byte_gpt/logs/default/version_0/metrics.csv"))
 

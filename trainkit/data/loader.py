@@ -60,6 +60,7 @@ class PreparedLoader:
         self._window = window
         self._weigh = weigh
         self._non_blocking = device.type == "cuda"
+        self._moves = transfer is None
         self._transfer = self._move if transfer is None else transfer
         self._finish = finish
         if isinstance(source, CombinedLoader):
@@ -122,13 +123,13 @@ class PreparedLoader:
         """Every micro-batch is a window of its own that counts in full, so there is nothing to say about it."""
         if self._window is not None:
             self._window.take(MicroBatch(None, True, True, 1.0))
-        generators, finish = self._generators, self._finish
-        transfer: Callable[[Any, int], Any] | None = self._transfer
-        if self._device.type == "cuda":
-            raw, transfer = one_ahead(raw, self._transfer, self._device, start), None
+        device, generators, finish = self._device, self._generators, self._finish
+        moves, transfer = self._moves, self._transfer
+        if device.type == "cuda":
+            raw, moves, transfer = one_ahead(raw, self._transfer, device, start), False, _as_it_is
         for m, batch in enumerate(raw, start):
-            if transfer is not None:
-                batch = transfer(batch, m)
+            # move itself where it is all that self._transfer does: at every step, a call counts
+            batch = move(batch, device) if moves else transfer(batch, m)
             seed_generators(keys(m), generators)
             yield batch if finish is None else finish(batch)
 

@@ -102,33 +102,51 @@ class LoaderStream:
         # subclass may have changed. A shallow copy keeps whatever the user or his subclass has set.
         self._loader: DataLoader[Any] | None = copy.copy(loader)
         self._loader.__dict__.update(changes)
+        self._running: Any = None  # the iterator of the epoch that is being read, or was last
 
     def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
         """See :class:`Stream`."""
-        if self._loader is None:
+        loader = self._loader
+        if loader is None:
             raise DataError("this loader has been closed. Prepare it again: accelerator.prepare(loader)")
         if hasattr(self._source.dataset, "set_epoch"):
             self._source.dataset.set_epoch(user_epoch(epoch))
         if self._fresh_workers:
-            self._loader._iterator = None
+            _end_workers(loader._iterator)
+            loader._iterator = None
         # starting workers draws a seed, from the global generator or from the loader's
         generator = self._source.generator
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch), () if generator is None else (generator,))
         if self._batches is not None:
             self._batches.epoch, self._batches.start, self._batches.limit = epoch, start, limit
-            yield from self._loader
-            return
-        keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
-        if self._loader.batch_size is not None:
+        elif loader.batch_size is not None:
             self._slots.epoch = epoch
-            yield from islice(self._loader, start, limit)
-        else:
-            seeded = _seeded(iter(self._loader), keys) if self._loader.num_workers == 0 else iter(self._loader)
-            yield from islice(seeded, start, limit)
+        iterator = self._running = iter(loader)
+        try:
+            yield from self._from_start(iterator, epoch, start, limit)
+        finally:
+            if not loader.persistent_workers:
+                _end_workers(iterator)
+
+    def _from_start(self, iterator: Iterator[Any], epoch: int, start: int, limit: int | None) -> Iterator[Any]:
+        """What is asked for of an iterator over the copy of the loader."""
+        if self._batches is not None:
+            return iterator  # starts where it should
+        if self._source.batch_size is None and self._source.num_workers == 0:
+            iterator = _seeded(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch))
+        return islice(iterator, start, limit)
 
     def close(self) -> None:
-        """End persistent workers, which live as long as the copy of the loader."""
-        self._loader = None
+        """End the workers, persistent ones and those of an epoch that an error has left."""
+        _end_workers(self._running)
+        self._loader = self._running = None
+
+
+def _end_workers(iterator: Any) -> None:
+    """End the workers of an iterator over a loader now; a traceback can hold it for long, and its end then takes seconds."""
+    end = getattr(iterator, "_shutdown_workers", None)
+    if end is not None:
+        end()
 
 
 class _Slots:

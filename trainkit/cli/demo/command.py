@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from trainkit.registry import load_callback
 from trainkit.rng import seed_everything
 from trainkit.trainer import Trainer
 
-__all__ = ["Result", "Size", "add_arguments", "run", "train"]
+__all__ = ["FULL", "PROMPT", "SMALL", "Result", "Size", "add_arguments", "report", "run", "train"]
 
 PROMPT = b"def "
 
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             raise missing_package(package, extra, "The demo")
     start = time.monotonic()
     result = train(SMALL if args.small else FULL, args.seed, Path(args.root), args.max_steps)
-    _report(result, time.monotonic() - start)
+    report(result, time.monotonic() - start)
     return 0
 
 
@@ -173,7 +174,13 @@ def _introduce(data: SourceCode, model: ByteGPT, max_steps: int) -> None:
     )
 
 
-def _report(result: Result, seconds: float) -> None:
+def report(result: Result, seconds: float) -> None:
+    """Print the sample, the losses, where the files lie, and what to do next.
+
+    Args:
+        result: of the run.
+        seconds: that it took.
+    """
     early = ", stopped early since the validation loss no longer fell" if result.stopped_early else ""
     difference = result.bigram - result.val_loss
     verdict = f"{abs(difference):.2f} bits {'better' if difference > 0 else 'worse'} than the bigram baseline"
@@ -187,9 +194,17 @@ def _report(result: Result, seconds: float) -> None:
     print(f"  {result.picture.name:<12} the loss curve")
     print("  metrics.csv  what was logged, as a table; events.out.tfevents.* the same for TensorBoard")
     print("\nNext:")
-    print(f"  tensorboard --logdir {shlex.quote(str(folder.parent))}")
-    print(f"  {Path(sys.executable).name} -m trainkit plot {shlex.quote(str(folder))}")
+    print(f"  {_python()} -m tensorboard.main --logdir {shlex.quote(str(folder.parent))}")
+    print(f"  {_python()} -m trainkit plot {shlex.quote(str(folder))}")
     print("  examples/byte_gpt.py in the repository is this run as a script of your own, to change.")
+
+
+def _python() -> str:
+    """How to call this Python from here; that of a virtual environment may not be on the path."""
+    this = Path(sys.executable)
+    if shutil.which("python") == str(this):
+        return "python"
+    return shlex.quote(str(this.relative_to(Path.cwd()) if this.is_relative_to(Path.cwd()) else this))
 
 
 def _indented(sample: bytes) -> str:

@@ -1,0 +1,276 @@
+"""Several loaders as one: what an epoch is made of in each mode, and that it can be started at any micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import CPU, Drawing, DrawingStream, SizedDrawingStream, draw, ids, same
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from trainkit import CombinedLoader
+from trainkit.data.combined import MODES, CombinedStream
+from trainkit.data.sampling import CYCLE
+from trainkit.data.stream import open_stream
+from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError
+from trainkit.rng import Stage
+
+SEED = 7
+
+
+def shuffled(length: int, **options: Any) -> DataLoader:
+    return DataLoader(Drawing(length), **{"batch_size": 2, "shuffle": True, **options})
+
+
+def stream_of(loaders: Any, mode: str = "max_size_cycle", index: int = 0, sequential: bool = False) -> CombinedStream:
+    return CombinedStream(CombinedLoader(loaders, mode), SEED, Stage.TRAIN, index, CPU, sequential)
+
+
+def read(stream: CombinedStream, epoch: int = 0, start: int = 0, limit: int | None = None) -> list[Any]:
+    return list(stream.batches(epoch, start, limit))
+
+
+def alone(loader: Any, epoch: int = 0, number: int = 0, index: int = 0) -> list[Any]:
+    """What loader ``number`` of a combination gives."""
+    return list(open_stream(loader, SEED, Stage.TRAIN.of_loader(index + (number << 20)), CPU).batches(epoch, 0, None))
+
+
+# --------------------------------------------------------------------------------------------------- form of a batch
+
+
+def test_a_batch_has_the_form_of_the_loaders() -> None:
+    a, b = shuffled(4), shuffled(6)
+    as_dict, as_list, as_tuple = (read(stream_of(form, "min_size")) for form in ({"x": a, "y": b}, [a, b], (a, b)))
+    assert [list(batch) for batch in as_dict] == [["x", "y"]] * 2
+    assert [type(batch) for batch in as_list] == [list] * 2
+    assert [type(batch) for batch in as_tuple] == [tuple] * 2
+    assert same([[batch["x"], batch["y"]] for batch in as_dict], as_list)
+    assert same([list(batch) for batch in as_tuple], as_list)
+
+
+def test_the_loaders_can_be_asked_for() -> None:
+    a, b = shuffled(4), shuffled(6)
+    assert CombinedLoader({"x": a, "y": b}).parts() == [a, b]
+    assert CombinedLoader((a, b)).parts() == [a, b]
+    assert CombinedLoader([a]).mode == "max_size_cycle"
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
+def test_a_batch_counts_by_all_its_samples(mode: str) -> None:
+    for form in ([torch.zeros(3), {"a": torch.zeros(4, 2)}], {"x": torch.zeros(3), "y": torch.zeros(4)}):
+        assert CombinedLoader({"a": [1], "b": [2]}, mode).count(form) == 7
+
+
+def test_a_batch_of_one_of_them_counts_by_its_own() -> None:
+    assert CombinedLoader([[1], [2]], "sequential").count([torch.zeros(3), torch.zeros(3)]) == 3
+
+
+@pytest.mark.parametrize("loaders", [[], {}, (), None, 5, "text", shuffled(4)], ids=repr)
+def test_what_is_no_collection_of_loaders(loaders: Any) -> None:
+    with pytest.raises(DataError, match=r"a dict or list of loaders, with at least one.*CombinedLoader\(\{"):
+        CombinedLoader(loaders)
+
+
+@pytest.mark.parametrize(
+    "nested", [[shuffled(4)], {"x": shuffled(4)}, CombinedLoader([shuffled(4)])], ids=lambda n: type(n).__name__
+)
+def test_collections_inside_are_refused(nested: Any) -> None:
+    """A list of loaders would pass for a list of ready batches."""
+    with pytest.raises(DataError, match=rf"a {type(nested).__name__} inside it is not supported.*one level"):
+        CombinedLoader([shuffled(4), nested])
+
+
+def test_an_unknown_mode_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"'max_size'; known: min_size, max_size_cycle, sequential"):
+        CombinedLoader([[1]], "max_size")
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'sequential'\?"):
+        CombinedLoader([[1]], "sequental")
+
+
+# --------------------------------------------------------------------------------------------------------- the modes
+
+
+def test_the_shortest_ends_an_epoch() -> None:
+    a, b = shuffled(9), shuffled(4)
+    stream = stream_of([a, b], "min_size")
+    batches = read(stream, 3)
+    assert (stream.length, len(batches)) == (2, 2)
+    assert same(batches, [list(pair) for pair in zip(alone(a, 3, 0)[:2], alone(b, 3, 1), strict=True)])
+
+
+def test_the_longest_ends_an_epoch_and_others_start_anew() -> None:
+    a, b = shuffled(9), shuffled(4)
+    stream = stream_of([b, a])
+    batches = read(stream, 3)
+    assert (stream.length, len(batches)) == (5, 5)
+    assert same([batch[1] for batch in batches], alone(a, 3, 1))
+    cycles = [alone(b, 3 + cycle * CYCLE, 0) for cycle in range(3)]
+    assert same([batch[0] for batch in batches], [*cycles[0], *cycles[1], cycles[2][0]])
+    assert ids(cycles[0]) != ids(cycles[1]), "reshuffled"
+
+
+def test_one_comes_after_the_other() -> None:
+    a, b = shuffled(5), shuffled(4)
+    stream = stream_of([a, b], "sequential")
+    assert (stream.length, stream.sizes) == (5, None)
+    assert same(read(stream, 2), [*alone(a, 2, 0), *alone(b, 2, 1)])
+
+
+def test_one_loader_alone_is_that_loader() -> None:
+    for mode in MODES:
+        batches = read(stream_of([shuffled(5)], mode), 1)
+        assert same(batches if mode == "sequential" else [batch[0] for batch in batches], alone(shuffled(5), 1))
+
+
+def test_loaders_of_a_combination_are_not_alike() -> None:
+    batches = read(stream_of([shuffled(20), shuffled(20)]))
+    assert ids([batch[0] for batch in batches]) != ids([batch[1] for batch in batches])
+    assert not any(same(batch[0][:, 1:], batch[1][:, 1:]) for batch in batches)
+    plain = [ids(alone(shuffled(20), index=index)) for index in range(4)]
+    assert ids([batch[1] for batch in batches]) not in plain, "nor like a loader beside the combination"
+
+
+def test_the_loaders_of_two_combinations_are_not_alike() -> None:
+    orders = []
+    for index in (0, 1):
+        batches = read(stream_of([shuffled(20), shuffled(20)], index=index))
+        orders += [ids([batch[part] for batch in batches]) for part in (0, 1)]
+    assert all(orders.count(order) == 1 for order in orders)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shuffling_can_be_turned_off(mode: str) -> None:
+    stream = stream_of([shuffled(4), shuffled(4)], mode, sequential=True)
+    first = read(stream, 5)[0]
+    assert ids([first] if mode == "sequential" else first)[0] == [0, 1]
+
+
+# -------------------------------------------------------------------------------------------- any start and any limit
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    kinds=st.lists(st.sampled_from(["map", "stream", "sized", "list"]), min_size=3, max_size=3),
+    mode=st.sampled_from(MODES),
+    epoch=st.integers(0, 2),
+)
+def test_an_epoch_can_be_started_anywhere(lengths: list[int], kinds: list[str], mode: str, epoch: int) -> None:
+    stream = stream_of([source(kind, length) for kind, length in zip(kinds, lengths, strict=False)], mode)
+    whole = read(stream, epoch)
+    batches = [(length + 1) // 2 for length in lengths]
+    expected = {"min_size": min(batches), "max_size_cycle": max(batches), "sequential": sum(batches)}[mode]
+    assert len(whole) == expected
+    assert stream.length in (expected, None)
+    for start in range(expected + 2):
+        draw()
+        assert same(read(stream, epoch, start), whole[start:])
+    for limit in (0, 1, expected - 1, expected, expected + 5):
+        assert same(read(stream, epoch, 0, limit), whole[:limit])
+    assert same(read(stream, epoch, 1, 2), whole[1:2])
+
+
+def source(kind: str, length: int) -> Any:
+    makers: dict[str, Callable[[], Any]] = {
+        "map": lambda: shuffled(length),
+        "stream": lambda: DataLoader(DrawingStream(length), batch_size=2),
+        "sized": lambda: DataLoader(SizedDrawingStream(length), batch_size=2),
+        "list": lambda: [torch.full((2, 1), n) for n in range((length + 1) // 2)],
+    }
+    return makers[kind]()
+
+
+@pytest.mark.parametrize(
+    "mode, start, calls", [("min_size", 1, (2, 2)), ("max_size_cycle", 3, (3, 4)), ("sequential", 4, (1, 4))]
+)
+def test_what_is_skipped_is_not_fetched(mode: str, start: int, calls: tuple[int, int]) -> None:
+    a, b = shuffled(9), shuffled(4)
+    read(stream_of([a, b], mode), 0, start)
+    assert (len(a.dataset.calls), len(b.dataset.calls)) == calls
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_fetched_for_a_batch_that_does_not_come(mode: str) -> None:
+    a, b = shuffled(4), shuffled(6)
+    batches = read(stream_of([b, a], mode))
+    given = sum(len(part) for batch in batches for part in ([batch] if mode == "sequential" else batch))
+    assert len(a.dataset.calls) + len(b.dataset.calls) == given
+
+
+class Restarts:
+    """An iterable that counts how often it is started."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.starts = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.starts += 1
+        return iter([torch.zeros(1)] * self.length)
+
+
+def test_a_loader_is_started_anew_only_when_it_is_needed() -> None:
+    """Starting one may start worker processes."""
+    short, long, equal = Restarts(2), Restarts(4), Restarts(4)
+    assert len(read(stream_of([short, long, equal]))) == 4
+    assert (short.starts, long.starts, equal.starts) == (2, 1, 1)
+
+
+# ------------------------------------------------------------------------------------------ lengths and what is known
+
+
+@pytest.mark.parametrize(
+    "loaders, mode, length, sizes",
+    [
+        ([8, 4], "min_size", 2, (4, 4)),
+        ([8, 4], "max_size_cycle", 4, (4, 4)),
+        ([8, 4], "sequential", 6, (2, 2)),
+        ([8, 5], "min_size", 3, None),
+        ([8, 5], "max_size_cycle", 4, None),
+        ([8, 5], "sequential", 7, None),
+    ],
+)
+def test_what_is_known_of_map_style_loaders(loaders: list[int], mode: str, length: int, sizes: Any) -> None:
+    stream = stream_of([shuffled(samples) for samples in loaders], mode)
+    assert (stream.length, stream.sizes, stream.exact) == (length, sizes, True)
+
+
+def test_batches_of_different_sizes_one_after_the_other() -> None:
+    assert stream_of([shuffled(8), shuffled(8, batch_size=4)], "sequential").sizes is None
+    assert stream_of([shuffled(8), shuffled(8, batch_size=4)], "min_size").sizes == (6, 6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stream_makes_the_length_unknown(mode: str) -> None:
+    stream = stream_of([shuffled(8), DataLoader(DrawingStream(5), batch_size=2)], mode)
+    assert (stream.length, stream.sizes, stream.exact) == (None, None, False)
+
+
+def test_a_length_that_is_wrong_cuts_nothing_off() -> None:
+    stream = stream_of([DataLoader(SizedDrawingStream(6), batch_size=4, num_workers=2), [torch.zeros(1, 1)]], "sequential")
+    assert (stream.length, stream.exact) == (3, False)
+    assert ids(read(stream)) == [[0, 2, 4], [1, 3, 5], [0]]
+
+
+def test_an_empty_loader_cannot_be_cycled() -> None:
+    with pytest.raises(DataError, match="gave no batch"):
+        read(stream_of([[], [torch.zeros(1)]]))
+    with pytest.raises(DataError, match="gave no batch"):
+        read(stream_of([DataLoader(DrawingStream(0)), [torch.zeros(1)]]))
+
+
+def test_an_iterator_can_be_the_longest_and_not_a_shorter_one() -> None:
+    assert len(read(stream_of([(torch.zeros(1) for _ in range(5)), shuffled(4)]))) == 5
+    with pytest.raises(EmptyLoaderError, match="only once, and is needed again .in epoch 0."):
+        read(stream_of([(torch.zeros(1) for _ in range(5)), shuffled(20)]))
+
+
+def test_closing_reaches_every_loader() -> None:
+    stream = stream_of([shuffled(4), shuffled(4)])
+    stream.close()
+    with pytest.raises(DataError, match="has been closed"):
+        read(stream)

@@ -1,0 +1,380 @@
+"""``PreparedLoader``: epochs, the random state in which each batch is worked on, transfer, and the accumulation window."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from samples import (
+    Drawing,
+    DrawingStream,
+    SizedDrawingStream,
+    collate_and_draw,
+    draw,
+    ids,
+    prepare,
+    same,
+    whole_epoch,
+)
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainkit import Accelerator, CombinedLoader, Trainer, TrainModule
+from trainkit.data import PreparedLoader
+from trainkit.data.window import Window
+from trainkit.errors import DataError
+from trainkit.rng import Purpose, Stage, mix, seed_generators
+
+META = torch.device("meta")
+
+
+def shuffled(length: int = 14, **options: Any) -> DataLoader:
+    return DataLoader(Drawing(length), **{"batch_size": 4, "shuffle": True, "collate_fn": collate_and_draw, **options})
+
+
+def under(key: int) -> list[float]:
+    """What is drawn first under a key."""
+    seed_generators(key)
+    return draw()
+
+
+def drawn_at_work(batches: Iterator[Any]) -> list[list[float]]:
+    """What is drawn right after each batch is given, as the forward would."""
+    return [draw() for _ in batches]
+
+
+# ------------------------------------------------------------------------------------------------------------- epochs
+
+
+def test_each_iteration_is_the_next_epoch() -> None:
+    loader = prepare(shuffled())
+    epochs = [list(loader) for _ in range(3)]
+    assert [loader.epoch, *(same(epochs[n], whole_epoch(loader, n)) for n in range(3))] == [2, True, True, True]
+    assert ids(epochs[0]) != ids(epochs[1])
+
+
+def test_the_epoch_can_be_set() -> None:
+    loader = prepare(shuffled())
+    loader.set_epoch(5)
+    assert same(list(loader), whole_epoch(loader, 5))
+    assert loader.epoch == 5
+    assert same(list(loader), whole_epoch(loader, 6)), "and is counted on from there"
+    loader.set_epoch(0)
+    assert same(list(loader), whole_epoch(loader, 0))
+
+
+def test_iterating_a_given_epoch_does_not_count() -> None:
+    loader = prepare(shuffled())
+    whole_epoch(loader, 9)
+    assert same(list(loader), whole_epoch(prepare(shuffled()), 0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_is_left_early_is_over(workers: int) -> None:
+    loader = prepare(shuffled(num_workers=workers))
+    for _ in loader:
+        break
+    assert same(list(loader), whole_epoch(prepare(shuffled()), 1))
+    loader.close()
+
+
+@pytest.mark.parametrize("window", [None, 1, 2])
+@pytest.mark.parametrize("start", [0, 2, 4, 6])
+def test_the_end_of_an_epoch_is_the_end_of_the_whole_one(window: int | None, start: int) -> None:
+    loader = prepare(shuffled(), window=None if window is None else Window(window))
+    whole, forward = whole_epoch(loader, 3), drawn_at_work(loader.iterate(3))
+    assert same(whole_epoch(loader, 3, start), whole[start:])
+    assert drawn_at_work(loader.iterate(3, start)) == forward[start:]
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_nothing_that_is_skipped_is_fetched(window: int | None) -> None:
+    source = shuffled()
+    loader = prepare(source, window=None if window is None else Window(window), limit=3)
+    whole = ids(whole_epoch(loader))
+    source.dataset.calls.clear()
+    assert ids(whole_epoch(loader, 0, 2)) == whole[2:]
+    assert source.dataset.calls == whole[2]
+
+
+# ---------------------------------------------------------------------------------------------------- length, limit
+
+
+def test_a_limit_shortens_an_epoch() -> None:
+    loader = prepare(shuffled(), limit=2)
+    assert (loader.length, len(loader), loader.exact) == (2, 2, True)
+    assert same(whole_epoch(loader), whole_epoch(prepare(shuffled()))[:2])
+    loader.limit = 9
+    assert len(loader) == len(whole_epoch(loader)) == 4
+    loader.limit = 0
+    assert len(loader) == len(whole_epoch(loader)) == 0
+
+
+def test_a_length_that_is_not_known() -> None:
+    loader = prepare(DataLoader(DrawingStream(9), batch_size=4), limit=2)
+    assert (loader.length, loader.exact) == (None, False)
+    with pytest.raises(TypeError, match="DataLoader has no length"):
+        len(loader)
+    assert ids(list(loader)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_what_it_does_not_define_is_the_users() -> None:
+    source = shuffled()
+    loader = prepare(source)
+    assert loader.dataset is source.dataset
+    assert loader.batch_size == 4
+    with pytest.raises(AttributeError, match="nothing"):
+        loader.nothing
+    assert copy.copy(loader).source is source
+
+
+def test_closing_reaches_the_source() -> None:
+    loader = prepare(shuffled())
+    loader.close()
+    with pytest.raises(DataError, match="has been closed"):
+        next(iter(loader))
+
+
+# --------------------------------------------------------------------------------------------------- random numbers
+
+SOURCES: dict[str, Any] = {
+    "loader": shuffled,
+    "workers": lambda: shuffled(num_workers=1),
+    "stream": lambda: DataLoader(DrawingStream(14), batch_size=4),
+    "ready": lambda: [torch.zeros(4, 1)] * 4,
+    "generator": lambda: (torch.rand(4, 1) for _ in range(4)),
+    "combined": lambda: CombinedLoader([shuffled(), DataLoader(Drawing(3))], "max_size_cycle"),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_work_on_a_batch_has_random_numbers_of_its_own(source: str, window: int | None) -> None:
+    """They depend on seed, stage, epoch and micro-batch, and on nothing else: not on the data, nor on who drew before."""
+    loader = prepare(SOURCES[source](), window=None if window is None else Window(window))
+    draw()
+    expected = [under(mix(7, Stage.TRAIN, Purpose.FORWARD, 2, m)) for m in range(4)]
+    assert drawn_at_work(loader.iterate(2)) == expected
+
+
+@pytest.mark.parametrize(
+    "options, stage",
+    [({"stage": Stage.VALIDATE}, 2), ({"stage": Stage.TEST, "index": 3}, 3 + 16 * 3), ({"index": 1}, 1 + 16)],
+)
+def test_each_stage_and_each_of_its_loaders_has_its_own(options: dict[str, Any], stage: int) -> None:
+    loader = prepare(shuffled(), **options)
+    expected = [under(mix(7, stage, Purpose.FORWARD, 0, m)) for m in range(4)]
+    assert drawn_at_work(loader.iterate(0)) == expected
+    other = prepare(shuffled())
+    assert ids(whole_epoch(loader)) != ids(whole_epoch(other))
+    assert not same(whole_epoch(loader)[0]["batch"], whole_epoch(other)[0]["batch"])
+
+
+def test_another_seed_is_another_everything() -> None:
+    first, second = prepare(shuffled()), prepare(shuffled(), seed=8)
+    assert ids(whole_epoch(first)) != ids(whole_epoch(second))
+    assert drawn_at_work(first.iterate(0)) != drawn_at_work(second.iterate(0))
+
+
+def test_what_is_drawn_at_work_does_not_change_what_is_fetched() -> None:
+    loader = prepare(shuffled())
+    expected = whole_epoch(loader)
+    found = []
+    for batch in loader.iterate(0):
+        found.append(batch)
+        torch.manual_seed(1)
+        draw()
+    assert same(found, expected)
+
+
+def test_the_generators_of_the_device_are_seeded_too() -> None:
+    generator = torch.Generator()
+    loader = prepare(shuffled(), generators=(generator,))
+    found = [torch.rand(2, generator=generator) for _ in loader.iterate(1)]
+    for m, numbers in enumerate(found):
+        generator.manual_seed(mix(7, Stage.TRAIN, Purpose.FORWARD, 1, m))
+        assert torch.equal(numbers, torch.rand(2, generator=generator))
+
+
+# ----------------------------------------------------------------------------------------------------------- transfer
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_batches_are_given_on_the_device(window: int | None) -> None:
+    source = DataLoader(TensorDataset(torch.zeros(6, 2), torch.zeros(6)), batch_size=4)
+    loader = PreparedLoader(source, seed=0, device=META, window=None if window is None else Window(window))
+    for batch in loader:
+        assert [tensor.device for tensor in batch] == [META, META]
+
+
+@pytest.mark.parametrize("window", [None, 1, 2])
+def test_transfer_and_finish_are_called_for_each_batch(window: int | None) -> None:
+    calls: list[tuple[str, int]] = []
+    numbers: list[list[float]] = []
+
+    def transfer(batch: Tensor, m: int) -> Tensor:
+        calls.append(("transfer", m))
+        draw()
+        return batch + 10 * m
+
+    def finish(batch: Tensor) -> Tensor:
+        calls.append(("finish", int(batch[0])))
+        numbers.append(draw())
+        return -batch
+
+    window_of_loader = None if window is None else Window(window)
+    loader = prepare([torch.zeros(2)] * 4, transfer=transfer, finish=finish, window=window_of_loader)
+    assert [int(batch[0]) for batch in loader.iterate(1, 2)] == [-20, -30]
+    assert calls == [("transfer", 2), ("finish", 20), ("transfer", 3), ("finish", 30)]
+    assert numbers == [under(mix(7, 1, Purpose.FORWARD, 1, m)) for m in (2, 3)], "finish is part of the work on the batch"
+
+
+# ------------------------------------------------------------------------------------------------------------- window
+
+
+def states(loader: PreparedLoader, window: Window, epoch: int = 0, start: int = 0) -> list[tuple[bool, bool, float]]:
+    return [(window.first, window.full, window.share) for _ in loader.iterate(epoch, start)]
+
+
+def test_the_window_is_told_before_each_batch() -> None:
+    window = Window(3)
+    loader = prepare(shuffled(), window=window)
+    expected = [(True, False, 1 / 3), (False, False, 1 / 3), (False, True, 1 / 3), (True, True, 1.0)]
+    assert states(loader, window) == expected
+    assert states(loader, window, 1, 3) == expected[3:]
+
+
+def test_a_short_last_batch_counts_less() -> None:
+    window = Window(2)
+    assert states(prepare(shuffled(), window=window), window)[2:] == [(True, False, 4 / 6), (False, True, 2 / 6)]
+    dropped = prepare(shuffled(drop_last=True), window=window)
+    assert states(dropped, window)[2:] == [(True, True, 1.0)]
+
+
+def test_a_limit_that_leaves_the_short_batch_out() -> None:
+    window = Window(2)
+    assert states(prepare(shuffled(), window=window, limit=3), window)[2:] == [(True, True, 1.0)]
+    assert states(prepare(shuffled(length=13), window=window, limit=4), window)[2:] == [(True, False, 0.8), (False, True, 0.2)]
+
+
+def test_a_window_of_one_says_so_once() -> None:
+    window = Window(1)
+    assert states(prepare(shuffled(), window=window), window) == [(True, True, 1.0)] * 4
+
+
+def test_an_evaluation_does_not_touch_the_window() -> None:
+    window = Window(3)
+    window.count()
+    whole_epoch(prepare(shuffled()))
+    assert (window.first, window.full) == (True, False)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_are_those_of_the_user(size: int) -> None:
+    window = Window(size)
+    batches = [torch.tensor([weight]) for weight in (3.0, 1.0, 0.0, 0.0)]
+    loader = prepare(batches, window=window, weigh=lambda batch: float(batch))
+    shares = [share for _, _, share in states(loader, window)]
+    assert shares == ([1.0, 1.0, 0.0, 0.0] if size == 1 else [0.75, 0.25, 0.0, 0.0])
+    assert window.empty
+
+
+def test_weights_are_asked_for_on_the_cpu_before_the_transfer() -> None:
+    seen: list[str] = []
+
+    def weigh(batch: Tensor) -> float:
+        seen.append(batch.device.type)
+        return 1.0
+
+    list(PreparedLoader([torch.zeros(2)] * 3, seed=0, device=META, window=Window(2), weigh=weigh))
+    assert seen == ["cpu"] * 3
+
+
+def test_a_combined_batch_counts_by_all_its_samples() -> None:
+    window = Window(2)
+    loader = prepare(CombinedLoader([shuffled(8), DataLoader(Drawing(5), batch_size=3)]), window=window)
+    assert [share for _, _, share in states(loader, window)] == [7 / 13, 6 / 13]
+
+
+def test_a_stream_counts_the_samples_that_came() -> None:
+    window = Window(2)
+    loader = prepare(DataLoader(DrawingStream(6), batch_size=4), window=window)
+    assert [share for _, _, share in states(loader, window)] == [4 / 6, 2 / 6]
+
+
+def test_a_sampler_that_is_wrong_about_its_length_does_no_harm() -> None:
+    class Short(list):
+        def __len__(self) -> int:
+            return 2
+
+    window = Window(2)
+    loader = prepare(DataLoader(Drawing(9), batch_size=2, sampler=Short(range(9))), window=window)
+    assert [full for _, full, _ in states(loader, window)] == [False, True, False, True, True]
+
+
+# ----------------------------------------------------------------------------------- as the Trainer and own loops use it
+
+
+class Counting(TrainModule):
+    """Counts what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.trained: list[int] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.trained += batch[:, 0].int().tolist()
+        return self.layer(batch[:, :1].float()).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validated += batch[:, 0].int().tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(module: Counting, *loaders: Any, **options: Any) -> None:
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    Trainer(**{"max_epochs": 1, "num_sanity_val_steps": 0, **quiet, **options}).fit(module, *loaders)
+
+
+def test_a_stream_that_is_longer_than_it_says_is_read_to_its_end() -> None:
+    """Two workers make two short batches out of ten samples, of which ``len`` knows nothing; none may be lost."""
+    module = Counting()
+    loader = DataLoader(SizedDrawingStream(10), batch_size=4, num_workers=2)
+    fit(module, loader, loader)
+    assert sorted(module.trained) == sorted(module.validated) == list(range(10))
+
+
+def test_a_stream_that_is_shorter_than_it_says_is_validated_after() -> None:
+    """Each of two workers drops its own short batch."""
+    module = Counting()
+    fit(module, DataLoader(SizedDrawingStream(14), batch_size=4, num_workers=2, drop_last=True), shuffled(collate_fn=None))
+    assert (len(module.trained), len(module.validated)) == (8, 14)
+
+
+def test_a_limit_still_cuts_a_stream() -> None:
+    module = Counting()
+    loader = DataLoader(SizedDrawingStream(20), batch_size=4)
+    fit(module, loader, loader, limit_train_batches=2, limit_val_batches=0.4)
+    assert (len(module.trained), len(module.validated)) == (8, 8)
+
+
+def test_the_sanity_check_does_not_eat_an_iterator(caplog: pytest.LogCaptureFixture) -> None:
+    module = Counting()
+    fit(module, shuffled(collate_fn=None), (torch.full((2, 1), n) for n in range(5)), num_sanity_val_steps=2)
+    assert module.validated == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert "no sanity check" in caplog.text
+
+
+def test_loaders_that_are_read_side_by_side_are_not_alike() -> None:
+    """Two loaders over as many samples must be paired at random, and anew in each epoch."""
+    first, second = Accelerator().prepare(shuffled(), shuffled())
+    pairs = list(zip(first, second, strict=True))
+    assert ids([a for a, _ in pairs]) != ids([b for _, b in pairs])
+    assert not any(same(a["batch"], b["batch"]) for a, b in pairs)

@@ -1,0 +1,497 @@
+"""``automatic_optimization = False``: several optimizers, closures, toggling, and the arguments that make no sense there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+from trainers import Memory, Recorder, make_trainer, parameters_of, same
+
+from trainkit import Callback, Precision, TrainModule
+from trainkit.callbacks import GradientClipping
+from trainkit.data.order import Permutation
+from trainkit.errors import ConfigurationError, MetricError
+from trainkit.rng import Purpose, Stage, mix, seed_generators
+
+SEED, EPOCHS, SAMPLES, BATCH = 3, 3, 22, 4
+
+
+def networks() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(11)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    discriminator = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1))
+    return generator, discriminator
+
+
+def real_points() -> Tensor:
+    return torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(4)) * 0.3 + 1.0
+
+
+def optimizers_of(generator: nn.Module, discriminator: nn.Module) -> tuple[Any, Any]:
+    return (
+        torch.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.9)),
+        torch.optim.Adam(discriminator.parameters(), lr=0.02, betas=(0.5, 0.9)),
+    )
+
+
+def targets(like: Tensor, real: bool) -> Tensor:
+    return torch.full_like(like, float(real))
+
+
+def adversarial(logits: Tensor, real: bool) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, targets(logits, real))
+
+
+class GAN(TrainModule):
+    """Toggles, clips and schedules; the discriminator moves first."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = networks()
+        self.losses: list[tuple[float, float]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        (real,) = batch
+        for_generator, for_discriminator = self.optimizers()
+        noise = torch.randn(len(real), 3)
+        self.toggle_optimizer(for_discriminator)
+        fake = self.generator(noise)
+        loss_d = adversarial(self.discriminator(real), True) + adversarial(self.discriminator(fake.detach()), False)
+        for_discriminator.zero_grad()
+        self.manual_backward(loss_d)
+        self.clip_gradients(for_discriminator, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        for_discriminator.step()
+        self.untoggle_optimizer(for_discriminator)
+        self.toggle_optimizer(for_generator)
+        loss_g = adversarial(self.discriminator(self.generator(noise)), True)
+        for_generator.zero_grad()
+        self.manual_backward(loss_g)
+        for_generator.step()
+        self.untoggle_optimizer(for_generator)
+        self.losses.append((float(loss_d.detach()), float(loss_g.detach())))
+        self.log_dict({"loss_d": loss_d, "loss_g": loss_g}, prog_bar=True)
+
+    def on_train_epoch_end(self) -> None:
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        both = optimizers_of(self.generator, self.discriminator)
+        return list(both), [StepLR(optimizer, 1, 0.5) for optimizer in both]
+
+
+class Unscheduled(GAN):
+    def on_train_epoch_end(self) -> None: ...
+
+
+def gan_by_hand() -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[float, float]]]:
+    generator, discriminator = networks()
+    points, losses = real_points(), []
+    for_generator, for_discriminator = optimizers_of(generator, discriminator)
+    schedulers = [StepLR(for_generator, 1, 0.5), StepLR(for_discriminator, 1, 0.5)]
+    for epoch in range(EPOCHS):
+        order = Permutation(SAMPLES, mix(SEED, Stage.TRAIN, Purpose.ORDER, epoch)).block(0, SAMPLES)
+        for m, start in enumerate(range(0, SAMPLES, BATCH)):
+            real = points[order[start : start + BATCH]]
+            seed_generators(mix(SEED, Stage.TRAIN, Purpose.FORWARD, epoch, m))
+            noise = torch.randn(len(real), 3)
+            with torch.no_grad():
+                fake = generator(noise)
+            loss_d = adversarial(discriminator(real), True) + adversarial(discriminator(fake), False)
+            for_discriminator.zero_grad()
+            loss_d.backward()
+            nn.utils.clip_grad_norm_(discriminator.parameters(), 0.5)
+            for_discriminator.step()
+            loss_g = adversarial(discriminator(generator(noise)), True)
+            for_generator.zero_grad()
+            loss_g.backward()
+            for_generator.step()
+            losses.append((float(loss_d.detach()), float(loss_g.detach())))
+        for scheduler in schedulers:
+            scheduler.step()
+    return parameters_of(generator), parameters_of(discriminator), losses
+
+
+def gan_loader() -> DataLoader:
+    return DataLoader(TensorDataset(real_points()), batch_size=BATCH, shuffle=True)
+
+
+def test_a_gan_is_a_gan_by_hand() -> None:
+    module = GAN()
+    trainer = make_trainer(seed=SEED, max_epochs=EPOCHS)
+    trainer.fit(module, gan_loader())
+    generator, discriminator, losses = gan_by_hand()
+    assert module.losses == losses
+    assert same(parameters_of(module.generator), generator)
+    assert same(parameters_of(module.discriminator), discriminator)
+    assert trainer.global_step == len(losses) == 18  # one for each training_step, though two optimizers stepped
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_a_gan_in_half_precision(precision: str) -> None:
+    """Clipping one optimizer's gradients leaves the loss scale of the other's alone: both learn as in full precision."""
+
+    def fit(precision: str | Precision) -> GAN:
+        module = GAN()
+        trainer = make_trainer(seed=SEED, max_epochs=EPOCHS, precision=precision)
+        trainer.fit(module, gan_loader())
+        assert trainer.global_step == 18
+        return module
+
+    whole, half = fit("32-true"), fit(Precision(precision, init_scale=256.0))
+    for (name, a), (_, b) in zip(whole.named_parameters(), half.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0.1, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_loss_scale_while_gradients_of_two_optimizers_wait() -> None:
+    """Both are unscaled, by clipping, before either steps: each is unscaled once, by the scale that it was scaled with."""
+    norms: dict[str, list[float]] = {}
+
+    class Both(Unscheduled):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            (real,) = batch
+            first, second = self.optimizers()
+            fake = self.generator(torch.randn(len(real), 3))
+            loss = adversarial(self.discriminator(fake), True)
+            first.zero_grad()
+            second.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in (first, second):
+                norm = self.clip_gradients(optimizer, gradient_clip_val=0.05)
+                norms.setdefault(self.trainer.precision.name, []).append(float(norm))
+            first.step()
+            second.step()
+
+    results = {}
+    for precision in ("32-true", "16-mixed"):
+        module = Both()
+        trainer = make_trainer(seed=SEED, precision=Precision(precision, init_scale=256.0, growth_interval=1))
+        trainer.fit(module, gan_loader())
+        results[precision] = module
+    torch.testing.assert_close(torch.tensor(norms["16-mixed"]), torch.tensor(norms["32-true"]), rtol=0.05, atol=1e-3)
+    for a, b in zip(results["32-true"].parameters(), results["16-mixed"].parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0.1)
+
+
+def test_an_overflow_of_one_optimizer_leaves_the_other_alone() -> None:
+    class Module(Unscheduled):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            (real,) = batch
+            first, second = self.optimizers()
+            first.zero_grad()
+            self.manual_backward(self.generator(torch.randn(len(real), 3)).pow(2).mean() * 1e38)
+            self.steps = [first.step()]
+            second.zero_grad()
+            self.manual_backward(adversarial(self.discriminator(real), True))
+            self.steps.append(second.step())
+
+    module = Module()
+    before = parameters_of(module.generator), parameters_of(module.discriminator)
+    trainer = make_trainer(precision=Precision("16-mixed", init_scale=8.0), max_steps=1)
+    trainer.fit(module, gan_loader())
+    assert module.steps == [False, True]
+    assert same(before[0], parameters_of(module.generator))
+    assert not same(before[1], parameters_of(module.discriminator))
+    assert trainer.global_step == 1
+
+
+# --------------------------------------------------------------------------------------------------------- one optimizer
+
+
+class Manual(TinyModule):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_manual_is_automatic() -> None:
+    manual, automatic = Manual(), TinyModule()
+    manual.load_state_dict(automatic.state_dict())
+    for module in (manual, automatic):
+        make_trainer(max_epochs=2).fit(module, tiny_loader(14, shuffle=True))
+    assert same(parameters_of(manual), parameters_of(automatic))
+
+
+def test_lbfgs_with_a_closure() -> None:
+    """It fits a line exactly, which is what it is for, and as by hand."""
+
+    class Fitting(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), line_search_fn="strong_wolfe")
+
+    module = Fitting()
+    by_hand = TinyModule()
+    by_hand.load_state_dict(module.state_dict())
+    trainer = make_trainer(max_epochs=2)
+    trainer.fit(module, tiny_loader(16, batch_size=16))
+    assert trainer.global_step == 2
+
+    optimizer = torch.optim.LBFGS(by_hand.parameters(), line_search_fn="strong_wolfe")
+    (batch,) = tiny_loader(16, batch_size=16)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = by_hand.loss(batch)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert same(parameters_of(module), parameters_of(by_hand))
+    assert float(module.loss(batch).detach()) < 1e-8
+
+
+def test_a_closure_cannot_work_with_a_loss_scaler() -> None:
+    class Closing(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.optimizers().step(lambda: self.loss(batch))
+
+    with pytest.raises(ConfigurationError, match=r"closure.*16-mixed.*precision='bf16-mixed'"):
+        make_trainer(precision="16-mixed").fit(Closing(), tiny_loader())
+
+
+def test_global_step_counts_training_steps_in_which_any_optimizer_stepped() -> None:
+    class Every(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch) / 2)
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    recorder, logger = Recorder(), Memory()
+    trainer = make_trainer(recorder, max_epochs=2, val_every_n_steps=2, logger=logger, log_every_n_steps=1)
+    trainer.fit(Every(), tiny_loader(16), tiny_loader(4))
+    assert trainer.global_step == 4
+    assert recorder.validations == [2, 4]
+    assert len(recorder.batches) == 8
+
+
+def test_max_steps_and_metrics() -> None:
+    logger = Memory()
+    trainer = make_trainer(seed=SEED, max_epochs=-1, max_steps=8, logger=logger, log_every_n_steps=2)
+    trainer.fit(GAN(), gan_loader())
+    assert trainer.global_step == 8
+    assert sorted(logger.of("loss_d")) == sorted(logger.of("loss_g")) == [2, 4, 6, 8]
+    assert set(trainer.progress_bar_metrics) == {"loss_d", "loss_g"}
+
+
+def test_the_optimizers_that_a_module_gets() -> None:
+    seen: dict[str, Any] = {}
+
+    class Looking(Unscheduled):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            seen["prepared"] = self.optimizers()
+            seen["bare"] = self.optimizers(use_pl_optimizer=False)
+            seen["schedulers"] = self.lr_schedulers()
+
+    trainer = make_trainer(max_steps=1, limit_train_batches=1)
+    trainer.fit(Looking(), gan_loader())
+    assert seen["bare"] == trainer.optimizers
+    assert all(type(optimizer) is torch.optim.Adam for optimizer in seen["bare"])
+    assert [prepared.optimizer for prepared in seen["prepared"]] == seen["bare"]
+    assert all(isinstance(prepared, torch.optim.Optimizer) for prepared in seen["prepared"])
+    assert [type(scheduler) for scheduler in seen["schedulers"]] == [StepLR, StepLR]
+    for prepared, bare in zip(seen["prepared"], seen["bare"], strict=True):
+        assert prepared.param_groups is bare.param_groups
+        assert prepared.state is bare.state
+        assert prepared.defaults is bare.defaults
+
+
+def test_one_optimizer_and_one_scheduler_are_no_list() -> None:
+    class One(Manual):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [StepLR(optimizer, 1)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            assert not isinstance(self.optimizers(), list)
+            assert isinstance(self.lr_schedulers(), StepLR)
+
+    make_trainer().fit(One(), tiny_loader(4))
+    assert Manual().automatic_optimization is False
+
+
+def test_schedulers_are_the_modules_business() -> None:
+    class Scheduled(Manual):
+        def configure_optimizers(self) -> Any:
+            self.inner = super().configure_optimizers()
+            return [self.inner], [{"scheduler": StepLR(self.inner, 1, 0.5), "interval": "step"}, StepLR(self.inner, 1, 0.5)]
+
+    module = Scheduled()
+    make_trainer(max_epochs=2).fit(module, tiny_loader())
+    assert module.inner.param_groups[0]["lr"] == 0.1
+
+
+# -------------------------------------------------------------------------------------------------------------- toggling
+
+
+def test_toggling() -> None:
+    states: list[list[bool]] = []
+
+    class Toggling(Unscheduled):
+        def note(self) -> None:
+            states.append([next(part.parameters()).requires_grad for part in (self.generator, self.discriminator)])
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.toggle_optimizer(first)
+            self.note()
+            self.toggle_optimizer(second)  # without untoggling
+            self.note()
+            self.untoggle_optimizer(second)
+            self.note()
+            self.untoggle_optimizer(second)  # once more does nothing
+            with first.toggle_model():
+                self.note()
+            self.note()
+
+    make_trainer(limit_train_batches=1).fit(Toggling(), gan_loader())
+    assert states == [[True, False], [False, True], [True, True], [True, False], [True, True]]
+
+
+def test_toggling_leaves_frozen_parameters_frozen() -> None:
+    class Frozen(Unscheduled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.discriminator[0].requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            for optimizer in (first, second):
+                self.toggle_optimizer(optimizer)
+                self.untoggle_optimizer(optimizer)
+                with optimizer.toggle_model():
+                    pass
+
+    module = Frozen()
+    make_trainer(limit_train_batches=1).fit(module, gan_loader())
+    assert [p.requires_grad for p in module.discriminator.parameters()] == [False, False, True, True]
+    assert all(p.requires_grad for p in module.generator.parameters())
+
+
+def test_a_parameter_of_both_optimizers_stays_on() -> None:
+    class Sharing(Unscheduled):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, _ = self.optimizers()
+            self.toggle_optimizer(first)
+            assert all(p.requires_grad for p in self.generator.parameters())
+            assert not any(p.requires_grad for p in self.discriminator.parameters())
+            self.untoggle_optimizer(first)
+
+        def configure_optimizers(self) -> Any:
+            return [
+                torch.optim.SGD(self.generator.parameters(), 0.1),
+                torch.optim.SGD([*self.generator.parameters(), *self.discriminator.parameters()], 0.1),
+            ]
+
+    make_trainer(limit_train_batches=1).fit(Sharing(), gan_loader())
+
+
+# --------------------------------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches and global_batch_size need automatic optimization"),
+        ({"global_batch_size": 4}, "need automatic optimization"),
+        ({"global_batch_size": 8}, "need automatic optimization"),
+        ({"gradient_clip_val": 1.0}, r"self.clip_gradients\(optimizer"),
+    ],
+)
+def test_arguments_that_nobody_would_carry_out(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make_trainer(**arguments).fit(Manual(), tiny_loader())
+
+
+def test_overrides_that_nobody_would_call() -> None:
+    class Weighing(Manual):
+        def batch_weight(self, batch: Any) -> float:
+            return 1.0
+
+    class Clipping(Manual):
+        def configure_gradient_clipping(self, optimizer: Any, value: Any = None, algorithm: Any = None) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="batch_weight needs automatic optimization"):
+        make_trainer().fit(Weighing(), tiny_loader())
+    with pytest.raises(ConfigurationError, match="need automatic optimization"):
+        make_trainer().fit(Clipping(), tiny_loader())
+    with pytest.raises(ConfigurationError, match="need automatic optimization"):
+        make_trainer(GradientClipping(1.0)).fit(Manual(), tiny_loader())
+
+
+def test_manual_backward_under_automatic_optimization() -> None:
+    class Confused(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+
+    with pytest.raises(ConfigurationError, match=r"automatic_optimization = False in __init__"):
+        make_trainer().fit(Confused(), tiny_loader())
+
+
+def test_an_update_can_be_skipped_by_a_hook() -> None:
+    class Guard(Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            if trainer.batch_idx == 1:
+                trainer.accelerator.skip_update()
+
+    class Asking(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                self.trainer.accelerator.skip_update()  # and then there is no step that it could be for
+                return
+            super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(Guard())
+    trainer.fit(Asking(), tiny_loader(24))
+    assert trainer.global_step == 4
+
+
+def test_what_training_step_returns_goes_to_the_hooks() -> None:
+    seen = []
+
+    class Looking(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(outputs)
+
+    class Returning(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return ["anything", batch_idx]
+
+    make_trainer(Looking()).fit(Returning(), tiny_loader(8))
+    assert seen == [["anything", 0], ["anything", 1]]
+
+
+def test_logging_in_a_hook_of_fit_is_refused() -> None:
+    class Early(Manual):
+        def on_fit_start(self) -> None:
+            self.log("x", 1.0)
+
+    with pytest.raises(MetricError, match=r"log\('x'\) cannot be called here"):
+        make_trainer().fit(Early(), tiny_loader())

@@ -1,0 +1,491 @@
+"""Many runs in one process leave nothing behind, and so does a run that fails."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import tracemalloc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from torch import Tensor, nn
+from trainers import Memory, make_trainer, parameters_of, same
+
+from trainkit import Callback, DataModule, Trainer, TrainModule
+from trainkit.callbacks import EarlyStopping
+from trainkit.loggers import CSVLogger
+
+
+def counted() -> dict[str, int]:
+    """What a leak would be made of."""
+    gc.collect()
+    kinds = {"trainers": Trainer, "modules": TrainModule, "tensors": Tensor, "callbacks": Callback}
+    kinds |= {"optimizers": torch.optim.Optimizer, "loaders": torch.utils.data.DataLoader}
+    types = [type(o) for o in gc.get_objects()]  # not isinstance, which asks the object for its __class__
+    counts = {name: sum(issubclass(t, kind) for t in types) for name, kind in kinds.items()}
+    counts["threads"] = threading.active_count()
+    if os.path.isdir("/proc/self/fd"):
+        counts["descriptors"] = len(os.listdir("/proc/self/fd"))
+    return counts
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGABRT)]
+
+
+def everything(root: Path) -> dict[str, Any]:
+    """Arguments of a Trainer with as much attached as a run can have."""
+    return {
+        "logger": CSVLogger(root),
+        "callbacks": [EarlyStopping("val_loss", patience=100)],
+        "enable_progress_bar": True,
+        "enable_model_summary": True,
+        "num_sanity_val_steps": 1,
+        "gradient_clip_val": 1.0,
+        "max_time": "01:00:00:00",
+        "log_every_n_steps": 1,
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "default_root_dir": root,
+        "seed": 1,
+    }
+
+
+def fits_with_one_trainer(root: Path) -> Callable[[], None]:
+    trainer = Trainer(**everything(root))
+    module = TinyModule()
+    return lambda: trainer.fit(module, tiny_loader(8), tiny_loader(4))
+
+
+def fits_with_one_trainer_and_new_modules(root: Path) -> Callable[[], None]:
+    trainer = Trainer(**everything(root))
+    return lambda: trainer.fit(TinyModule(), tiny_loader(8), tiny_loader(4))
+
+
+def fits_with_new_trainers(root: Path) -> Callable[[], None]:
+    module = TinyModule()
+    return lambda: Trainer(**everything(root)).fit(module, tiny_loader(8), tiny_loader(4))
+
+
+def evaluations(root: Path) -> Callable[[], None]:
+    trainer, module = Trainer(**everything(root)), TinyModule()
+
+    def run() -> None:
+        trainer.validate(module, tiny_loader(8), verbose=False)
+        trainer.test(module, tiny_loader(8), verbose=False)
+        trainer.predict(module, tiny_loader(8))
+
+    return run
+
+
+each_way = pytest.mark.parametrize(
+    "make", [fits_with_one_trainer, fits_with_one_trainer_and_new_modules, fits_with_new_trainers, evaluations]
+)
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Nothing is printed, which pytest would keep."""
+    caplog.set_level(logging.ERROR, "trainkit")
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+@each_way
+@pytest.mark.usefixtures("quiet")
+def test_fifty_runs_leave_nothing_behind(make: Callable[[Path], Callable[[], None]], tmp_path: Path) -> None:
+    run = make(tmp_path)
+    for _ in range(2):  # what is made once and kept
+        run()
+    before, taken = counted(), handlers()
+    for _ in range(50):
+        run()
+    assert counted() == before
+    assert handlers() == taken
+
+
+@each_way
+@pytest.mark.usefixtures("quiet")
+def test_runs_leave_no_memory_behind(make: Callable[[Path], Callable[[], None]], tmp_path: Path) -> None:
+    """Per run less than any object of a run would take."""
+    run = make(tmp_path)
+    run()
+    tracemalloc.start()
+    try:
+        run()
+        gc.collect()
+        first = tracemalloc.get_traced_memory()[0]
+        for _ in range(10):
+            run()
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - first
+    finally:
+        tracemalloc.stop()
+    assert grown < 10 * 500, f"{grown} bytes in 10 runs"
+
+
+def test_a_module_is_freed_with_its_trainer() -> None:
+    module = TinyModule()
+    trainer = make_trainer(logger=Memory())
+    trainer.fit(module, tiny_loader(), tiny_loader())
+    alive = weakref.ref(module), weakref.ref(trainer)
+    del module, trainer
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+
+
+def test_a_fit_holds_no_batch_when_it_is_over() -> None:
+    """What lies on the device between runs is the module."""
+    trainer = make_trainer(max_epochs=2)
+    module = TinyModule()
+
+    class Batches:
+        alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+        def __iter__(self) -> Any:
+            for batch in tiny_loader(8):
+                self.alive.add(batch[0])
+                yield batch
+
+    trainer.fit(module, Batches())
+    gc.collect()
+    assert not list(Batches.alive)
+
+
+def test_fits_of_one_trainer_are_the_same_run() -> None:
+    """Each is a new run from step 0 with the same seed."""
+    trainer = make_trainer(max_epochs=2)
+    first, second = TinyModule(), TinyModule()
+    second.load_state_dict(first.state_dict())
+    for module in (first, second):
+        trainer.fit(module, tiny_loader(14, shuffle=True))
+        assert (trainer.global_step, trainer.current_epoch) == (8, 2)
+    assert same(parameters_of(first), parameters_of(second))
+
+
+def test_metrics_of_an_earlier_run_are_gone() -> None:
+    trainer = make_trainer()
+    trainer.fit(TinyModule(), tiny_loader(), tiny_loader())
+    assert set(trainer.callback_metrics) == {"train_loss", "val_loss"}
+    trainer.test(TinyModule(), tiny_loader(), verbose=False)
+    assert set(trainer.callback_metrics) == set(trainer.logged_metrics) == {"test_loss"}
+
+
+# --------------------------------------------------------------------------------------------- the state of the process
+
+
+class Drawing(TinyModule):
+    """Draws from every generator in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.rand(5), numpy.random.rand(5), random.random()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.rand(5), numpy.random.rand(5), random.random()
+
+
+def draws() -> tuple[Any, ...]:
+    return torch.rand(3).tolist(), numpy.random.rand(3).tolist(), [random.random() for _ in range(3)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_users_generators_go_on_where_they_were(fails: bool) -> None:
+    def fit() -> None:
+        module = Drawing()
+        if fails:
+            module.on_train_epoch_end = lambda: 1 / 0
+        try:
+            make_trainer(max_epochs=2).fit(module, tiny_loader(shuffle=True), tiny_loader())
+        except ZeroDivisionError:
+            assert fails
+
+    module_draws = Drawing()  # whose initialisation draws
+    assert module_draws is not None
+    torch.manual_seed(3), numpy.random.seed(3), random.seed(3)
+    Drawing()
+    expected = draws()
+    torch.manual_seed(3), numpy.random.seed(3), random.seed(3)
+    fit()
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("deterministic", [True, "warn", False, None])
+@pytest.mark.parametrize("fails", [False, True])
+def test_torchs_switches_come_back(deterministic: Any, fails: bool) -> None:
+    seen: dict[str, Any] = {}
+
+    def switches() -> dict[str, Any]:
+        return {
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+            "benchmark": torch.backends.cudnn.benchmark,
+            "anomaly": torch.is_anomaly_enabled(),
+            "cublas": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            "grad": torch.is_grad_enabled(),
+            "dtype": torch.get_default_dtype(),
+        }
+
+    class Looking(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.update(switches())
+            if fails:
+                raise KeyError("mine")
+            return super().training_step(batch, batch_idx)
+
+    before = switches()
+    trainer = make_trainer(deterministic=deterministic, benchmark=True, detect_anomaly=True)
+    try:
+        trainer.fit(Looking(), tiny_loader())
+    except KeyError:
+        assert fails
+    assert switches() == before
+    assert seen["deterministic"] is bool(deterministic)
+    assert seen["warn only"] is (deterministic == "warn")
+    assert seen["benchmark"] is True
+    assert seen["anomaly"] is True
+    assert (seen["cublas"] is not None) is bool(deterministic)
+
+
+def test_a_users_setting_is_left_alone() -> None:
+    seen = []
+
+    class Looking(TinyModule):
+        def on_train_start(self) -> None:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        make_trainer().fit(Looking(), tiny_loader())
+        make_trainer(deterministic=False).fit(Looking(), tiny_loader())
+        seen.append(torch.are_deterministic_algorithms_enabled())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [True, False, True]
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+class Witness(Callback):
+    """Notes what comes after an error."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.calls.append((type(exception).__name__, trainer.stage))
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.calls.append(stage)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.calls.append("on_train_end")
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self.calls.append("on_fit_end")
+
+
+class Failing(TinyModule):
+    """Raises in one method or hook, while it is armed."""
+
+    def __init__(self, where: str, error: type[BaseException] = KeyError) -> None:
+        super().__init__()
+        self.where, self.error, self.armed = where, error, True
+        self.torn_down = 0
+        original = getattr(self, where)
+
+        @functools.wraps(original)
+        def failing(*arguments: Any, **options: Any) -> Any:
+            if self.armed:
+                raise self.error("mine")
+            return original(*arguments, **options)
+
+        setattr(self, where, failing)
+
+    def teardown(self, stage: str) -> None:
+        self.torn_down += 1
+
+
+PLACES = [
+    "prepare_data",
+    "setup",
+    "configure_model",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_sanity_check_start",
+    "validation_step",
+    "on_validation_epoch_end",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "training_step",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_run_that_fails_leaves_nothing_and_can_be_run_again(where: str) -> None:
+    module, witness, logger = Failing(where), Witness(), Memory()
+    trainer = make_trainer(witness, logger=logger, num_sanity_val_steps=1)
+    started = parameters_of(module)
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit(module, tiny_loader(), tiny_loader())
+    assert witness.calls[-2:] == [("KeyError", "fit"), "fit"]
+    assert module.torn_down == 1
+    assert logger.status == "failed"
+    state = trainer.stage, trainer.validating, trainer.sanity_checking, trainer.active_plan
+    assert state == (None, False, False, None)
+    assert torch.is_grad_enabled()
+    assert module.training
+    assert witness._module is None
+
+    module.armed = False
+    module.load_state_dict(started)
+    twin = TinyModule()
+    twin.load_state_dict(started)
+    trainer.fit(module, tiny_loader(), tiny_loader())
+    make_trainer().fit(twin, tiny_loader())
+    assert same(parameters_of(module), parameters_of(twin))
+    assert logger.status == "success"
+
+
+def test_an_error_before_the_callbacks_of_a_run_are_known() -> None:
+    module, witness = Failing("configure_callbacks"), Witness()
+    trainer = make_trainer(witness)
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit(module, tiny_loader())
+    assert (witness.calls, trainer.stage) == ([], None)
+    module.armed = False
+    trainer.fit(module, tiny_loader())
+    assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_interruptions_are_passed_on(error: type[BaseException]) -> None:
+    module, witness = Failing("training_step", error), Witness()
+    with pytest.raises(error):
+        make_trainer(witness).fit(module, tiny_loader())
+    assert witness.calls == [(error.__name__, "fit"), "fit"]
+
+
+@pytest.mark.parametrize("stage, where", [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")])
+def test_an_evaluation_that_fails(stage: str, where: str) -> None:
+    module, witness = Failing(where), Witness()
+    trainer = make_trainer(witness)
+    with pytest.raises(KeyError, match="mine"):
+        getattr(trainer, stage)(module, tiny_loader())
+    assert witness.calls == [("KeyError", stage), stage]
+    assert trainer.stage is None
+    assert module.training
+    module.armed = False
+    getattr(trainer, stage)(module, tiny_loader())
+
+
+def test_an_error_of_a_callback_does_not_hide_the_first() -> None:
+    class Worse(Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            raise ValueError("second")
+
+        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+            raise ValueError("third")
+
+    witness = Witness()
+    with pytest.raises(KeyError, match="mine"):
+        make_trainer(Worse(), witness).fit(Failing("training_step"), tiny_loader())
+    assert witness.calls == [("KeyError", "fit"), "fit"]
+
+
+def test_an_error_in_a_tear_down_is_an_error() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        make_trainer().fit(Failing("teardown"), tiny_loader())
+
+
+def test_a_data_module_is_torn_down_after_an_error() -> None:
+    class Data(DataModule):
+        calls: list[str] = []  # noqa: RUF012
+
+        def train_dataloader(self) -> Any:
+            return tiny_loader()
+
+        def teardown(self, stage: str) -> None:
+            self.calls.append(stage)
+
+    with pytest.raises(KeyError):
+        make_trainer().fit(Failing("training_step"), datamodule=Data())
+    assert Data.calls == ["fit"]
+
+
+def test_an_error_keeps_no_batch_alive_through_the_trainer() -> None:
+    trainer = make_trainer()
+    with pytest.raises(KeyError):
+        trainer.fit(Failing("training_step"), tiny_loader())
+    assert trainer.metrics.batch is None
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+
+
+def test_a_module_can_be_copied_after_a_fit() -> None:
+    module = TinyModule()
+    trainer = make_trainer(logger=Memory())
+    trainer.fit(module, tiny_loader(), tiny_loader())
+    twin = copy.deepcopy(module)
+    assert twin._trainer is None
+    assert module._trainer is trainer
+    assert same(parameters_of(module), parameters_of(twin))
+    twin.layer.weight.data.zero_()
+    assert module.layer.weight.abs().sum() > 0
+    make_trainer().fit(twin, tiny_loader())
+    assert not same(parameters_of(module), parameters_of(twin))
+
+
+def test_a_module_can_be_copied_inside_a_fit() -> None:
+    """As averaging of weights does."""
+
+    class Averaging(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.twin = copy.deepcopy(module)
+
+    averaging = Averaging()
+    make_trainer(averaging).fit(TinyModule(), tiny_loader())
+    assert averaging.twin._trainer is None
+    assert averaging.twin.global_step == 0
+
+
+def test_a_module_outside_a_run() -> None:
+    module = TinyModule()
+    assert (module.global_step, module.current_epoch, module.logger, module.loggers) == (0, 0, None, [])
+    assert (module.device, module.dtype) == (torch.device("cpu"), torch.float32)
+    assert (module.global_rank, module.local_rank) == (0, 0)
+    assert isinstance(module.layer, nn.Linear)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="spawn starts Python anew")
+def test_a_module_as_a_dataset_of_workers_does_not_take_the_run_along() -> None:
+    """A dataset that holds the module is sent to workers; the trainer is not."""
+    module = TinyModule()
+    make_trainer().fit(module, tiny_loader())
+    state = module.__getstate__()
+    assert state["_trainer"] is None
