@@ -169,11 +169,6 @@ def under(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def allall_of(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
-    """Every node of a kind."""
-    return (node for node in ast.walk(tree) if isinstance(node, kind))
-
-
 def all_of(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
     """Every node of a kind."""
     return (node for node in ast.walk(tree) if isinstance(node, kind))

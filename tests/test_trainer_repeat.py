@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import logging
 import os
@@ -11,12 +10,11 @@ import random
 import signal
 import sys
 import threading
-import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -25,7 +23,7 @@ from tiny import TinyModule, tiny_loader
 from torch import Tensor, nn
 from trainers import Memory, make_trainer, parameters_of, same
 
-from trainkit import Callback, DataModule, Trainer, TrainModule
+from trainkit import Callback, Trainer, TrainModule
 from trainkit.callbacks import EarlyStopping
 from trainkit.loggers import CSVLogger
 
@@ -108,34 +106,17 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @each_way
 @pytest.mark.usefixtures("quiet")
 def test_fifty_runs_leave_nothing_behind(make: Callable[[Path], Callable[[], None]], tmp_path: Path) -> None:
-    run = make(tmp_path)
-    for _ in range(2):  # what is made once and kept
+    run, times = make(tmp_path), 50
+    for _ in range(3):  # what is made once and kept
         run()
     before, taken = counted(), handlers()
-    for _ in range(50):
+    blocks = sys.getallocatedblocks()
+    for _ in range(times):
         run()
     assert counted() == before
     assert handlers() == taken
-
-
-@each_way
-@pytest.mark.usefixtures("quiet")
-def test_runs_leave_no_memory_behind(make: Callable[[Path], Callable[[], None]], tmp_path: Path) -> None:
-    """Per run less than any object of a run would take."""
-    run = make(tmp_path)
-    run()
-    tracemalloc.start()
-    try:
-        run()
-        gc.collect()
-        first = tracemalloc.get_traced_memory()[0]
-        for _ in range(10):
-            run()
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - first
-    finally:
-        tracemalloc.stop()
-    assert grown < 10 * 500, f"{grown} bytes in 10 runs"
+    # Python's own caches take about ten blocks a run, ever fewer; a module alone would be more than a hundred
+    assert sys.getallocatedblocks() - blocks < 50 * times
 
 
 def test_a_module_is_freed_with_its_trainer() -> None:
@@ -154,7 +135,7 @@ def test_a_fit_holds_no_batch_when_it_is_over() -> None:
     module = TinyModule()
 
     class Batches:
-        alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        alive: ClassVar[weakref.WeakSet[Tensor]] = weakref.WeakSet()
 
         def __iter__(self) -> Any:
             for batch in tiny_loader(8):
@@ -276,172 +257,6 @@ def test_a_users_setting_is_left_alone() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert seen == [True, False, True]
-
-
-# ------------------------------------------------------------------------------------------------------------- failures
-
-
-class Witness(Callback):
-    """Notes what comes after an error."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        self.calls.append((type(exception).__name__, trainer.stage))
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        self.calls.append(stage)
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.calls.append("on_train_end")
-
-    def on_fit_end(self, trainer: Any, module: Any) -> None:
-        self.calls.append("on_fit_end")
-
-
-class Failing(TinyModule):
-    """Raises in one method or hook, while it is armed."""
-
-    def __init__(self, where: str, error: type[BaseException] = KeyError) -> None:
-        super().__init__()
-        self.where, self.error, self.armed = where, error, True
-        self.torn_down = 0
-        original = getattr(self, where)
-
-        @functools.wraps(original)
-        def failing(*arguments: Any, **options: Any) -> Any:
-            if self.armed:
-                raise self.error("mine")
-            return original(*arguments, **options)
-
-        setattr(self, where, failing)
-
-    def teardown(self, stage: str) -> None:
-        self.torn_down += 1
-
-
-PLACES = [
-    "prepare_data",
-    "setup",
-    "configure_model",
-    "configure_optimizers",
-    "on_fit_start",
-    "on_sanity_check_start",
-    "validation_step",
-    "on_validation_epoch_end",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "training_step",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_fit_end",
-]
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_a_run_that_fails_leaves_nothing_and_can_be_run_again(where: str) -> None:
-    module, witness, logger = Failing(where), Witness(), Memory()
-    trainer = make_trainer(witness, logger=logger, num_sanity_val_steps=1)
-    started = parameters_of(module)
-    with pytest.raises(KeyError, match="mine"):
-        trainer.fit(module, tiny_loader(), tiny_loader())
-    assert witness.calls[-2:] == [("KeyError", "fit"), "fit"]
-    assert module.torn_down == 1
-    assert logger.status == "failed"
-    state = trainer.stage, trainer.validating, trainer.sanity_checking, trainer.active_plan
-    assert state == (None, False, False, None)
-    assert torch.is_grad_enabled()
-    assert module.training
-    assert witness._module is None
-
-    module.armed = False
-    module.load_state_dict(started)
-    twin = TinyModule()
-    twin.load_state_dict(started)
-    trainer.fit(module, tiny_loader(), tiny_loader())
-    make_trainer().fit(twin, tiny_loader())
-    assert same(parameters_of(module), parameters_of(twin))
-    assert logger.status == "success"
-
-
-def test_an_error_before_the_callbacks_of_a_run_are_known() -> None:
-    module, witness = Failing("configure_callbacks"), Witness()
-    trainer = make_trainer(witness)
-    with pytest.raises(KeyError, match="mine"):
-        trainer.fit(module, tiny_loader())
-    assert (witness.calls, trainer.stage) == ([], None)
-    module.armed = False
-    trainer.fit(module, tiny_loader())
-    assert trainer.global_step == 4
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_interruptions_are_passed_on(error: type[BaseException]) -> None:
-    module, witness = Failing("training_step", error), Witness()
-    with pytest.raises(error):
-        make_trainer(witness).fit(module, tiny_loader())
-    assert witness.calls == [(error.__name__, "fit"), "fit"]
-
-
-@pytest.mark.parametrize("stage, where", [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")])
-def test_an_evaluation_that_fails(stage: str, where: str) -> None:
-    module, witness = Failing(where), Witness()
-    trainer = make_trainer(witness)
-    with pytest.raises(KeyError, match="mine"):
-        getattr(trainer, stage)(module, tiny_loader())
-    assert witness.calls == [("KeyError", stage), stage]
-    assert trainer.stage is None
-    assert module.training
-    module.armed = False
-    getattr(trainer, stage)(module, tiny_loader())
-
-
-def test_an_error_of_a_callback_does_not_hide_the_first() -> None:
-    class Worse(Callback):
-        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            raise ValueError("second")
-
-        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-            raise ValueError("third")
-
-    witness = Witness()
-    with pytest.raises(KeyError, match="mine"):
-        make_trainer(Worse(), witness).fit(Failing("training_step"), tiny_loader())
-    assert witness.calls == [("KeyError", "fit"), "fit"]
-
-
-def test_an_error_in_a_tear_down_is_an_error() -> None:
-    with pytest.raises(KeyError, match="mine"):
-        make_trainer().fit(Failing("teardown"), tiny_loader())
-
-
-def test_a_data_module_is_torn_down_after_an_error() -> None:
-    class Data(DataModule):
-        calls: list[str] = []  # noqa: RUF012
-
-        def train_dataloader(self) -> Any:
-            return tiny_loader()
-
-        def teardown(self, stage: str) -> None:
-            self.calls.append(stage)
-
-    with pytest.raises(KeyError):
-        make_trainer().fit(Failing("training_step"), datamodule=Data())
-    assert Data.calls == ["fit"]
-
-
-def test_an_error_keeps_no_batch_alive_through_the_trainer() -> None:
-    trainer = make_trainer()
-    with pytest.raises(KeyError):
-        trainer.fit(Failing("training_step"), tiny_loader())
-    assert trainer.metrics.batch is None
 
 
 # --------------------------------------------------------------------------------------------------------------- copies

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
 __all__ = ["UNSUPPORTED", "TrainerArguments", "limited", "pick_device", "refuse_unknown"]
@@ -31,7 +30,7 @@ UNSUPPORTED: dict[str, str] = {
     "barebones": "leave it out: what is not attached costs nothing here; turn off the rest with logger=False, "
     "enable_progress_bar=False, enable_model_summary=False",
     "checkpoint_callback": "is not in this version; checkpoints are being built",
-    "distributed_backend": "use strategy=",
+    "distributed_backend": "use strategy= to choose it",
     "early_stop_callback": "use callbacks=[EarlyStopping('val_loss')]",
     "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
     "enable_checkpointing": "is not in this version; checkpoints are being built",
@@ -40,7 +39,7 @@ UNSUPPORTED: dict[str, str] = {
     "ipus": "IPUs are not supported",
     "log_gpu_memory": "attach a callback that logs torch.cuda.max_memory_allocated()",
     "log_save_interval": "use log_every_n_steps, and an argument of the logger",
-    "model_registry": "is not offered",
+    "model_registry": "leave it out: models are not uploaded anywhere",
     "move_metrics_to_cpu": "leave it out: metrics are read at log boundaries only",
     "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
     "num_nodes": _LATER,
@@ -158,6 +157,7 @@ class TrainerArguments:
     default_root_dir: str | Path | None
 
     def __post_init__(self) -> None:
+        self.ends_by_default = False  # nothing said when training ends
         self._check_counts()
         self._check_fractions()
         self._check_choices()
@@ -266,8 +266,7 @@ class TrainerArguments:
         if self.max_epochs is None:
             limitless = self.max_steps != -1 or self.max_time is not None
             self.max_epochs = -1 if limitless else max(1000, self.min_epochs or 0)
-            if not limitless and not self.fast_dev_run:
-                notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
+            self.ends_by_default = not limitless and not self.fast_dev_run
         if self.fast_dev_run:
             batches = int(self.fast_dev_run)
             self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
@@ -346,9 +345,9 @@ def _device_index(devices: Any) -> int | None:
     several = UnsupportedArgumentError(
         f"devices={devices!r}: this version runs on one device. Use devices=1, or devices=[index] for a certain GPU."
     )
-    if isinstance(devices, str) and devices.replace(",", "").strip().isdigit() and "," in devices:
-        devices = [int(part) for part in devices.split(",") if part.strip()]
-    if isinstance(devices, list | tuple) and all(isinstance(d, int) and d >= 0 for d in devices) and devices:
+    if isinstance(devices, str) and "," in devices and all(part.strip().isdigit() for part in devices.rstrip(", ").split(",")):
+        devices = [int(part) for part in devices.rstrip(", ").split(",")]
+    if isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices):
         if len(devices) > 1:
             raise several
         return int(devices[0])

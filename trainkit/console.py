@@ -26,12 +26,16 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
         super().emit(record)
 
 
+_HANDLER = _StandardError()
+_HANDLER.setFormatter(logging.Formatter("trainkit: %(message)s"))
+
+
 def notice(text: str) -> None:
     """Print one line ``trainkit: …`` on standard error, unless the program has silenced the logger."""
-    if not _LOGGER.handlers and not logging.getLogger().handlers:
-        handler = _StandardError()
-        handler.setFormatter(logging.Formatter("trainkit: %(message)s"))
-        _LOGGER.addHandler(handler)
+    if logging.getLogger().handlers or any(handler is not _HANDLER for handler in _LOGGER.handlers):
+        _LOGGER.removeHandler(_HANDLER)  # the program has logging of its own by now: it must not say everything twice
+    else:
+        _LOGGER.addHandler(_HANDLER)
     if _LOGGER.level == logging.NOTSET:
         _LOGGER.setLevel(logging.INFO)
     _LOGGER.info(text)

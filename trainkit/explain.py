@@ -32,8 +32,9 @@ def _where(trainer: Trainer) -> list[str]:
 
 
 def _arithmetic(trainer: Trainer) -> list[str]:
-    lines = ["Batches", f"  micro-batches in an update      {trainer.accumulate_grad_batches}"]
-    batches = trainer.num_training_batches
+    batches, wanted = trainer.num_training_batches, trainer.arguments.global_batch_size
+    window = trainer.accumulate_grad_batches if batches or wanted is None else f"as many as make up {wanted} samples"
+    lines = ["Batches", f"  micro-batches in an update      {window}"]
     if batches:
         shown = "not known" if math.isinf(batches) else str(batches)
         lines.append(f"  micro-batches in an epoch       {shown}")
@@ -50,7 +51,8 @@ def _cadence(trainer: Trainer) -> list[str]:
     elif isinstance(arguments.val_check_interval, int):
         validation = f"every {arguments.val_check_interval} training batches"
     elif arguments.val_check_interval == 1.0:
-        validation = f"at the end of every {_ordinal(arguments.check_val_every_n_epoch)}epoch"
+        every = arguments.check_val_every_n_epoch
+        validation = "at the end of every epoch" if every in (None, 1) else f"at the end of every {every} epochs"
     else:
         validation = f"every {arguments.val_check_interval:g} of an epoch"
     lines = ["When", f"  log            {_every(trainer.log_every_n_steps)}", f"  validate       {validation}"]
@@ -62,10 +64,6 @@ def _cadence(trainer: Trainer) -> list[str]:
 
 def _every(steps: int) -> str:
     return f"every {steps} updates, and at the end of an epoch" if steps else "at the end of an epoch"
-
-
-def _ordinal(every: int | None) -> str:
-    return "" if every in (None, 1) else f"{every}th "
 
 
 def _shown(number: int | float) -> str:

@@ -204,8 +204,10 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> PreparedOptimizer | Optimizer | list[Any]:
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of them, for manual optimization.
+
+        Typed ``Any``, so that ``first, second = self.optimizers()`` and ``self.optimizers().step()`` both pass a type checker.
 
         Args:
             use_pl_optimizer: Lightning's name; ``False`` gives torch's own objects, whose steps are not counted.
@@ -214,7 +216,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         chosen: list[Any] = list(prepared) if use_pl_optimizer else [optimizer.optimizer for optimizer in prepared]
         return chosen[0] if len(chosen) == 1 else chosen
 
-    def lr_schedulers(self) -> Any | list[Any] | None:
+    def lr_schedulers(self) -> Any:
         """The learning-rate scheduler, the list of them, or ``None``."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         if not schedulers:

@@ -34,9 +34,15 @@ def running(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataM
 
     The order: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``, the body, ``teardown``.
     """
+    if trainer.stage is not None:
+        raise ConfigurationError(
+            f"this Trainer is in the middle of {trainer.stage!r}, and another run would take its state. Use a second one: "
+            f"Trainer(...).{stage}(module, ...)"
+        )
     module, trainer.compiler = _uncompiled(module)
     _check_inputs(module, datamodule, given)
     refuse_incomplete(module, stage)
+    outer = module._trainer
     random_state = RandomState(trainer.strategy.generators())
     status = "failed"
     _begin(trainer, stage, module, datamodule)
@@ -57,6 +63,8 @@ def running(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataM
             _tear_down(trainer, stage, status)
         finally:
             trainer.stage, trainer.validating = None, False
+            if outer is not None and outer.stage is not None:
+                module._trainer = outer  # whose run goes on
             random_state.restore()
 
 

@@ -141,6 +141,7 @@ class Trainer(TrainerState):
         refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown", "__class__")])
         check_switches(given)
         self.arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
+        self.accumulate_grad_batches = self.arguments.accumulate_grad_batches
         self.arguments.default_root_dir = Path(default_root_dir or "trainkit_runs")
         self.strategy = _make_strategy(strategy, accelerator, devices)
         if precision is not None:
@@ -189,6 +190,8 @@ class Trainer(TrainerState):
             build_hooks(self)
             finish_fit_plan(self)
             self._log_hyperparameters()
+            if self.arguments.ends_by_default:
+                notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
             notice(f"fit on {self.device}, {self.precision.name}, seed {self.seed}.")
             self.hooks.run("on_fit_start")
             check_sanity(self, val_dataloaders)

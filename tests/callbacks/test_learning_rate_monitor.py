@@ -72,6 +72,16 @@ def test_names(trainer, module) -> None:
     ]
 
 
+def test_a_second_fit_has_names_of_its_own(trainer, module) -> None:
+    first = torch.optim.SGD([parameter()])
+    callback = attached(trainer, module, [first], [config(0)])
+    trainer.optimizers = [torch.optim.Adam([parameter()])]
+    callback.on_fit_start(trainer, module)
+    assert callback.lr_names == ["lr-Adam"]
+    callback.on_before_optimizer_step(trainer, module, first)
+    assert module.logged == {}
+
+
 def test_two_schedulers_of_one_name_are_told_apart(trainer, module) -> None:
     optimizers = [torch.optim.SGD([parameter()]), torch.optim.Adam([parameter()])]
     callback = attached(trainer, module, optimizers, [config(0, name="lr"), config(1, name="lr")])

@@ -198,6 +198,14 @@ def test_a_batch_without_backward_is_not_what_is_counted(trainer, module, start)
     assert callback.flops_per_sample == 12
 
 
+def test_a_batch_without_samples_is_not_what_is_counted(trainer, module, start) -> None:
+    callback = start(measure_flops=True, available_flops=1.0, batch_size_fn=lambda batch: len(batch) - 8)
+    measured_step(callback, trainer, module, 8)
+    assert callback.flops_per_sample is None
+    measured_step(callback, trainer, module, 9)
+    assert callback.flops_per_sample == 9 * 12
+
+
 def test_counting_ends_with_an_exception(trainer, module, start) -> None:
     callback = start(measure_flops=True)
     callback.on_train_batch_start(trainer, module, batch_of(8), 0)

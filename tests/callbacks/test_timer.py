@@ -95,6 +95,7 @@ def test_times_of_the_stages(trainer, module, clock) -> None:
         start(trainer, module)
         clock.now += 2
         end(trainer, module)
+        clock.now += 50
         assert callback.time_elapsed(stage) == 2
 
 
@@ -127,6 +128,16 @@ def test_a_resumed_run_has_the_time_that_was_left(trainer, module, clock) -> Non
     clock.now += 1
     second.on_train_batch_end(trainer, module, None, None, 1)
     assert trainer.should_stop
+
+
+def test_a_loaded_state_takes_the_place_of_what_was_measured(trainer, module, clock) -> None:
+    callback = Timer()
+    callback.on_train_start(trainer, module)
+    clock.now += 5
+    callback.on_train_end(trainer, module)
+    callback.load_state_dict({"time_elapsed": {"validate": 3.0}})
+    assert (callback.time_elapsed("train"), callback.time_elapsed("validate")) == (0.0, 3.0)
+    assert (callback.start_time(), callback.end_time()) == (None, None)
 
 
 def test_a_resumed_run_without_time_left_stops_at_its_start(trainer, module) -> None:

@@ -70,7 +70,7 @@ def test_a_batch_of_one_of_them_counts_by_its_own() -> None:
     assert CombinedLoader([[1], [2]], "sequential").count([torch.zeros(3), torch.zeros(3)]) == 3
 
 
-@pytest.mark.parametrize("loaders", [[], {}, (), None, 5, "text", shuffled(4)], ids=repr)
+@pytest.mark.parametrize("loaders", [[], {}, (), None, 5, "text", shuffled(4)], ids=lambda l: type(l).__name__)
 def test_what_is_no_collection_of_loaders(loaders: Any) -> None:
     with pytest.raises(DataError, match=r"a dict or list of loaders, with at least one.*CombinedLoader\(\{"):
         CombinedLoader(loaders)

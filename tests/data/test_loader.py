@@ -190,9 +190,10 @@ def test_what_is_drawn_at_work_does_not_change_what_is_fetched() -> None:
     assert same(found, expected)
 
 
-def test_the_generators_of_the_device_are_seeded_too() -> None:
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_generators_of_the_device_are_seeded_too(window: int | None) -> None:
     generator = torch.Generator()
-    loader = prepare(shuffled(), generators=(generator,))
+    loader = prepare(shuffled(), generators=(generator,), window=None if window is None else Window(window))
     found = [torch.rand(2, generator=generator) for _ in loader.iterate(1)]
     for m, numbers in enumerate(found):
         generator.manual_seed(mix(7, Stage.TRAIN, Purpose.FORWARD, 1, m))
@@ -257,6 +258,7 @@ def test_a_short_last_batch_counts_less() -> None:
 def test_a_limit_that_leaves_the_short_batch_out() -> None:
     window = Window(2)
     assert states(prepare(shuffled(), window=window, limit=3), window)[2:] == [(True, True, 1.0)]
+    assert states(prepare(shuffled(), window=window, limit=2), window) == [(True, False, 0.5), (False, True, 0.5)]
     assert states(prepare(shuffled(length=13), window=window, limit=4), window)[2:] == [(True, False, 0.8), (False, True, 0.2)]
 
 

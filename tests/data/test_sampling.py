@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator
 from itertools import chain
@@ -13,21 +12,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import Drawing, draw, same
+from samples import Drawing, draw
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.data.order import Permutation
-from trainkit.data.sampling import CYCLE, KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches
+from trainkit.data.sampling import CYCLE, KeyedBatches, keyed_batches
 from trainkit.rng import Purpose, Stage, mix, seed_generators
 
 SEED, STAGE = 7, int(Stage.TRAIN)
@@ -177,6 +175,15 @@ def test_the_fetch_key_is_the_micro_batchs_own() -> None:
     assert [key for key, _ in items(batches, 2)] == expected
     assert [key for key, _ in items(batches, 2, start=3)] == expected[3:]
     assert [key for key, _ in items(batches, 1)] != expected
+
+
+@pytest.mark.parametrize("length", [(1 << 20) - 1, 10**9])
+def test_a_large_epoch_starts_anywhere(length: int) -> None:
+    batches = keyed(DataLoader(range(length), batch_size=5, shuffle=True))
+    start = batches.length - 3
+    order = Permutation(length, mix(SEED, STAGE, Purpose.ORDER, 1))
+    assert flat(indices(batches, 1, start)) == order.block(5 * start, length).tolist()
+    assert indices(batches, 1, limit=1) == [order.block(0, 5).tolist()]
 
 
 def test_an_empty_dataset_has_no_batches() -> None:
@@ -369,93 +376,3 @@ def test_sequential_gives_a_users_samples_in_the_same_order_each_epoch(kind: str
     """``overfit_batches`` must not read indices that the user's sampler would never give."""
     batches = keyed(custom(kind), sequential=True)
     assert indices(batches, 0) == indices(batches, 1) == indices(keyed(custom(kind)), 0)
-
-
-# ------------------------------------------------------------------------------------------------------------ wrappers
-
-
-def test_a_keyed_dataset_seeds_before_it_fetches() -> None:
-    dataset = KeyedDataset(Drawing(5))
-    first = dataset[99, 3]
-    seed_generators(99)
-    assert same(first.tolist(), [3.0, *draw()])
-    many = dataset.__getitems__((99, [3, 1]))
-    assert same(many[0], first)
-    assert many[1][0] == 1
-    assert not same(many[1][1:], many[0][1:]), "the key is the micro-batch's, not the sample's"
-    assert len(dataset) == 5
-
-
-class Bulk(Drawing):
-    """A dataset that fetches many at once."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.asked: list[list[int]] = []
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        self.asked.append(indices)
-        return [self[index] for index in indices]
-
-
-def test_a_dataset_that_fetches_many_at_once_still_does() -> None:
-    bulk = Bulk(5)
-    wrapped = KeyedDataset(bulk).__getitems__((4, [2, 0]))
-    assert bulk.asked == [[2, 0]]
-    assert same(wrapped, KeyedDataset(Drawing(5)).__getitems__((4, [2, 0])))
-    KeyedDataset(Subset(bulk, [4, 3])).__getitems__((4, [1, 0]))
-    assert bulk.asked[1:] == [[3, 4]]
-
-
-def test_a_sequence_can_be_a_dataset() -> None:
-    assert KeyedDataset([5, 6, 7]).__getitems__((0, [2, 0])) == [7, 5]
-
-
-def test_a_keyed_dataset_has_the_attributes_of_the_users() -> None:
-    dataset = KeyedDataset(Drawing(5))
-    assert dataset.calls == []
-    with pytest.raises(AttributeError, match="classes"):
-        dataset.classes
-
-
-class Stateful(Drawing):
-    """Pickles in a way of its own."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"length": self.length}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["length"] + 1)
-
-
-def test_a_keyed_dataset_is_copied_as_what_it_is() -> None:
-    twin = copy.deepcopy(KeyedDataset(Stateful(5)))
-    assert type(twin) is KeyedDataset
-    assert type(twin.dataset) is Stateful
-    assert twin.dataset.length == 6
-
-
-def test_keyed_slots_seed_when_they_are_gone_through() -> None:
-    slots = KeyedSlots(55, 3)
-    assert len(slots) == 3
-    assert list(slots) == [None] * 3
-    first = draw()
-    seed_generators(55)
-    assert draw() == first
-
-
-def test_keyed_slots_seed_after_a_journey() -> None:
-    maker, arguments = KeyedSlots(55, 3).__reduce__()
-    there = maker(*arguments)
-    draw()
-    list(there)
-    first = draw()
-    list(KeyedSlots(55, 1))
-    assert draw() == first
-
-
-def test_outside_a_worker_only_the_users_function_runs() -> None:
-    seen: list[int] = []
-    UserWorkerInit(seen.append)(3)
-    UserWorkerInit(None)(4)
-    assert seen == [3]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from trainkit.data.nested import batch_size
 from trainkit.data.sampling import CYCLE
 from trainkit.data.stream import Stream, open_stream
-from trainkit.errors import DataError, UnknownNameError, nearest
+from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, nearest
 from trainkit.rng import Stage
 
 __all__ = ["MODES", "CombinedLoader", "CombinedStream"]
@@ -91,6 +91,8 @@ class CombinedStream:
             for number, part in enumerate(loader.parts())
         ]
         self.exact = all(stream.exact for stream in self._streams)
+        if loader.mode == "max_size_cycle" and any(stream.length == 0 for stream in self._streams):
+            raise EmptyLoaderError("a loader inside a CombinedLoader has no batch. Remove it, or fill its dataset.")
         self.length = self._length()
         self.sizes = self._sizes()
 

@@ -132,6 +132,8 @@ class PreparedLoader:
             batch = move(batch, device) if moves else transfer(batch, m)
             seed_generators(keys(m), generators)
             yield batch if finish is None else finish(batch)
+        if self._window is not None:
+            self._window.driven = False  # what is read next may be a loader that was not prepared
 
     def _in_windows(self, window: Window, raw: Iterator[Any], keys: KeyStream, start: int) -> Iterator[Any]:
         sizes, length = self._stream.sizes, self.length
@@ -146,6 +148,7 @@ class PreparedLoader:
             window.take(item)
             seed_generators(keys(m), self._generators)
             yield batch if self._finish is None else self._finish(batch)
+        window.driven = False
 
     def close(self) -> None:
         """End the worker processes of persistent workers."""

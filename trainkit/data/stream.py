@@ -46,7 +46,7 @@ def open_stream(source: Any, seed: int, stage: int, device: torch.device, sequen
         source: a ``DataLoader`` or any iterable of batches.
         seed: the seed of the run.
         stage: the stage part of the keys, see :meth:`trainkit.rng.Stage.of_loader`.
-        device: where the batches will go: for CUDA they are read into pinned memory.
+        device: where the batches will go: for CUDA, what workers fetch is read into pinned memory.
         sequential: do not shuffle (``overfit_batches``).
 
     Raises:
@@ -70,7 +70,7 @@ class LoaderStream:
         self._seed, self._stage = seed, stage
         self._iterable = isinstance(loader.dataset, IterableDataset)
         changes: dict[str, Any] = {"_iterator": None}
-        if device.type == "cuda":
+        if device.type == "cuda" and loader.num_workers > 0:  # without workers there may be tensors on CUDA: not to be pinned
             changes["pin_memory"] = True
         self.length: int | None
         self.sizes: tuple[int, int] | None

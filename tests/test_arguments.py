@@ -1,0 +1,383 @@
+"""The arguments of ``Trainer`` and of its verbs: what each may be, what contradicts what, and what Lightning's others are."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from trainers import make_trainer
+
+from trainkit import Trainer
+from trainkit.arguments import UNSUPPORTED, limited, pick_device
+from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
+
+# Every argument of Lightning's Trainer, of version 2 and of those before.
+LIGHTNING_2 = [
+    "accelerator",
+    "strategy",
+    "devices",
+    "num_nodes",
+    "precision",
+    "logger",
+    "callbacks",
+    "fast_dev_run",
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "max_time",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+    "log_every_n_steps",
+    "enable_checkpointing",
+    "enable_progress_bar",
+    "enable_model_summary",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "inference_mode",
+    "use_distributed_sampler",
+    "profiler",
+    "detect_anomaly",
+    "barebones",
+    "plugins",
+    "sync_batchnorm",
+    "reload_dataloaders_every_n_epochs",
+    "default_root_dir",
+    "enable_autolog_hparams",
+    "model_registry",
+]
+LIGHTNING_1 = [
+    "checkpoint_callback",
+    "process_position",
+    "num_processes",
+    "gpus",
+    "auto_select_gpus",
+    "tpu_cores",
+    "ipus",
+    "log_gpu_memory",
+    "progress_bar_refresh_rate",
+    "track_grad_norm",
+    "flush_logs_every_n_steps",
+    "weights_summary",
+    "weights_save_path",
+    "truncated_bptt_steps",
+    "resume_from_checkpoint",
+    "auto_lr_find",
+    "replace_sampler_ddp",
+    "terminate_on_nan",
+    "auto_scale_batch_size",
+    "prepare_data_per_node",
+    "amp_backend",
+    "amp_level",
+    "move_metrics_to_cpu",
+    "multiple_trainloader_mode",
+    "stochastic_weight_avg",
+    "distributed_backend",
+    "reload_dataloaders_every_epoch",
+    "automatic_optimization",
+    "overfit_pct",
+    "row_log_interval",
+    "log_save_interval",
+    "early_stop_callback",
+    "train_percent_check",
+    "val_percent_check",
+    "test_percent_check",
+]
+OURS = [name for name in inspect.signature(Trainer.__init__).parameters if name not in ("self", "unknown")]
+
+
+def refused(**arguments: Any) -> str:
+    """The message with which a Trainer refuses these arguments."""
+    with pytest.raises(ConfigurationError) as caught:
+        make_trainer(**arguments)
+    assert not list(Path.cwd().iterdir())
+    return str(caught.value)
+
+
+# Lightning's arguments
+
+
+def test_every_argument_of_lightning_is_taken_or_refused_with_its_replacement() -> None:
+    assert {*LIGHTNING_2, *LIGHTNING_1} <= {*OURS, *UNSUPPORTED}
+    assert not set(OURS) & set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("value", [None, False, 1])
+def test_an_argument_of_lightning_that_is_not_offered(name: str, value: Any) -> None:
+    """Whatever its value: what is accepted must do something."""
+    with pytest.raises(UnsupportedArgumentError) as caught:
+        make_trainer(**{name: value})
+    assert str(caught.value) == f"Trainer({name}=...): {UNSUPPORTED[name]}."
+    assert len(UNSUPPORTED[name]) > 15
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_a_replacement_that_is_named_exists(name: str) -> None:
+    words = UNSUPPORTED[name].replace("=", " = ").replace("(", " ").split()
+    for word, following in itertools.pairwise(words):
+        known = ("save_dir", "process_position", "refresh_rate", "max_depth", "mode", "logger", "batch_size", "action")
+        if following == "=" and word.isidentifier():
+            assert word in (*OURS, *known), f"{word} in: {UNSUPPORTED[name]}"
+
+
+def test_an_argument_that_nobody_knows() -> None:
+    with pytest.raises(UnknownNameError, match=r"Trainer has no argument 'max_epoch'\. Did you mean 'max_epochs'\?"):
+        make_trainer(max_epoch=3)
+    with pytest.raises(
+        UnknownNameError, match=r"Trainer has no argument 'enable_checkpoint'\. Did you mean 'enable_checkpointing'"
+    ):
+        make_trainer(enable_checkpoint=True)
+    with pytest.raises(UnknownNameError, match=r"Trainer has no argument 'zzz'\.$"):
+        make_trainer(zzz=1)
+
+
+def test_all_arguments_are_keywords() -> None:
+    parameters = list(inspect.signature(Trainer.__init__).parameters.values())[1:-1]
+    assert {parameter.kind for parameter in parameters} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+def test_the_verbs_take_lightnings_keywords(verb: str) -> None:
+    loaders = {"train_dataloaders": tiny_loader()} if verb == "fit" else {"dataloaders": tiny_loader()}
+    run = getattr(make_trainer(), verb)
+    run(model=TinyModule(), ckpt_path=None, **loaders)
+    with pytest.raises(UnsupportedArgumentError, match=rf"Trainer\.{verb}\(ckpt_path=\.\.\.\): .*checkpoints are being built"):
+        run(model=TinyModule(), ckpt_path="last", **loaders)
+    with pytest.raises(UnknownNameError, match=rf"Trainer\.{verb} has no argument 'datamodul'. Did you mean 'datamodule'"):
+        run(TinyModule(), datamodul=None)
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("max_epochs", [-2, 1.0, "3", True]),
+        ("min_epochs", [-1, 1.5, True]),
+        ("max_steps", [-2, None, 1e3, "5"]),
+        ("min_steps", [-1, 0.5]),
+        ("num_sanity_val_steps", [-2, 1.5]),
+        ("val_every_n_steps", [0, -1, 0.5]),
+        ("check_val_every_n_epoch", [0, 1.0]),
+        ("accumulate_grad_batches", [0, None, {0: 2}, 2.0, True]),
+        ("global_batch_size", [0, 8.0]),
+        ("log_every_n_steps", [-1, 0.5]),
+        ("reload_dataloaders_every_n_epochs", [-1, True, None]),
+    ],
+)
+def test_counts(name: str, wrong: list[Any]) -> None:
+    for value in wrong:
+        assert refused(**{name: value}).startswith(f"{name} must be an integer ≥ ")
+        assert repr(value) in refused(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"])
+def test_limits(name: str) -> None:
+    for value in (0, 5, 0.0, 0.5, 1.0, None):
+        make_trainer(**{name: value})
+    for value in (-1, 1.5, -0.1, "1", True, math.nan):
+        assert f"{name} must be a number of batches (an integer ≥ 0) or a fraction" in refused(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1.5, -1, True, "1", math.nan])
+def test_val_check_interval(value: Any) -> None:
+    assert "For every N updates: val_every_n_steps=N" in refused(val_check_interval=value)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"gradient_clip_algorithm": "nrom"}, "Did you mean 'norm'?"),
+        ({"gradient_clip_val": -1.0}, "gradient_clip_val must be a number ≥ 0, not -1.0"),
+        ({"gradient_clip_val": math.nan}, "not nan"),
+        ({"gradient_clip_val": "1"}, "not '1'"),
+        ({"gradient_clip_val": True}, "not True"),
+        ({"gradient_clip_val": 0}, "To clip nothing, leave it out: gradient_clip_val=None"),
+        ({"deterministic": "wran"}, "deterministic must be True, False or 'warn', not 'wran'"),
+        ({"fast_dev_run": -1}, "fast_dev_run must be True, False or a number of batches, not -1"),
+        ({"fast_dev_run": 1.5}, "not 1.5"),
+        ({"overfit_batches": 1.5}, "overfit_batches must be"),
+        ({"default_root_dir": 5}, "default_root_dir must be a path, not 5"),
+        ({"max_time": "1 hour"}, "'DD:HH:MM:SS'"),
+        ({"seed": -1}, "seed must be an integer from 0 to 2**64 - 1, not -1"),
+        ({"seed": "1"}, "not '1'"),
+        ({"profiler": "simpel"}, "Did you mean 'simple'?"),
+        ({"profiler": 3}, "profiler must be a name"),
+        ({"precision": "bf16-mixd"}, "Did you mean 'bf16-mixed'?"),
+        ({"accelerator": "gup"}, "Did you mean 'gpu'?"),
+        ({"accelerator": None}, "unknown accelerator None"),
+        ({"accelerator": "tpu"}, "is not in this version. Use 'auto', 'cpu', 'gpu' or 'mps'"),
+        ({"strategy": "sngle"}, "Did you mean 'single'?"),
+        ({"strategy": "ddp"}, "strategy='auto'"),
+        ({"logger": "tensorboard"}, "logger must be True, False, a Logger or a list of them, not 'tensorboard'"),
+        ({"logger": [True]}, "not True"),
+        ({"logger": 5}, "not 5"),
+    ],
+)
+def test_other_values(arguments: dict[str, Any], words: str) -> None:
+    assert words in refused(**arguments)
+
+
+@pytest.mark.parametrize(
+    "name", ["enable_progress_bar", "enable_model_summary", "inference_mode", "detect_anomaly", "benchmark"]
+)
+def test_a_switch_is_on_or_off(name: str) -> None:
+    make_trainer(**{name: np.bool_(True)})
+    for value in ("no", "False", 2, [], *([] if name == "benchmark" else [None])):
+        assert refused(**{name: value}) == f"{name} must be True or False, not {value!r}."
+
+
+def test_numpys_integers_are_integers() -> None:
+    trainer = make_trainer(max_epochs=np.int64(3), accumulate_grad_batches=np.int32(2))
+    assert (trainer.max_epochs, trainer.accumulate_grad_batches) == (3, 2)
+    assert type(trainer.accumulate_grad_batches) is int
+
+
+@pytest.mark.parametrize("callbacks", ["early_stopping", 5, object(), [None], ["x"]])
+def test_what_is_no_callback(callbacks: Any) -> None:
+    with pytest.raises(
+        TrainkitError, match=r"callbacks must hold Callback objects, not .*callbacks=\[EarlyStopping\('val_loss'\)\]"
+    ):
+        Trainer(callbacks=callbacks, max_epochs=1)
+
+
+# Contradictions
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"val_check_interval": 5, "val_every_n_steps": 5}, "both say when to validate. Give one of them"),
+        ({"val_check_interval": 0.5, "val_every_n_steps": 5}, "both say when to validate"),
+        ({"accumulate_grad_batches": 2, "global_batch_size": 8}, "both set the accumulation. Give one of them"),
+        ({"min_epochs": 3, "max_epochs": 2}, "min_epochs=3 is more than max_epochs=2"),
+        ({"min_steps": 3, "max_steps": 2}, "min_steps=3 is more than max_steps=2"),
+        ({"overfit_batches": 2, "limit_train_batches": 3}, "both limit the training batches"),
+        ({"check_val_every_n_epoch": None}, "val_check_interval=1000"),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, "val_check_interval=1000"),
+        ({"check_val_every_n_epoch": 2, "val_every_n_steps": 5}, "check_val_every_n_epoch=2 has no meaning"),
+        ({"gradient_clip_algorithm": "value"}, "Add it: gradient_clip_val=0.5"),
+    ],
+)
+def test_contradictions(arguments: dict[str, Any], words: str) -> None:
+    assert words in refused(**arguments)
+
+
+def test_what_does_not_contradict() -> None:
+    make_trainer(min_epochs=2, max_epochs=2, min_steps=5, max_steps=5)
+    make_trainer(min_epochs=2, max_epochs=-1)
+    make_trainer(val_every_n_steps=5, val_check_interval=1.0, check_val_every_n_epoch=None)
+    make_trainer(gradient_clip_algorithm="norm")
+
+
+@pytest.mark.parametrize("name, values", [("gradient_clip_val", (1.0,)), ("max_time", ("00:00:00:01", timedelta(hours=1)))])
+def test_an_argument_and_its_callback_say_the_same(name: str, values: tuple[Any, ...]) -> None:
+    from trainkit.callbacks import GradientClipping, Timer
+
+    for value in values:
+        callback = GradientClipping(1.0) if name == "gradient_clip_val" else Timer("00:00:00:01")
+        with pytest.raises(ConfigurationError, match=rf"{name} and a \w+ in callbacks say the same thing. Give one of them"):
+            make_trainer(callback, **{name: value})
+
+
+# What depends on other arguments
+
+
+def test_how_long_without_an_end() -> None:
+    assert make_trainer(max_epochs=None).max_epochs == 1000
+    assert make_trainer(max_epochs=None, min_epochs=2000).max_epochs == 2000
+    assert make_trainer(max_epochs=None, max_steps=5).max_epochs == -1
+    assert make_trainer(max_epochs=None, max_time={"hours": 1}).max_epochs == -1
+    assert make_trainer(max_epochs=None, fast_dev_run=True).max_epochs == 1
+
+
+def test_a_fit_without_an_end_says_how_long_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class OneStep(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.should_stop = True
+            return super().training_step(batch, batch_idx)
+
+    said = "neither max_epochs nor max_steps nor max_time was given: training for up to 1000 epochs"
+    trainer = make_trainer(max_epochs=None)
+    trainer.validate(TinyModule(), tiny_loader(), verbose=False)
+    assert said not in caplog.text  # nothing is trained
+    trainer.fit(OneStep(), tiny_loader())
+    assert said in caplog.text
+
+
+def test_overfitting_limits_validation_too_unless_told_otherwise() -> None:
+    assert make_trainer(overfit_batches=3).arguments.limit_val_batches == 3
+    assert make_trainer(overfit_batches=3, limit_val_batches=0).arguments.limit_val_batches == 0
+    assert make_trainer(overfit_batches=0.5, limit_val_batches=2).arguments.limit_val_batches == 2
+
+
+@pytest.mark.parametrize(
+    "length, limit, expected",
+    [
+        (10, 1.0, 10),
+        (10, 0.25, 2),
+        (10, 3, 3),
+        (10, 30, 10),
+        (10, 0, 0),
+        (10, 0.0, 0),
+        (None, 3, 3),
+        (None, 1.0, None),
+        (None, 0.0, 0),
+    ],
+)
+def test_limited(length: int | None, limit: int | float, expected: int | None) -> None:
+    assert limited(length, limit, "limit") == expected
+
+
+def test_limits_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match="limit=0.5 is a fraction of a loader whose length is not known.*limit=100"):
+        limited(None, 0.5, "limit")
+    with pytest.raises(
+        ConfigurationError, match="limit=0.05 of 10 batches leaves none. Use at least 0.1, or a number: limit=1"
+    ):
+        limited(10, 0.05, "limit")
+
+
+# Devices
+
+
+@pytest.mark.parametrize("devices", ["auto", None, 1, "1", [0], "0,", -1, "-1"])
+def test_one_device(devices: Any) -> None:
+    assert str(pick_device("cpu", devices)) == "cpu"
+
+
+@pytest.mark.parametrize("devices", [2, "2", [0, 1], "0,1", "0, 1", (2, 3)])
+def test_several_devices_are_not_there_yet(devices: Any) -> None:
+    with pytest.raises(UnsupportedArgumentError, match=r"this version runs on one device. Use devices=1, or devices=\[index\]"):
+        pick_device("cpu", devices)
+
+
+@pytest.mark.parametrize("devices", [0, "0", [], [-1], ["0"], [True], True, 1.5, "one", ",", -2])
+def test_devices_that_make_no_sense(devices: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"devices must be 'auto', 1 or \[index\], not"):
+        pick_device("cpu", devices)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there() -> None:
+    assert "there is no GPU number 3" in refused(devices=[3])
+    assert "Use accelerator='cpu'" in refused(accelerator="cuda")

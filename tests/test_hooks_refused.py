@@ -1,0 +1,202 @@
+"""Methods that would never be called, or could not be, are refused; and losses that cannot be trained on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from tiny import TinyModule, tiny_loader
+from torch import nn
+from trainers import make_trainer
+
+from trainkit import Callback, TrainModule
+from trainkit.errors import HookError, LossError
+from trainkit.hooks import HOOKS, REMOVED, check_callback, check_module
+
+
+def callback_with(**methods: Any) -> Callback:
+    return type("Mine", (Callback,), methods)()
+
+
+def module_with(**methods: Any) -> TrainModule:
+    return type("Mine", (TinyModule,), methods)()
+
+
+def nothing(self: Any, *arguments: Any) -> None: ...
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_what_lightning_removed_or_never_calls_is_an_error_with_the_replacement(name: str) -> None:
+    with pytest.raises(HookError, match=rf"Mine.{name} is never called.*{re.escape(REMOVED[name])}"):
+        check_module(module_with(**{name: nothing}), TrainModule)
+    with pytest.raises(HookError, match=rf"Mine.{name} is never called"):
+        check_callback(callback_with(**{name: nothing}))
+
+
+def test_no_hook_is_listed_as_removed() -> None:
+    assert not set(REMOVED) & set(HOOKS)
+    assert not any(hasattr(TrainModule, name) or hasattr(Callback, name) for name in REMOVED)
+    for name, replacement in REMOVED.items():
+        assert replacement.strip(), name
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("on_train_batch_strat", "on_train_batch_start"),
+        ("on_training_epoch_end", None),
+        ("on_train_epoch_ends", "on_train_epoch_end"),
+        ("on_validation_epochend", "on_validation_epoch_end"),
+        ("on_before_optimiser_step", "on_before_optimizer_step"),
+        ("setups", "setup"),
+        ("on_fit_ends", "on_fit_end"),
+        ("load_state_dicts", "load_state_dict"),
+    ],
+)
+def test_a_misspelt_hook_of_a_callback(name: str, meant: str | None) -> None:
+    callback = callback_with(**{name: nothing})
+    if meant is None:  # three edits and more: the user's own business
+        check_callback(callback)
+        return
+    with pytest.raises(HookError, match=f"Did you mean '{meant}'"):
+        check_callback(callback)
+    with pytest.raises(HookError, match=f"Did you mean '{meant}'"):
+        make_trainer(callback)
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("trainig_step", "training_step"),
+        ("validation_steps", "validation_step"),
+        ("configure_optimisers", "configure_optimizers"),
+        ("train_data_loader", "train_dataloader"),
+        ("val_dataloaders", "val_dataloader"),
+        ("on_train_end_", "on_train_end"),
+        ("batch_weights", "batch_weight"),
+    ],
+)
+def test_a_misspelt_method_of_a_module(name: str, meant: str) -> None:
+    with pytest.raises(HookError, match=f"Mine.{name}.*Did you mean '{meant}'"):
+        make_trainer().fit(module_with(**{name: nothing}), tiny_loader(4))
+
+
+def test_a_hook_of_callbacks_only_in_a_module() -> None:
+    with pytest.raises(HookError, match=r"Mine.on_exception is never called: only callbacks have this hook. Fix: class"):
+        check_module(module_with(on_exception=nothing), TrainModule)
+
+
+@pytest.mark.parametrize(
+    "name", ["step", "loss_of", "encode", "on_click", "on_token", "test", "generate", "_training_steps", "shared_step", "fit"]
+)
+def test_methods_of_the_users_own_are_his_business(name: str) -> None:
+    check_module(module_with(**{name: nothing}), TrainModule)
+    check_callback(callback_with(**{name: nothing}))
+
+
+def test_a_mixin_is_looked_at_and_a_layer_is_not() -> None:
+    class Mixin:
+        def on_train_epoch_strt(self) -> None: ...
+
+    class Mixed(Mixin, TinyModule): ...
+
+    with pytest.raises(HookError, match="Mixin.on_train_epoch_strt"):
+        check_module(Mixed(), TrainModule)
+
+    class Layer(nn.Linear):
+        def training_steps(self) -> None: ...
+
+    module = TinyModule()
+    module.layer = Layer(4, 1)
+    make_trainer().fit(module, tiny_loader(4))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda self, trainer, module: None,
+        lambda self, trainer, module, batch: None,
+        lambda self, trainer, module, outputs, batch, batch_idx, more: None,
+        lambda self, trainer, module, outputs, batch, batch_idx, *, more: None,
+    ],
+)
+def test_a_hook_that_cannot_be_called(method: Any) -> None:
+    callback = callback_with(on_train_batch_end=method)
+    with pytest.raises(
+        HookError, match=r"Expected: def on_train_batch_end\(self, trainer, module, outputs, batch, batch_idx\)"
+    ):
+        make_trainer(callback)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda self, trainer, pl_module, outputs, batch, batch_idx: None,
+        lambda self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0: None,
+        lambda self, *arguments: None,
+        lambda self, trainer, module, *rest, **more: None,
+    ],
+)
+def test_a_hook_that_can_be_called(method: Any) -> None:
+    make_trainer(callback_with(on_train_batch_end=method)).fit(TinyModule(), tiny_loader(4))
+
+
+def test_a_modules_hook_that_cannot_be_called() -> None:
+    module = module_with(on_train_batch_start=lambda self, batch: None)
+    with pytest.raises(HookError, match=r"Expected: def on_train_batch_start\(self, batch, batch_idx\)"):
+        make_trainer().fit(module, tiny_loader(4))
+
+
+@pytest.mark.parametrize("name", ["training_step", "validation_step", "test_step", "predict_step"])
+def test_a_step_that_cannot_be_called(name: str) -> None:
+    module = module_with(**{name: lambda self, a, b, c, d, e: None})
+    stage = {"training_step": "fit", "validation_step": "validate", "test_step": "test", "predict_step": "predict"}[name]
+    with pytest.raises(HookError, match=rf"Mine.{name} cannot be called. Expected: def {name}\(self, batch, batch_idx"):
+        getattr(make_trainer(), stage)(module, tiny_loader(4))
+
+
+def test_a_step_may_take_the_batch_only() -> None:
+    module = module_with(
+        training_step=lambda self, batch: self.loss(batch), validation_step=lambda self, batch: self.log("x", 2.0)
+    )
+    trainer = make_trainer()
+    trainer.fit(module, tiny_loader(4), tiny_loader(4))
+    assert float(trainer.callback_metrics["x"]) == 2.0
+
+
+@pytest.mark.parametrize("thing", [Callback, object(), "EarlyStopping", lambda: None])
+def test_what_is_no_callback(thing: Any) -> None:
+    with pytest.raises(HookError, match=r"must hold Callback objects|make an instance: Callback\(\)"):
+        make_trainer(thing)
+
+
+# ---------------------------------------------------------------------------------------------------------------- loss
+
+
+@pytest.mark.parametrize(
+    "returned, words",
+    [
+        (lambda loss: loss.expand(3), ["scalar loss", "shape (3,)", "return loss.mean()"]),
+        (lambda loss: loss.detach(), ["no graph", ".detach()"]),
+        (lambda loss: loss.item(), ["must return the mean loss", "float"]),
+        (lambda loss: {"Loss": loss}, ["under 'loss'", "['Loss']"]),
+        (lambda loss: {"loss": loss.item()}, ["outputs['loss']"]),
+        (lambda loss: [loss], ["must return the mean loss", "list"]),
+        (lambda loss: "loss", ["must return the mean loss", "'loss' (str)"]),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on(returned: Any, words: list[str]) -> None:
+    module = module_with(training_step=lambda self, batch, batch_idx: returned(self.loss(batch)))
+    with pytest.raises(LossError) as caught:
+        make_trainer().fit(module, tiny_loader(4))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("returned", [lambda loss: loss, lambda loss: loss[None], lambda loss: {"loss": loss}])
+def test_a_loss_that_can(returned: Any) -> None:
+    module = module_with(training_step=lambda self, batch, batch_idx: returned(self.loss(batch)))
+    trainer = make_trainer()
+    trainer.fit(module, tiny_loader(8))
+    assert trainer.global_step == 2

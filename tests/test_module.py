@@ -1,0 +1,241 @@
+"""``TrainModule`` outside and inside a run. Hyper-parameters: ``test_hparams.py``; manual optimization has its own file."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from torch import nn
+from trainers import Memory, make_trainer
+
+from trainkit import DataModule, TrainModule
+from trainkit.console import TrainkitWarning
+from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError
+
+# Without a Trainer
+
+
+def test_a_module_without_a_trainer() -> None:
+    module = TinyModule()
+    assert (module.global_step, module.current_epoch, module.global_rank, module.local_rank) == (0, 0, 0, 0)
+    assert (module.logger, module.loggers) == (None, [])
+    assert (module.device, module.dtype) == (torch.device("cpu"), torch.float32)
+    assert module.automatic_optimization is True
+    assert module.example_input_array is None
+    assert module(torch.zeros(2, 4)).shape == (2, 1)  # it is a torch module like any other
+    assert set(module.state_dict()) == {"layer.weight", "layer.bias"}
+
+
+@pytest.mark.parametrize(
+    "use", [lambda m: m.trainer, lambda m: m.optimizers(), lambda m: m.lr_schedulers(), lambda m: m.all_gather(1)]
+)
+def test_what_needs_a_trainer(use: Any) -> None:
+    with pytest.raises(ModuleError, match=r"TinyModule is not attached to a Trainer yet. Call trainer.fit\(module\) first"):
+        use(TinyModule())
+
+
+def test_logging_without_a_trainer_is_a_warning() -> None:
+    with pytest.warns(TrainkitWarning, match="outside a Trainer does nothing"):
+        loss = TinyModule().training_step(next(iter(tiny_loader())), 0)
+    assert loss.requires_grad
+    with pytest.warns(TrainkitWarning):
+        TinyModule().log_dict({"a": 1.0})
+
+
+def test_printing_without_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    TinyModule().print("a", "b", sep="-", end="!")
+    assert capsys.readouterr().out == "a-b!"
+
+
+@pytest.mark.parametrize("name", ["training_step", "validation_step", "test_step", "configure_optimizers", "train_dataloader"])
+def test_what_a_module_does_not_define(name: str) -> None:
+    with pytest.raises(NotImplementedError):
+        getattr(TrainModule(), name)(*([None, 0] if name.endswith("step") else []))
+
+
+def test_a_module_without_a_forward() -> None:
+    with pytest.raises(MissingMethodError, match=r"TrainModule was called, but has no forward. Define: def forward\(self, x\)"):
+        TrainModule()(torch.zeros(1))
+
+
+def test_device_and_dtype_are_the_parameters() -> None:
+    module = TinyModule().double()
+    module.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+    assert module.dtype is torch.float64
+    assert module.to("meta").device == torch.device("meta")
+
+    class OnlyBuffers(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1, dtype=torch.int64, device="meta"))
+
+    assert OnlyBuffers().device == torch.device("meta")
+    assert (TrainModule().device, TrainModule().dtype) == (torch.device("cpu"), torch.float32)
+
+
+def test_freezing() -> None:
+    module = TinyModule()
+    module.freeze()
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+    assert not module.training
+    assert not module.layer.training
+    module.unfreeze()
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    assert module.layer.training
+
+
+# In a run
+
+
+class Looking(TinyModule):
+    """Calls ``look(self)`` in each training step and keeps what it gives."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.look, self.seen = [look], []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(self.look[0](self))
+        return self.loss(batch)
+
+
+def looked(look: Any, **arguments: Any) -> tuple[Looking, Any]:
+    module, trainer = Looking(look), make_trainer(**arguments)
+    trainer.fit(module, tiny_loader())
+    return module, trainer
+
+
+def test_a_module_knows_where_the_run_is() -> None:
+    module, trainer = looked(lambda m: (m.current_epoch, m.global_step), max_epochs=2)
+    assert module.seen == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)]
+    assert (module.current_epoch, module.global_step) == (2, 8)
+    assert module.trainer is trainer
+
+
+def test_a_module_sees_its_trainers_loggers() -> None:
+    loggers = [Memory(), Memory()]
+    module, _ = looked(lambda m: (m.logger, m.loggers), logger=loggers)
+    assert module.seen[0] == (loggers[0], loggers)
+
+
+def test_a_gathered_tensor_is_the_tensor() -> None:
+    module, _ = looked(lambda m: m.all_gather({"a": torch.ones(2)}))
+    assert module.seen[0]["a"].tolist() == [1.0, 1.0]
+
+
+def test_printing_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    looked(lambda m: m.print("seen", m.global_step))
+    assert capsys.readouterr().out == "".join(f"seen {step}\n" for step in range(4))
+
+
+def test_gradients_are_clipped_by_hand() -> None:
+    class Clipping(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.norms: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.norms.append(self.clip_gradients(optimizer, None))
+            self.norms.append(self.clip_gradients(optimizer, 0.5).item())
+            self.norms.append(self.clip_gradients(optimizer, 1.0, "norm").item())
+            self.norms.append(self.clip_gradients(optimizer, 0.01, gradient_clip_algorithm="value"))
+            assert max(p.grad.abs().max().item() for p in self.parameters()) <= 0.01
+            optimizer.step()
+
+    module = Clipping()
+    make_trainer(limit_train_batches=1).fit(module, tiny_loader())
+    nothing, large, small, value = module.norms
+    assert nothing is None
+    assert large > 1.0
+    assert small == pytest.approx(0.5, rel=1e-5)
+    assert value is None
+
+
+def test_a_module_defines_its_own_loaders_and_its_model_late() -> None:
+    class Whole(TrainModule):
+        def configure_model(self) -> None:
+            if not hasattr(self, "layer"):
+                self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", nn.functional.mse_loss(self.layer(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> Any:
+            return tiny_loader()
+
+        def val_dataloader(self) -> Any:
+            return tiny_loader()
+
+    module, trainer = Whole(), make_trainer(precision="64-true")
+    trainer.fit(module)
+    assert module.layer.weight.dtype is torch.float64
+    assert trainer.callback_metrics["val"].item() > 0
+    trainer.fit(module)  # and again
+
+
+def test_a_copy_leaves_the_run_behind() -> None:
+    module, _ = looked(copy.deepcopy)
+    start, later = module.seen[0], module.seen[-1]
+    assert start._trainer is None
+    assert not torch.equal(start.layer.weight, later.layer.weight)
+    with pytest.raises(ModuleError, match="not attached"):
+        start.trainer
+
+
+def test_backward_is_automatic_unless_said_otherwise() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"manual_backward needs manual optimization. Set self.automatic_optimization ="
+    ):
+        looked(lambda m: m.manual_backward(torch.zeros((), requires_grad=True)))
+
+
+# DataModule
+
+
+def test_a_data_module_knows_its_trainer() -> None:
+    class Data(DataModule):
+        def __init__(self) -> None:
+            self.stages: list[Any] = []
+
+        def prepare_data(self) -> None:
+            self.stages.append("prepare")
+
+        def setup(self, stage: str) -> None:
+            self.stages.append(("setup", stage, self.trainer is not None))
+
+        def teardown(self, stage: str) -> None:
+            self.stages.append(("teardown", stage))
+
+        def train_dataloader(self) -> Any:
+            return tiny_loader()
+
+        def test_dataloader(self) -> Any:
+            return tiny_loader()
+
+    data, trainer, module = Data(), make_trainer(), TinyModule()
+    assert data.trainer is None
+    trainer.fit(module, data)
+    trainer.test(module, datamodule=data, verbose=False)
+    assert data.stages == [
+        "prepare",
+        ("setup", "fit", True),
+        ("teardown", "fit"),
+        "prepare",
+        ("setup", "test", True),
+        ("teardown", "test"),
+    ]
+    assert trainer.datamodule is data
+    assert copy.deepcopy(data).trainer is None

@@ -1,0 +1,270 @@
+"""Numbers and names that may only be changed on purpose: frames, calls per step, and what the Trainer takes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import trainers
+from tiny import TinyModule, tiny_loader
+from trainers import make_trainer
+
+from trainkit import Accelerator, Callback, Trainer
+from trainkit.arguments import UNSUPPORTED
+from trainkit.callbacks import LambdaCallback, NonFiniteGuard
+from trainkit.errors import UnknownNameError, UnsupportedArgumentError
+from trainkit.hooks import HOOKS
+
+OURS = str(Path(inspect.getfile(Trainer)).parent.parent)
+FOLDERS = tuple(str(Path(OURS, name)) for name in ("trainkit", "callbacks", "strategies"))
+FRAMES, CALLS = 6, 25
+
+
+def is_ours(filename: str) -> bool:
+    return filename.startswith(FOLDERS)
+
+
+# ---------------------------------------------------------------------------------------------------------------- frames
+
+
+class Spying(TinyModule):
+    """Notes the stack inside ``optimizer.step``, of torch's class."""
+
+    def configure_optimizers(self) -> Any:
+        module = self
+
+        class SGD(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                module.stack = traceback.extract_stack()
+                return super().step(closure)
+
+        return SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
+def test_frames_from_fit_to_the_optimizers_step(arguments: dict[str, Any]) -> None:
+    module = Spying()
+    make_trainer(**arguments).fit(module, tiny_loader())
+    ours = [f"{Path(frame.filename).name}:{frame.name}" for frame in module.stack if is_ours(frame.filename)]
+    assert ours[0] == "trainer.py:fit"
+    assert len(ours) <= FRAMES, ours
+    assert ours == [
+        "trainer.py:fit",
+        "loop.py:fit",
+        "loop.py:train_epoch",
+        "accelerator.py:step",
+        "strategy.py:optimizer_step",
+        "precision.py:optimizer_step",
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------- calls
+
+
+def calls_of_a_step(*callbacks: Callback, step: int = 5, **arguments: Any) -> Counter[str]:
+    """Our own Python calls from one ``training_step`` to the next, by function."""
+    counted: Counter[str] = Counter()
+    counting = False
+
+    class Module(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            nonlocal counting
+            counting = batch_idx == step
+            return self.loss(batch)
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if counting and event == "call" and is_ours(frame.f_code.co_filename):
+            counted[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+    trainer = make_trainer(*callbacks, **arguments)
+    module, batches = Module(), list(tiny_loader(40))
+    sys.setprofile(profile)
+    try:
+        trainer.fit(module, batches)
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def test_calls_of_a_step() -> None:
+    counted = calls_of_a_step()
+    assert 10 < counted.total() <= CALLS, counted
+
+
+def test_the_count_counts() -> None:
+    """So that it can fail: a callback that works is seen."""
+    more = calls_of_a_step(NonFiniteGuard())
+    assert more.total() > calls_of_a_step().total()
+    assert any(name.startswith("nonfinite_guard.py") for name in more)
+
+
+def test_idle_callbacks_cost_no_call() -> None:
+    class Idle(Callback): ...
+
+    class WithStart(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None: ...
+
+    alone = calls_of_a_step()
+    assert calls_of_a_step(*(Idle() for _ in range(10))) == alone
+    assert calls_of_a_step(*(WithStart() for _ in range(10)), LambdaCallback(on_fit_start=lambda *_: None)) == alone
+
+
+def test_every_step_has_the_same_number_of_calls() -> None:
+    """Nothing accumulates."""
+    counts = [calls_of_a_step(step=step).total() for step in (3, 5, 7)]
+    assert len(set(counts)) == 1
+
+
+def test_off_is_free() -> None:
+    """Validation that is not due, logging that is not due, and limits cost no call."""
+    alone = calls_of_a_step()
+    assert calls_of_a_step(max_steps=100, min_steps=1, log_every_n_steps=1000, val_check_interval=0.5) == alone
+
+
+# ----------------------------------------------------------------------------------------------------------------- names
+
+TRAINER = [
+    "accelerator",
+    "devices",
+    "strategy",
+    "precision",
+    "logger",
+    "callbacks",
+    "default_root_dir",
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "max_time",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "fast_dev_run",
+    "num_sanity_val_steps",
+    "val_check_interval",
+    "val_every_n_steps",
+    "check_val_every_n_epoch",
+    "accumulate_grad_batches",
+    "global_batch_size",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "log_every_n_steps",
+    "enable_progress_bar",
+    "enable_model_summary",
+    "deterministic",
+    "benchmark",
+    "inference_mode",
+    "detect_anomaly",
+    "reload_dataloaders_every_n_epochs",
+    "profiler",
+    "seed",
+]
+
+# Of Lightning 2.6, from its reference.
+LIGHTNING = {
+    "accelerator",
+    "strategy",
+    "devices",
+    "num_nodes",
+    "precision",
+    "logger",
+    "callbacks",
+    "fast_dev_run",
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "max_time",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+    "log_every_n_steps",
+    "enable_checkpointing",
+    "enable_progress_bar",
+    "enable_model_summary",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "inference_mode",
+    "use_distributed_sampler",
+    "profiler",
+    "detect_anomaly",
+    "barebones",
+    "plugins",
+    "sync_batchnorm",
+    "reload_dataloaders_every_n_epochs",
+    "default_root_dir",
+    "enable_autolog_hparams",
+    "model_registry",
+}
+
+
+def arguments_of(function: Any) -> list[str]:
+    return [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
+
+
+def test_the_trainers_arguments_are_frozen() -> None:
+    assert sorted(arguments_of(Trainer.__init__)) == sorted(TRAINER)
+    parameters = list(inspect.signature(Trainer.__init__).parameters.values())[1:]
+    assert {p.kind for p in parameters} == {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+
+
+def test_the_verbs_arguments_are_frozen() -> None:
+    assert arguments_of(Trainer.fit) == ["model", "train_dataloaders", "val_dataloaders", "datamodule"]
+    for verb in (Trainer.validate, Trainer.test):
+        assert arguments_of(verb) == ["model", "dataloaders", "datamodule", "verbose"]
+    assert arguments_of(Trainer.predict) == ["model", "dataloaders", "datamodule", "return_predictions"]
+    assert arguments_of(Accelerator.__init__) == ["strategy", "precision", "gradient_accumulation_steps", "even_batches"]
+
+
+def test_lightnings_arguments_are_ours_or_refused() -> None:
+    assert not set(UNSUPPORTED) & set(TRAINER)
+    assert set(TRAINER) | set(UNSUPPORTED) >= LIGHTNING
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_what_is_not_supported_is_refused_with_the_replacement(name: str) -> None:
+    with pytest.raises(UnsupportedArgumentError, match=rf"Trainer\({name}=...\): {re.escape(UNSUPPORTED[name])}"):
+        Trainer(**{name: 1})
+    # what the message tells the user to write exists
+    for replacement in re.findall(r"\b([a-z_]+)=", UNSUPPORTED[name]):
+        known = {*TRAINER, "action", "mode", "max_depth", "process_position", "refresh_rate", "logger"}
+        assert replacement in known, f"{name}: {UNSUPPORTED[name]}"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("max_epoch", "max_epochs"), ("gradient_clip", "gradient_clip_val"), ("callback", "callbacks")]
+)
+def test_an_unknown_argument_is_refused_with_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"no argument '{name}'. Did you mean '{meant}'"):
+        Trainer(**{name: 1})
+
+
+def test_hooks_have_lightnings_names() -> None:
+    """Each is a name that Lightning has, so that a callback written for it is called."""
+    pattern = r"on_(train|validation|test|predict)(_epoch|_batch)?_(start|end)|on_(fit|sanity_check)_(start|end)"
+    pattern += r"|on_(before|after)_backward|on_before_(optimizer_step|zero_grad)|on_(save|load)_checkpoint|on_exception"
+    pattern += r"|setup|teardown"
+    assert all(re.fullmatch(pattern, name) for name in HOOKS)
+
+
+def test_the_helper_of_these_tests_turns_off_what_costs() -> None:
+    assert make_trainer().callbacks == []
+    assert set(trainers.__all__) <= set(dir(trainers))

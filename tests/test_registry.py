@@ -1,0 +1,80 @@
+"""Short names → classes, and what is said of names that are not ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import run_python
+
+from trainkit import Callback, Strategy
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
+from trainkit.registry import CALLBACKS, STRATEGIES, load_callback, load_strategy
+
+
+@pytest.mark.parametrize("name", list(CALLBACKS))
+def test_every_callback_can_be_loaded(name: str) -> None:
+    kind = load_callback(name)
+    assert issubclass(kind, Callback)
+    assert CALLBACKS[name] == f"{kind.__module__}:{kind.__name__}"
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_every_strategy_can_be_loaded(name: str) -> None:
+    kind = load_strategy(name)
+    assert issubclass(kind, Strategy)
+    assert kind.name == name
+
+
+def test_a_name_that_nobody_knows() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown strategy 'sngle'; known: auto, single\. Did you mean 'single'\?"):
+        load_strategy("sngle")
+    with pytest.raises(UnknownNameError, match=r"unknown callback 'early_stoping'; known: .*Did you mean 'early_stopping'\?"):
+        load_callback("early_stoping")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp",
+        "ddp_spawn",
+        "ddp_find_unused_parameters_true",
+        "ddp_notebook",
+        "deepspeed",
+        "deepspeed_stage_3_offload",
+        "zero1",
+        "zero3",
+        "xla",
+        "xla_fsdp",
+        "horovod",
+        "DDP",
+    ],
+)
+def test_strategies_for_several_devices_are_not_there_yet(name: str) -> None:
+    with pytest.raises(UnsupportedArgumentError, match=rf"strategy='{name}' is not in this version: .*strategy='auto'"):
+        load_strategy(name)
+
+
+@pytest.mark.parametrize(
+    "name, fix", [("dp", "Leave strategy out for one device"), ("fsdp", "ZeRO"), ("single_device", "write strategy='auto'")]
+)
+def test_strategies_that_are_called_otherwise(name: str, fix: str) -> None:
+    with pytest.raises(UnsupportedArgumentError, match=rf"strategy='{name}': .*{fix}"):
+        load_strategy(name)
+
+
+@pytest.mark.parametrize("name", [None, 3, Strategy, ["ddp"]])
+def test_what_is_no_name(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"strategy must be a name \('auto', 'single'\) or a Strategy object, not"):
+        load_strategy(name)
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    program = (
+        "import sys, trainkit.registry\n"
+        "assert 'trainkit.callbacks' not in sys.modules and 'trainkit.strategy' not in sys.modules\n"
+        "trainkit.registry.load_strategy('single')\n"
+        "assert 'trainkit.strategy' in sys.modules and 'trainkit.callbacks' not in sys.modules\n"
+    )
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,252 @@
+"""A run that fails leaves nothing behind, says so, and can be run again."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from torch import Tensor
+from trainers import Memory, make_trainer, parameters_of, same
+
+from trainkit import Callback, DataModule, Trainer, TrainModule
+from trainkit.callbacks import EarlyStopping
+from trainkit.loggers import CSVLogger
+
+
+def counted() -> dict[str, int]:
+    """What a leak would be made of."""
+    gc.collect()
+    kinds = {"trainers": Trainer, "modules": TrainModule, "tensors": Tensor, "callbacks": Callback}
+    kinds |= {"optimizers": torch.optim.Optimizer, "loaders": torch.utils.data.DataLoader}
+    types = [type(o) for o in gc.get_objects()]  # not isinstance, which asks the object for its __class__
+    counts = {name: sum(issubclass(t, kind) for t in types) for name, kind in kinds.items()}
+    counts["threads"] = threading.active_count()
+    if os.path.isdir("/proc/self/fd"):
+        counts["descriptors"] = len(os.listdir("/proc/self/fd"))
+    return counts
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGABRT)]
+
+
+def everything(root: Path) -> dict[str, Any]:
+    """Arguments of a Trainer with as much attached as a run can have."""
+    return {
+        "logger": CSVLogger(root),
+        "callbacks": [EarlyStopping("val_loss", patience=100)],
+        "enable_progress_bar": True,
+        "enable_model_summary": True,
+        "num_sanity_val_steps": 1,
+        "gradient_clip_val": 1.0,
+        "max_time": "01:00:00:00",
+        "log_every_n_steps": 1,
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "default_root_dir": root,
+        "seed": 1,
+    }
+
+
+def fits_with_one_trainer(root: Path) -> Callable[[], None]:
+    trainer = Trainer(**everything(root))
+    module = TinyModule()
+    return lambda: trainer.fit(module, tiny_loader(8), tiny_loader(4))
+
+
+def fits_with_one_trainer_and_new_modules(root: Path) -> Callable[[], None]:
+    trainer = Trainer(**everything(root))
+    return lambda: trainer.fit(TinyModule(), tiny_loader(8), tiny_loader(4))
+
+
+def fits_with_new_trainers(root: Path) -> Callable[[], None]:
+    module = TinyModule()
+    return lambda: Trainer(**everything(root)).fit(module, tiny_loader(8), tiny_loader(4))
+
+
+def evaluations(root: Path) -> Callable[[], None]:
+    trainer, module = Trainer(**everything(root)), TinyModule()
+
+    def run() -> None:
+        trainer.validate(module, tiny_loader(8), verbose=False)
+        trainer.test(module, tiny_loader(8), verbose=False)
+        trainer.predict(module, tiny_loader(8))
+
+    return run
+
+
+each_way = pytest.mark.parametrize(
+    "make", [fits_with_one_trainer, fits_with_one_trainer_and_new_modules, fits_with_new_trainers, evaluations]
+)
+
+
+class Witness(Callback):
+    """Notes what comes after an error."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.calls.append((type(exception).__name__, trainer.stage))
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.calls.append(stage)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.calls.append("on_train_end")
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self.calls.append("on_fit_end")
+
+
+class Failing(TinyModule):
+    """Raises in one method or hook, while it is armed."""
+
+    def __init__(self, where: str, error: type[BaseException] = KeyError) -> None:
+        super().__init__()
+        self.where, self.error, self.armed = where, error, True
+        self.torn_down = 0
+        original = getattr(self, where)
+
+        @functools.wraps(original)
+        def failing(*arguments: Any, **options: Any) -> Any:
+            if self.armed:
+                raise self.error("mine")
+            return original(*arguments, **options)
+
+        setattr(self, where, failing)
+
+    def teardown(self, stage: str) -> None:
+        self.torn_down += 1
+
+
+PLACES = [
+    "prepare_data",
+    "setup",
+    "configure_model",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_sanity_check_start",
+    "validation_step",
+    "on_validation_epoch_end",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "training_step",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_run_that_fails_leaves_nothing_and_can_be_run_again(where: str) -> None:
+    module, witness, logger = Failing(where), Witness(), Memory()
+    trainer = make_trainer(witness, logger=logger, num_sanity_val_steps=1)
+    started = parameters_of(module)
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit(module, tiny_loader(), tiny_loader())
+    assert witness.calls[-2:] == [("KeyError", "fit"), "fit"]
+    assert module.torn_down == 1
+    assert logger.status == "failed"
+    state = trainer.stage, trainer.validating, trainer.sanity_checking, trainer.active_plan
+    assert state == (None, False, False, None)
+    assert torch.is_grad_enabled()
+    assert module.training
+    assert witness._module is None
+
+    module.armed = False
+    module.load_state_dict(started)
+    twin = TinyModule()
+    twin.load_state_dict(started)
+    trainer.fit(module, tiny_loader(), tiny_loader())
+    make_trainer().fit(twin, tiny_loader())
+    assert same(parameters_of(module), parameters_of(twin))
+    assert logger.status == "success"
+
+
+def test_an_error_before_the_callbacks_of_a_run_are_known() -> None:
+    module, witness = Failing("configure_callbacks"), Witness()
+    trainer = make_trainer(witness)
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit(module, tiny_loader())
+    assert (witness.calls, trainer.stage) == ([], None)
+    module.armed = False
+    trainer.fit(module, tiny_loader())
+    assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_interruptions_are_passed_on(error: type[BaseException]) -> None:
+    module, witness = Failing("training_step", error), Witness()
+    with pytest.raises(error):
+        make_trainer(witness).fit(module, tiny_loader())
+    assert witness.calls == [(error.__name__, "fit"), "fit"]
+
+
+@pytest.mark.parametrize("stage, where", [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")])
+def test_an_evaluation_that_fails(stage: str, where: str) -> None:
+    module, witness = Failing(where), Witness()
+    trainer = make_trainer(witness)
+    with pytest.raises(KeyError, match="mine"):
+        getattr(trainer, stage)(module, tiny_loader())
+    assert witness.calls == [("KeyError", stage), stage]
+    assert trainer.stage is None
+    assert module.training
+    module.armed = False
+    getattr(trainer, stage)(module, tiny_loader())
+
+
+def test_an_error_of_a_callback_does_not_hide_the_first() -> None:
+    class Worse(Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            raise ValueError("second")
+
+        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+            raise ValueError("third")
+
+    witness = Witness()
+    with pytest.raises(KeyError, match="mine"):
+        make_trainer(Worse(), witness).fit(Failing("training_step"), tiny_loader())
+    assert witness.calls == [("KeyError", "fit"), "fit"]
+
+
+def test_an_error_in_a_tear_down_is_an_error() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        make_trainer().fit(Failing("teardown"), tiny_loader())
+
+
+def test_a_data_module_is_torn_down_after_an_error() -> None:
+    class Data(DataModule):
+        calls: list[str] = []  # noqa: RUF012
+
+        def train_dataloader(self) -> Any:
+            return tiny_loader()
+
+        def teardown(self, stage: str) -> None:
+            self.calls.append(stage)
+
+    with pytest.raises(KeyError):
+        make_trainer().fit(Failing("training_step"), datamodule=Data())
+    assert Data.calls == ["fit"]
+
+
+def test_an_error_keeps_no_batch_alive_through_the_trainer() -> None:
+    trainer = make_trainer()
+    with pytest.raises(KeyError):
+        trainer.fit(Failing("training_step"), tiny_loader())
+    assert trainer.metrics.batch is None
