@@ -129,6 +129,11 @@ class EarlyStopping(Callback):
         # patience is in the state for whoever reads it; what counts is the constructor's, so that it can be raised on
         # resume
 
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit":  # each fit is a new run; one that is resumed loads its state after this
+            self.wait_count = self.stopped_epoch = 0
+            self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
+
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.stopping_reason = None
         self._checked = self._validated = self._warned = self._deferred = False

@@ -160,7 +160,10 @@ class TQDMProgressBar(Callback):
             return
         self._end_train_epoch(trainer, leave=self.leave)
         of = "" if trainer.max_epochs < 0 else f"/{trainer.max_epochs - 1}"
-        self._train = self._stage(f"Epoch {trainer.current_epoch}{of}", trainer.num_training_batches, 0, leave=True)
+        total: float = trainer.num_training_batches
+        if trainer.max_steps >= 0:  # the run may end inside this epoch
+            total = min(total, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+        self._train = self._stage(f"Epoch {trainer.current_epoch}{of}", total, 0, leave=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._train is not None and self._train.advance(batch_idx + 1, self.refresh_rate):

@@ -20,6 +20,7 @@ import pytest
 import torch
 from process_state import ProcessState
 from support import ROOT
+from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
 from trainkit import rng
 
@@ -37,6 +38,12 @@ def _seed() -> None:
     rng._process_seed = None  # what an earlier test gave to seed_everything
     numpy.random.seed(0)
     random.seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _torch_watches_workers() -> None:
+    """The first workers of a process make torch set its SIGCHLD handler, for good: so it is set before any test."""
+    _set_SIGCHLD_handler()
 
 
 @pytest.fixture(autouse=True, scope="module")

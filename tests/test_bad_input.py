@@ -56,13 +56,14 @@ def refused(kind: type[TrainkitError], run: Callable[[Trainer], Any], **argument
     """The message of the error that ``run(trainer)`` must raise before anything is trained, and how far it came."""
     witness = Witness()
     trainer = make_trainer(witness, logger=CSVLogger(), **arguments)
+    files_before = set(Path.cwd().rglob("*"))
     random_before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     with pytest.raises(kind) as caught:
         run(trainer)
     assert type(caught.value) is kind
     assert torch.equal(torch.get_rng_state(), random_before[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == random_before[1:]
-    assert not list(Path.cwd().iterdir())  # not even an empty folder
+    assert set(Path.cwd().rglob("*")) == files_before  # not even an empty folder
     assert trainer.stage is None
     assert witness.seen.count("teardown") == witness.seen.count("setup") or witness.seen == ["teardown"]
     seen = list(witness.seen)

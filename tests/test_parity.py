@@ -151,12 +151,13 @@ def micro_batches(case: Case, epoch: int) -> list[list[int]]:
     return [batch for batch in batches if len(batch) == case.batch_size] if case.drop_last else batches
 
 
-def by_hand(case: Case) -> Result:
+def by_hand(case: Case, device: str = "cpu") -> Result:
+    generators = (torch.cuda.default_generators[0],) if device == "cuda" else ()
     network, data, losses = build_network(), Noisy(case.samples), []
     dtype = torch.float64 if case.precision == "64-true" else torch.float32
-    network.to(dtype)
+    network.to(device, dtype)
     half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(case.precision)
-    scaler = torch.amp.GradScaler("cpu", enabled=case.precision == "16-mixed")
+    scaler = torch.amp.GradScaler(device, enabled=case.precision == "16-mixed")
     optimizer = case.optimizer(network)
     per_step = case.per_step(optimizer) if case.per_step else None
     per_epoch = case.per_epoch(optimizer) if case.per_epoch else None
@@ -168,9 +169,10 @@ def by_hand(case: Case) -> Result:
             for m, indices in enumerate(window, begin):
                 seed_generators(mix(SEED, Stage.TRAIN, Purpose.FETCH, epoch, m))
                 inputs, targets = torch.utils.data.default_collate([data[index] for index in indices])
-                seed_generators(mix(SEED, Stage.TRAIN, Purpose.FORWARD, epoch, m))
-                with torch.autocast("cpu", dtype=half, enabled=half is not None):
-                    loss = F.cross_entropy(network(inputs.to(dtype)), targets)
+                inputs, targets = inputs.to(device, dtype), targets.to(device)
+                seed_generators(mix(SEED, Stage.TRAIN, Purpose.FORWARD, epoch, m), generators)
+                with torch.autocast(device, dtype=half, enabled=half is not None):
+                    loss = F.cross_entropy(network(inputs), targets)
                 losses.append(float(loss.detach()))
                 scaler.scale(loss * (len(indices) / sum(map(len, window)))).backward()
             scaler.unscale_(optimizer)
@@ -230,9 +232,9 @@ def by_trainer(case: Case, *validation: DataLoader, **arguments: Any) -> Result:
     return module.result()
 
 
-def by_accelerator(case: Case) -> Result:
+def by_accelerator(case: Case, device: str = "cpu") -> Result:
     """A loop of one's own with the accelerator's verbs."""
-    accelerator = Accelerator(strategy=Strategy("cpu"), precision=case.precision, gradient_accumulation_steps=case.accumulate)
+    accelerator = Accelerator(strategy=Strategy(device), precision=case.precision, gradient_accumulation_steps=case.accumulate)
     accelerator.seed = SEED
     bare, losses = build_network(), []
     model = accelerator.prepare(bare)
@@ -270,6 +272,15 @@ def test_accelerator_is_a_loop_by_hand(case: Case) -> None:
     assert_same(by_accelerator(case), by_hand(case))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@each_case
+def test_all_three_agree_on_cuda(case: Case) -> None:
+    by_hand(case, "cuda")  # the first kernels of a process may be others than those of later runs
+    expected = by_hand(case, "cuda")
+    assert_same(by_trainer(case, accelerator="gpu"), expected)
+    assert_same(by_accelerator(case, "cuda"), expected)
+
+
 def test_the_loop_by_hand_depends_on_what_it_should() -> None:
     """So that the tests above can fail: each part of a case changes the result."""
     plain = by_hand(CASES["plain"])
@@ -296,14 +307,7 @@ def test_another_seed_is_another_run() -> None:
     assert by_trainer(CASES["plain"]).losses != by_trainer(CASES["plain"], seed=SEED + 1).losses
 
 
-@pytest.fixture(scope="module")
-def torch_watches_workers() -> None:
-    """The first workers of a process make torch set its SIGCHLD handler, for good."""
-    list(DataLoader(Noisy(1), num_workers=1))
-
-
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.usefixtures("torch_watches_workers")
 def test_workers_do_not_matter(workers: int) -> None:
     case = CASES["short last batch of one sample, accumulation"]
     module = Classifier(case)

@@ -132,6 +132,17 @@ def test_reload_dataloaders_every_n_epochs(every: int, lengths: list[int]) -> No
     assert trainer.num_training_batches == trainer.num_val_batches[0] == lengths[-1]
 
 
+def test_steps_of_validation_go_on_after_reloading() -> None:
+    class Logging(Growing):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("by_batch", float(batch_idx), on_step=True, on_epoch=False)
+
+    logger = Memory()
+    make_trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, logger=logger).fit(Logging())
+    assert [row["by_batch"] for _, row in logger.rows if "by_batch" in row] == [0.0, 0.0, 1.0, 0.0, 1.0, 2.0]
+    assert [step for step, row in logger.rows if "by_batch" in row] == [1, 2, 3, 4, 5, 6]
+
+
 def test_reloading_keeps_no_loader_of_before() -> None:
     kept = []
 

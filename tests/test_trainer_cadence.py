@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import TinyModule, tiny_loader
 from trainers import Memory, Recorder, Seen, make_trainer, run
 
@@ -130,6 +133,13 @@ def test_max_time(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer.global_step == 4  # up in step 3, after 12 s; the end comes after the next
 
 
+class Unmeasured:
+    """Batches that do not say how many they are."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(tiny_loader(32))
+
+
 def test_returning_minus_one_skips_the_rest_of_the_epoch() -> None:
     class Impatient(TinyModule):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -146,6 +156,10 @@ def test_returning_minus_one_skips_the_rest_of_the_epoch() -> None:
     assert callback.seen == 3
     assert recorder.epochs == [0, 1]
     assert recorder.validations == []  # as in Lightning
+    recorder = Recorder()
+    trainer = make_trainer(recorder, max_epochs=2)
+    trainer.fit(Impatient(), Unmeasured(), tiny_loader(4))
+    assert (trainer.current_epoch, trainer.global_step, recorder.validations) == (2, 6, [])
 
 
 # ----------------------------------------------------------------------------------------------------------- validation
@@ -290,3 +304,87 @@ def test_should_log_holds_for_the_whole_window() -> None:
 
     run(8, None, Looking(), accumulate_grad_batches=2, log_every_n_steps=2)
     assert seen == [False, False, True, True, False, False, True, True]
+
+
+# ------------------------------------------------------------------------------------------------------ all at once
+
+
+@dataclass
+class Course:
+    """What a fit does, worked out without a model: the rules of the docs, once more and as plainly as possible."""
+
+    batches: list[tuple[int, int]] = field(default_factory=list)
+    validations: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    step: int = 0
+    completed: int = 0
+
+
+def course(length: int, window: int, max_epochs: int, max_steps: int, min_epochs: int, interval: int, stop: int) -> Course:
+    result, asked, wanted = Course(), False, False
+    while result.completed < max_epochs and result.step != max_steps:
+        if wanted and result.completed >= min_epochs:
+            break
+        epoch, left = result.completed, False
+        for batch in range(length):
+            result.batches.append((epoch, batch))
+            wanted = wanted or len(result.batches) == stop
+            last = batch == length - 1
+            if not (last or (batch + 1) % window == 0):
+                continue
+            result.step += 1
+            leave = asked and epoch >= min_epochs  # what was asked for in the window before this one
+            asked = wanted
+            begin = batch - batch % window
+            if (batch + 1) // interval > begin // interval:  # an interval has ended in this window
+                result.validations.append(result.step)
+                leave = leave or (wanted and epoch >= min_epochs)  # it can be asked for in a validation too
+            if leave or result.step == max_steps:
+                left = not last
+                break
+        result.epochs.append(epoch)
+        if left:
+            break
+        result.completed += 1
+    return result
+
+
+class StopAtBatch(Callback):
+    """Asks for a stop when a number of micro-batches has been worked on."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.seen = number, 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+        trainer.should_stop = trainer.should_stop or self.seen == self.number
+
+
+@settings(max_examples=80)
+@given(
+    length=st.integers(1, 7),
+    window=st.integers(1, 8),
+    max_epochs=st.integers(1, 4),
+    max_steps=st.sampled_from([-1, 1, 2, 3, 5, 8]),
+    min_epochs=st.integers(0, 2),
+    interval=st.integers(1, 7),
+    stop=st.integers(1, 30),
+)
+def test_any_combination(**arguments: int) -> None:
+    arguments["interval"] = min(arguments["interval"], arguments["length"])
+    arguments["min_epochs"] = min(arguments["min_epochs"], arguments["max_epochs"])
+    expected = course(**arguments)
+    trainer, recorder = run(
+        arguments["length"],
+        1,
+        StopAtBatch(arguments["stop"]),
+        accumulate_grad_batches=arguments["window"],
+        max_epochs=arguments["max_epochs"],
+        max_steps=arguments["max_steps"],
+        min_epochs=arguments["min_epochs"],
+        val_check_interval=arguments["interval"],
+    )
+    assert recorder.batches == expected.batches
+    assert (trainer.global_step, trainer.current_epoch) == (expected.step, expected.completed)
+    assert recorder.validations == expected.validations
+    assert recorder.epochs == expected.epochs

@@ -45,6 +45,7 @@ def attach_callbacks(
             return
         callbacks.append(kind(*values))
 
+    progress_bar = progress_bar and not any(getattr(callback, "is_progress_bar", False) for callback in callbacks)
     attach("progress_bar", progress_bar and trainer.is_global_zero, "enable_progress_bar")
     attach("model_summary", summary, "enable_model_summary")
     attach("timer", arguments.max_time is not None, "max_time", arguments.max_time)
@@ -69,7 +70,8 @@ def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
     trainer.displaced_callbacks = [callback for callback in own if type(callback) in kinds]
     kept = [callback for callback in own if type(callback) not in kinds]
     clipping = load_callback("gradient_clipping")
-    if overrides(module, "configure_gradient_clipping") and not any(isinstance(c, clipping) for c in kept + brought):
+    clips = module.automatic_optimization and overrides(module, "configure_gradient_clipping")
+    if clips and not any(isinstance(c, clipping) for c in kept + brought):
         brought.append(clipping(None))  # so that the module's own clipping is called
     trainer.brought_callbacks = brought
     trainer.callbacks = kept + brought

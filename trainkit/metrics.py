@@ -149,14 +149,19 @@ class MetricStore:
     Args:
         emit: ``emit(metrics, for_step)`` gives metrics, as numbers, to the loggers: those of a step, or those of an epoch.
         results: where the results go.
+        compiled: steps are compiled, and what is logged in them must stay out of the graph.
 
     Attributes:
+        log: see :meth:`trainkit.TrainModule.log`.
         scope: where in the run the loop is.
         batch: what the loop is working on, to weigh an epoch's values by samples.
         suffix: of the evaluation loader, where there are several.
     """
 
-    def __init__(self, emit: Callable[[dict[str, float], bool], None], results: MetricResults) -> None:
+    def __init__(
+        self, emit: Callable[[dict[str, float], bool], None], results: MetricResults, *, compiled: bool = False
+    ) -> None:
+        self.log: Callable[..., None] = torch.compiler.disable(self._log) if compiled else self._log
         self._emit = emit
         self.results = results
         self._metrics: dict[tuple[str, str], _Metric] = {}
@@ -165,7 +170,7 @@ class MetricStore:
         self._size: tuple[Any, int] = (None, 0)
         self.suffix = ""
 
-    def log(
+    def _log(
         self,
         name: str,
         value: Any,
@@ -179,7 +184,6 @@ class MetricStore:
         batch_size: int | None,
         rank_zero_only: bool,
     ) -> None:
-        """See :meth:`trainkit.TrainModule.log`."""
         signature = (prog_bar, logger, on_step, on_epoch, reduce_fx, self.scope)
         if not isinstance(name, str) or not name:
             raise MetricError(f"log: the name of a metric must be a string, not {name!r}. For example: log('loss', loss)")

@@ -102,7 +102,7 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
     trainer.active_plan = trainer.val_plan = None
     trainer.plans = {}
     trainer.results = MetricResults()
-    trainer.metrics = MetricStore(trainer.emit, trainer.results)
+    trainer.metrics = MetricStore(trainer.emit, trainer.results, compiled=trainer.compiler is not None)
     if stage == "fit":
         trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], []
         trainer.__dict__.pop("fit_plan", None)  # what is asked of it before there is a new one must not be the old one's
@@ -139,7 +139,8 @@ def build_hooks(trainer: Trainer) -> None:
 
 def plan_evaluation(trainer: Trainer, name: str, given: Any, *, sanity: bool = False) -> EvaluationPlan | None:
     """The plan of an evaluation, also kept for ``num_val_batches`` and the like; ``None`` if there is nothing to run."""
-    store = MetricStore(trainer.emit, MetricResults() if sanity else trainer.results)
+    results = MetricResults() if sanity else trainer.results
+    store = MetricStore(trainer.emit, results, compiled=trainer.compiler is not None)
     plan = evaluation_plan(trainer, name, given, store, sanity=sanity)
     trainer.plans["sanity" if sanity else name] = plan
     return plan
@@ -163,12 +164,14 @@ def check_sanity(trainer: Trainer, given: Any) -> None:
     if plan is None:
         return
     trainer.sanity_checking = trainer.validating = True
+    results, trainer.results = trainer.results, plan.metrics.results
     try:
         trainer.hooks.run("on_sanity_check_start")
         loop.evaluate(trainer, plan)
         trainer.hooks.run("on_sanity_check_end")
     finally:
         trainer.sanity_checking = trainer.validating = False
+        trainer.results = results
         for loader in plan.loaders:
             loader.close()
 

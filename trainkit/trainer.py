@@ -293,7 +293,7 @@ class Trainer(TrainerState):
         if not self.is_global_zero:
             return
         bar: Any = self.progress_bar_callback
-        (print if bar is None or kwargs else bar.print)(*args, **kwargs)
+        (print if bar is None else bar.print)(*args, **kwargs)
 
     def attach(self, module: TrainModule, datamodule: DataModule | None) -> None:
         """Make the module, and the data module, this trainer's."""
@@ -352,6 +352,12 @@ class Trainer(TrainerState):
     def _log_hyperparameters(self) -> None:
         owners = [o for o in (self.datamodule, self.lightning_module) if o is not None and o._log_hyperparams]
         values = {name: value for owner in owners for name, value in owner.hparams.items()}
+        differing = [name for owner in owners for name, value in owner.hparams.items() if repr(value) != repr(values[name])]
+        if differing:
+            raise ConfigurationError(
+                f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "
+                "Rename one, or leave it out: save_hyperparameters(logger=False)"
+            )
         if values:
             for logger in self.loggers:
                 logger.log_hyperparams(values)

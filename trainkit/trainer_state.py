@@ -166,6 +166,41 @@ class TrainerState:
         return self.arguments.check_val_every_n_epoch
 
     @property
+    def default_root_dir(self) -> str:
+        """The folder that logs go under."""
+        return str(self.arguments.default_root_dir)
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process among all."""
+        return self.strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among those of its machine."""
+        return self.strategy.local_rank
+
+    @property
+    def training(self) -> bool:
+        """Whether a fit is running and is not validating just now."""
+        return self.stage == "fit" and not self.validating
+
+    @property
+    def testing(self) -> bool:
+        """Whether ``test`` is running."""
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether ``predict`` is running."""
+        return self.stage == "predict"
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the micro-batch being trained on is known to be the last of its epoch."""
+        return self.stage == "fit" and self.batch_idx >= 0 and self.fit_plan.is_last(self.batch_idx)
+
+    @property
     def fast_dev_run(self) -> bool:
         """Whether this is a trial run of a few batches."""
         return bool(self.arguments.fast_dev_run)
@@ -267,16 +302,13 @@ class TrainerState:
     @property
     def early_stopping_callback(self) -> Callback | None:
         """The first ``EarlyStopping``."""
-        return self._first("early_stopping")
+        kind = load_callback("early_stopping")
+        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     @property
     def progress_bar_callback(self) -> Callback | None:
         """The progress bar."""
-        return self._first("progress_bar")
-
-    def _first(self, name: str) -> Callback | None:
-        kind = load_callback(name)
-        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
+        return next((callback for callback in self.callbacks if getattr(callback, "is_progress_bar", False)), None)
 
     @property
     def steps_done(self) -> bool:

@@ -355,3 +355,11 @@ def test_the_reason_is_printed_in_a_fit(make_trainer, capsys) -> None:
     callback = EarlyStopping("val_metric", patience=1, verbose=True)
     make_trainer(callback, max_epochs=5).fit(Scripted([1.0] * 5), tiny_loader(), tiny_loader())
     assert capsys.readouterr().out.splitlines() == ["val_metric improved to 1.", callback.stopping_reason]
+
+
+def test_each_fit_is_a_new_run(make_trainer) -> None:
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=1e9)  # nothing ever improves by that much
+    trainer = make_trainer(stopping, max_epochs=5)
+    for _ in range(2):
+        trainer.fit(TinyModule(), tiny_loader(), tiny_loader())
+        assert (trainer.current_epoch, stopping.stopped_epoch, stopping.wait_count) == (2, 1, 1)

@@ -4,7 +4,6 @@ import io
 import math
 import os
 import re
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +80,7 @@ def test_a_bar_on_a_terminal(trainer, module, clock, terminal) -> None:
 
 def test_is_drawn_ten_times_a_second_at_most(trainer, module, clock, terminal) -> None:
     trainer.num_training_batches = 10_000
+    trainer.progress_bar_metrics = {"train_loss": 0.5}
     callback = TQDMProgressBar()
     callback.setup(trainer, module, "fit")
     train_epoch(callback, trainer, module, clock, 10_000, seconds=1 / 1024)
@@ -239,12 +239,25 @@ def test_bars_are_closed_when_a_run_ends_early(trainer, module, clock, terminal,
 
 
 def test_starts_no_thread(trainer, module, clock, terminal) -> None:
-    before = threading.active_count()
     callback = TQDMProgressBar()
     callback.setup(trainer, module, "fit")
     train_epoch(callback, trainer, module, clock, 2, seconds=1.0)
-    assert threading.active_count() == before
+    assert "monitor" not in vars(progress_bar._Bar)  # tqdm's thread, where it has started one
     callback.teardown(trainer, module, "fit")
+
+
+@pytest.mark.parametrize("position", [0, 3])
+def test_bars_have_lines_of_their_own(trainer, module, clock, terminal, position: int) -> None:
+    callback = TQDMProgressBar(process_position=position)
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 2, seconds=1.0)
+    callback.on_validation_batch_start(trainer, module, None, 0)
+    assert [-stage.bar.pos for stage in (callback._train, callback._evaluation)] == [position, position + 1]
+    callback.teardown(trainer, module, "fit")
+    trainer.stage = "validate"
+    callback.on_validation_batch_start(trainer, module, None, 0)
+    assert -callback._evaluation.bar.pos == position
+    callback.teardown(trainer, module, "validate")
 
 
 def test_a_trainer_can_recognise_it() -> None:
@@ -265,6 +278,7 @@ def test_what_passes_for_a_terminal(monkeypatch) -> None:
 
     assert not _stdout(monkeypatch, None)  # a program without a console
     assert not _stdout(monkeypatch, io.StringIO())
+    assert _stdout(monkeypatch, SimpleNamespace(isatty=lambda: True, fileno=io.StringIO().fileno))  # of unknown size
     assert _stdout(monkeypatch, Notebook())
 
 
@@ -342,3 +356,13 @@ def test_the_other_stages_of_a_trainer(make_trainer, capsys) -> None:
     trainer.predict(Chatty(), tiny_loader())
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" batches,")[0] for line in lines] == ["Validation: 4/4", "Test: 4/4", "Prediction: 4/4"]
+
+
+def test_an_epoch_that_max_steps_will_cut_short(terminal: Any, trainer: Any, module: Any) -> None:
+    trainer.max_steps, trainer.global_step, trainer.accumulate_grad_batches = 12, 10, 3
+    bar = TQDMProgressBar()
+    bar.setup(trainer, module, "fit")
+    bar.on_train_epoch_start(trainer, module)
+    assert bar._train is not None
+    assert bar._train.total == 6
+    bar.teardown(trainer, module, "fit")

@@ -70,7 +70,7 @@ def test_a_batch_of_one_of_them_counts_by_its_own() -> None:
     assert CombinedLoader([[1], [2]], "sequential").count([torch.zeros(3), torch.zeros(3)]) == 3
 
 
-@pytest.mark.parametrize("loaders", [[], {}, (), None, 5, "text", shuffled(4)], ids=lambda l: type(l).__name__)
+@pytest.mark.parametrize("loaders", [[], {}, (), None, 5, "text", shuffled(4)], ids=lambda value: type(value).__name__)
 def test_what_is_no_collection_of_loaders(loaders: Any) -> None:
     with pytest.raises(DataError, match=r"a dict or list of loaders, with at least one.*CombinedLoader\(\{"):
         CombinedLoader(loaders)
@@ -86,8 +86,8 @@ def test_collections_inside_are_refused(nested: Any) -> None:
 
 
 def test_an_unknown_mode_names_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match=r"'max_size'; known: min_size, max_size_cycle, sequential"):
-        CombinedLoader([[1]], "max_size")
+    with pytest.raises(UnknownNameError, match=r"'max_siz'; known: min_size, max_size_cycle, sequential"):
+        CombinedLoader([[1]], "max_siz")
     with pytest.raises(UnknownNameError, match=r"Did you mean 'sequential'\?"):
         CombinedLoader([[1]], "sequental")
 
@@ -257,9 +257,9 @@ def test_a_length_that_is_wrong_cuts_nothing_off() -> None:
 
 
 def test_an_empty_loader_cannot_be_cycled() -> None:
-    with pytest.raises(DataError, match="gave no batch"):
-        read(stream_of([[], [torch.zeros(1)]]))
-    with pytest.raises(DataError, match="gave no batch"):
+    with pytest.raises(EmptyLoaderError, match="has no batch. Remove it"):
+        stream_of([[], [torch.zeros(1)]])
+    with pytest.raises(DataError, match="gave no batch. Remove it"):
         read(stream_of([DataLoader(DrawingStream(0)), [torch.zeros(1)]]))
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from trainkit.data.nested import batch_size
 from trainkit.data.sampling import CYCLE
 from trainkit.data.stream import Stream, open_stream
-from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, nearest
+from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.rng import Stage
 
 __all__ = ["MODES", "CombinedLoader", "CombinedStream"]
@@ -32,6 +32,7 @@ class CombinedLoader:
 
     Raises:
         UnknownNameError: an unknown mode.
+        UnsupportedArgumentError: Lightning's mode ``"max_size"``.
         DataError: no loaders, not a dict or sequence of them, or one of them is a collection of loaders itself.
 
     Example::
@@ -42,6 +43,11 @@ class CombinedLoader:
     """
 
     def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: str = "max_size_cycle") -> None:
+        if mode == "max_size":
+            raise UnsupportedArgumentError(
+                "mode='max_size', in which a loader that has ended gives None, is not offered. Use 'max_size_cycle', which "
+                "starts it anew, or 'min_size', which stops with the shortest."
+            )
         if mode not in MODES:
             raise UnknownNameError(f"unknown mode {mode!r}; known: {', '.join(MODES)}.{nearest(mode, MODES)}")
         if not isinstance(loaders, Mapping | list | tuple) or not loaders:
