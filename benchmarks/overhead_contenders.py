@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 SMALL, WIDE = (32, 64, 10), (256, 448, 448, 10)
-BATCH = 32
+BATCH, DIFFERENT = 32, 50  # samples in a batch; batches that differ
 WARM_UP = 300  # steps before the first chunk: allocations, AdamW's state, byte code that specialises itself
 AFTER = 5  # steps after the last chunk: some loops do not ask for a batch that they know is not there
 
@@ -51,31 +51,25 @@ class Clock:
         os.write(self._reports, f"{wall} {process}\n".encode())
 
 
-class Batches(Sequence[Any]):
-    """Ready batches, the same few over and over: first those to warm up on, then chunks of ``steps`` each."""
+class Batches(list[Any]):
+    """A list of ready batches, the same few over and over: first those to warm up on, then chunks of ``steps`` each."""
 
     def __init__(self, batches: list[Any], clock: Clock, steps: int, chunks: int) -> None:
-        self._ready = batches
+        super().__init__(islice(cycle(batches), WARM_UP + chunks * steps + AFTER))
         self._clock, self._steps, self._chunks = clock, steps, chunks
 
-    def __len__(self) -> int:
-        return WARM_UP + self._chunks * self._steps + AFTER
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._ready[index % len(self._ready)]
-
     def __iter__(self) -> Iterator[Any]:
-        chunk = [self[place] for place in range(self._steps)]
-        yield from islice(cycle(chunk), WARM_UP)
+        batches = super().__iter__()
+        yield from islice(batches, WARM_UP)
         for _ in range(self._chunks):
             self._clock.begin()
-            yield from chunk
+            yield from islice(batches, self._steps)
             self._clock.end()
-        yield from chunk[:AFTER]
+        yield from batches
 
-    def map(self, function: Callable[[Any], Any]) -> Batches:
-        """The same, each batch in the form that a framework wants."""
-        return Batches([function(batch) for batch in self._ready], self._clock, self._steps, self._chunks)
+    def of(self, batches: list[Any]) -> Batches:
+        """The same of other batches: in the form that a framework wants."""
+        return Batches(batches, self._clock, self._steps, self._chunks)
 
 
 def network(widths: Sequence[int]) -> nn.Sequential:
@@ -153,7 +147,8 @@ def own_loop(model: nn.Module, batches: Batches) -> None:
     from trainkit import Accelerator
 
     accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(model, adamw(model), batches)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    loader = accelerator.prepare_loader(batches, window=True)  # prepare itself looks into a list, which would start the clock
     for x, y in loader:
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(x), y)
@@ -231,7 +226,7 @@ def transformers(model: nn.Module, batches: Batches) -> None:
 
     class Ready(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return batches.map(lambda batch: {"x": batch[0], "labels": batch[1]})
+            return batches.of([{"x": x, "labels": labels} for x, labels in batches[:DIFFERENT]])
 
     arguments = TrainingArguments(
         output_dir="transformers",
@@ -285,7 +280,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     widths = WIDE if arguments.wide else SMALL
-    ready = [(torch.randn(BATCH, widths[0]), torch.randint(widths[-1], (BATCH,))) for _ in range(50)]
+    ready = [(torch.randn(BATCH, widths[0]), torch.randint(widths[-1], (BATCH,))) for _ in range(DIFFERENT)]
     batches = Batches(ready, Clock(arguments.turns, arguments.reports), arguments.steps, arguments.chunks)
     CONTENDERS[arguments.contender](network(widths), batches)
 

@@ -14,8 +14,8 @@ import numpy
 import torch
 
 # What packages start once for the process and keep, whatever the caller does: the monitor of tqdm's bars, the service
-# that wandb's runs talk to.
-LASTING_THREADS = {"TMonitor", "wandb-AsyncioManager-main", "wandb-ServiceFinalizer"}
+# that wandb's runs talk to, and autograd's own threads, which Python calls dummies.
+LASTING_THREADS = {"TMonitor", "_DummyThread", "wandb-AsyncioManager-main", "wandb-ServiceFinalizer"}
 
 # Variables that pytest, scikit-learn, torch and wandb set for themselves.
 NOT_OURS = {

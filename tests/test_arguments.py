@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
 import math
@@ -15,91 +16,29 @@ import torch
 from tiny import TinyModule, tiny_loader
 from trainers import make_trainer
 
+import trainkit.callbacks
 from trainkit import Trainer
 from trainkit.arguments import UNSUPPORTED, limited, pick_device
 from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
 
 # Every argument of Lightning's Trainer, of version 2 and of those before.
-LIGHTNING_2 = [
-    "accelerator",
-    "strategy",
-    "devices",
-    "num_nodes",
-    "precision",
-    "logger",
-    "callbacks",
-    "fast_dev_run",
-    "max_epochs",
-    "min_epochs",
-    "max_steps",
-    "min_steps",
-    "max_time",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "overfit_batches",
-    "val_check_interval",
-    "check_val_every_n_epoch",
-    "num_sanity_val_steps",
-    "log_every_n_steps",
-    "enable_checkpointing",
-    "enable_progress_bar",
-    "enable_model_summary",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "deterministic",
-    "benchmark",
-    "inference_mode",
-    "use_distributed_sampler",
-    "profiler",
-    "detect_anomaly",
-    "barebones",
-    "plugins",
-    "sync_batchnorm",
-    "reload_dataloaders_every_n_epochs",
-    "default_root_dir",
-    "enable_autolog_hparams",
-    "model_registry",
-]
-LIGHTNING_1 = [
-    "checkpoint_callback",
-    "process_position",
-    "num_processes",
-    "gpus",
-    "auto_select_gpus",
-    "tpu_cores",
-    "ipus",
-    "log_gpu_memory",
-    "progress_bar_refresh_rate",
-    "track_grad_norm",
-    "flush_logs_every_n_steps",
-    "weights_summary",
-    "weights_save_path",
-    "truncated_bptt_steps",
-    "resume_from_checkpoint",
-    "auto_lr_find",
-    "replace_sampler_ddp",
-    "terminate_on_nan",
-    "auto_scale_batch_size",
-    "prepare_data_per_node",
-    "amp_backend",
-    "amp_level",
-    "move_metrics_to_cpu",
-    "multiple_trainloader_mode",
-    "stochastic_weight_avg",
-    "distributed_backend",
-    "reload_dataloaders_every_epoch",
-    "automatic_optimization",
-    "overfit_pct",
-    "row_log_interval",
-    "log_save_interval",
-    "early_stop_callback",
-    "train_percent_check",
-    "val_percent_check",
-    "test_percent_check",
-]
+LIGHTNING_2 = """
+    accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
+    min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
+    overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
+    enable_checkpointing enable_progress_bar enable_model_summary accumulate_grad_batches gradient_clip_val
+    gradient_clip_algorithm deterministic benchmark inference_mode use_distributed_sampler profiler detect_anomaly
+    barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
+    model_registry
+""".split()  # noqa: SIM905 - shorter than a list
+LIGHTNING_1 = """
+    checkpoint_callback process_position num_processes gpus auto_select_gpus tpu_cores ipus log_gpu_memory
+    progress_bar_refresh_rate track_grad_norm flush_logs_every_n_steps weights_summary weights_save_path
+    truncated_bptt_steps resume_from_checkpoint auto_lr_find replace_sampler_ddp terminate_on_nan
+    auto_scale_batch_size prepare_data_per_node amp_backend amp_level move_metrics_to_cpu multiple_trainloader_mode
+    stochastic_weight_avg distributed_backend reload_dataloaders_every_epoch automatic_optimization overfit_pct
+    row_log_interval log_save_interval early_stop_callback train_percent_check val_percent_check test_percent_check
+""".split()  # noqa: SIM905 - shorter than a list
 OURS = [name for name in inspect.signature(Trainer.__init__).parameters if name not in ("self", "unknown")]
 
 
@@ -381,3 +320,19 @@ def test_devices_that_make_no_sense(devices: Any) -> None:
 def test_a_gpu_that_is_not_there() -> None:
     assert "there is no GPU number 3" in refused(devices=[3])
     assert "Use accelerator='cpu'" in refused(accelerator="cuda")
+
+
+@pytest.mark.parametrize("name", sorted(name for name, fix in UNSUPPORTED.items() if "callbacks=[" in fix))
+def test_a_callback_that_is_named_as_the_replacement_can_be_made(name: str) -> None:
+    made = ast.parse(UNSUPPORTED[name].partition("callbacks=[")[2].partition("]")[0].replace("...", "1"), mode="eval").body
+    assert isinstance(made, ast.Call)
+    assert isinstance(made.func, ast.Name)
+    signature = inspect.signature(getattr(trainkit.callbacks, made.func.id))
+    signature.bind(*made.args, **{keyword.arg: 1 for keyword in made.keywords if keyword.arg})
+
+
+def test_the_replacement_of_track_grad_norm_logs_the_norm() -> None:
+    trainer = make_trainer(trainkit.callbacks.GradientClipping(float("inf")), log_every_n_steps=1)
+    trainer.fit(TinyModule(), tiny_loader())
+    assert "GradientClipping(float('inf'))" in UNSUPPORTED["track_grad_norm"]
+    assert trainer.callback_metrics["grad_norm"].item() > 0

@@ -319,7 +319,7 @@ def test_a_data_module_that_cannot_be_used(case: str) -> None:
 
 def test_loaders_and_a_data_module() -> None:
     module = TinyModule()
-    for given in ({"train_dataloaders": tiny_loader()}, {"val_dataloaders": tiny_loader()}):
+    for given in ({"train_dataloaders": tiny_loader()}, {"val_dataloaders": tiny_loader()}, {"train_dataloaders": Data()}):
         arguments = {**given, "datamodule": Data()}
         message, _ = refused(ConfigurationError, lambda trainer, a=arguments: trainer.fit(module, **a))
         assert message == "loaders and a datamodule were both given. Give one of them."

@@ -50,9 +50,7 @@ def loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, inputs[:, :4].argmax(1)), batch_size=32, shuffle=True, **options)
 
 
-def trained(
-    *callbacks: Callback, accelerator: str = "gpu", dropout: float = 0.0, loaded: Any = None, **arguments: Any
-) -> Net:
+def trained(*callbacks: Callback, accelerator: str = "gpu", dropout: float = 0.0, loaded: Any = None, **arguments: Any) -> Net:
     module = Net(dropout, arguments.pop("optimizer", "AdamW"))
     trainer = make_trainer(*callbacks, accelerator=accelerator, seed=7, max_epochs=3, **arguments)
     trainer.fit(module, loader() if loaded is None else loaded, loader())

@@ -34,8 +34,9 @@ class Tagger(TrainModule):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits, labels = self.head(self.embedding(batch["tokens"])), batch["labels"]
-        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
-        return losses.sum() / (labels != -100).sum()  # NaN without a label, and so are its gradients
+        counts = labels != -100
+        losses = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return (losses * counts).sum() / counts.sum()  # NaN without a label, and so are its gradients
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch)

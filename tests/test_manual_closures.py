@@ -148,15 +148,24 @@ def test_overrides_that_nobody_would_call() -> None:
         def batch_weight(self, batch: Any) -> float:
             return 1.0
 
-    class Clipping(Manual):
-        def configure_gradient_clipping(self, optimizer: Any, value: Any = None, algorithm: Any = None) -> None: ...
-
     with pytest.raises(ConfigurationError, match="batch_weight needs automatic optimization"):
         make_trainer().fit(Weighing(), tiny_loader())
     with pytest.raises(ConfigurationError, match="need automatic optimization"):
-        make_trainer().fit(Clipping(), tiny_loader())
-    with pytest.raises(ConfigurationError, match="need automatic optimization"):
         make_trainer(GradientClipping(1.0)).fit(Manual(), tiny_loader())
+
+
+def test_a_modules_own_clipping_is_his_to_call() -> None:
+    calls = []
+
+    class Clipping(Manual):
+        def configure_gradient_clipping(self, optimizer: Any, value: Any = None, algorithm: Any = None) -> None:
+            calls.append(value)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.configure_gradient_clipping(self.optimizers(), 2.0)
+
+    make_trainer().fit(Clipping(), tiny_loader(8))
+    assert calls == [2.0, 2.0]
 
 
 def test_manual_backward_under_automatic_optimization() -> None:

@@ -102,6 +102,18 @@ def test_sums_of_any_dtype_are_taken_in_float64(dtype: torch.dtype) -> None:
     assert results["mean"] == pytest.approx(exact / 100, rel=1e-14)
 
 
+def test_an_epoch_holds_a_bounded_number_of_values() -> None:
+    """However long it is; a function of all values is the exception that needs them."""
+    held: list[int] = []
+
+    def step(module: TinyModule, i: int) -> None:
+        module.log("x", torch.ones(()))
+        held.extend(len(metric.values) for metric in module.trainer.metrics._metrics.values())
+
+    validated(step, [1] * 200)
+    assert max(held) < 64
+
+
 def test_a_mean_is_weighted_by_samples() -> None:
     assert validated(lambda m, i: m.log("x", float(i)), [4, 4, 2]) == {"x": pytest.approx((0 * 4 + 1 * 4 + 2 * 2) / 10)}
     trainer, _ = trained(lambda m, i: m.log("x", float(i), on_epoch=True), tiny_loader(10, 4))
@@ -135,6 +147,12 @@ def test_a_function_gets_all_values_of_the_epoch_in_float64() -> None:
     assert seen[0].tolist() == list(map(float, range(70)))
 
 
+@pytest.mark.parametrize("function, value", [(torch.mean, 4 / 5), (torch.sum, 1.0), (torch.max, 1.0), (max, 1.0), (min, 0.0)])
+def test_torchs_functions_mean_what_their_names_do(function: Any, value: float) -> None:
+    """The mean is weighted by samples."""
+    assert validated(lambda m, i: m.log("x", float(i), reduce_fx=function), [1, 4]) == {"x": value}
+
+
 def test_a_function_written_in_the_call_is_the_same_each_time() -> None:
     assert validated(lambda m, i: m.log("x", float(i), reduce_fx=lambda values: values.max()), [1, 1, 1]) == {"x": 2.0}
 
@@ -157,6 +175,12 @@ def test_a_reduction_that_nobody_knows(reduction: Any, words: str) -> None:
 def test_a_function_that_does_not_come_to_a_number() -> None:
     with pytest.raises(MetricError, match=r"log\('x'\): a metric must come to one number, but it is tensor\(\[0\., 1\.\]"):
         validated(lambda m, i: m.log("x", float(i), reduce_fx=torch.clone), [1, 1])
+
+
+def test_log_dict_takes_a_dict() -> None:
+    assert validated(lambda m, i: m.log_dict({"a": 1.0, "b": torch.ones(())}, prog_bar=True), [1]) == {"a": 1.0, "b": 1.0}
+    with pytest.raises(MetricError, match=r"log_dict expected a dict of names and values, received list. For example"):
+        validated(lambda m, i: m.log_dict([("a", 1.0)]), [1])
 
 
 # Values

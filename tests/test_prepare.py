@@ -225,10 +225,11 @@ class Outputs(nn.Module):
 def test_a_prepared_model_computes_in_its_precision(precision: str) -> None:
     engine, model = accelerator(precision=precision), Outputs()
     prepared = engine.prepare(model)
-    outputs = prepared(torch.ones(3, 2), scale=torch.ones(1))
+    outputs = prepared(torch.ones(3, 2))
     half = engine.strategy.precision.autocast_dtype or engine.strategy.precision.parameter_dtype
     expected = torch.float32 if "mixed" in precision else half  # a loss outside autocast is not to be computed in half
     assert {outputs["y"].dtype, outputs["more"][0].dtype, outputs["more"][1][0].dtype} == {expected}
+    assert prepared(torch.ones(3, 2), scale=torch.ones(1))["y"].dtype is expected  # keywords are converted too
     assert outputs["index"].dtype is torch.int64
     assert outputs["more"][1][1] == 3
     exact = model.float()(torch.ones(3, 2))["y"]

@@ -34,9 +34,11 @@ class WithMetrics(TinyModule):
         return self.loss(batch)
 
 
-def with_metrics(use: Callable[[Any, Any, list[Tensor]], Any]) -> tuple[WithMetrics, Memory]:
+def with_metrics(use: Callable[[Any, Any, list[Tensor]], Any], log_every_n_steps: int = 1) -> tuple[WithMetrics, Memory]:
     logger, module = Memory(), WithMetrics(use)
-    make_trainer(logger=logger, log_every_n_steps=1, max_epochs=2).fit(module, tiny_loader(10, 4))  # batches of 4, 4, 2
+    make_trainer(logger=logger, log_every_n_steps=log_every_n_steps, max_epochs=2).fit(
+        module, tiny_loader(10, 4)
+    )  # batches of 4, 4, 2
     return module, logger
 
 
@@ -92,7 +94,8 @@ def test_a_torchmetrics_object_that_was_not_logged_in_an_epoch_is_not_computed()
             metric(module(batch[0]), batch[1])
             module.log("mse", metric, on_step=True, on_epoch=True)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torchmetrics warns of compute() before update()
-        _, logger = with_metrics(use)
-    assert list(logger.of("mse_epoch")) == [3]
+    for every in (1, 2, 50):  # also with a value of a step that waits for a log boundary of the next epoch
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torchmetrics warns of compute() before update()
+            _, logger = with_metrics(use, log_every_n_steps=every)
+        assert list(logger.of("mse_epoch")) == [3]

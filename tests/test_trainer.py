@@ -250,6 +250,24 @@ def test_a_run_inside_a_run_needs_a_trainer_of_its_own() -> None:
     assert same(parameters_of(module), parameters_of(twin))
 
 
+def test_what_is_logged_last_in_an_epoch_belongs_to_it() -> None:
+    class Late(Callback):
+        runs_last = True
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            assert "of_module" in trainer.callback_metrics
+            self.log("late", float(trainer.current_epoch))
+
+    class Logging(TinyModule):
+        def on_train_epoch_end(self) -> None:
+            self.log("of_module", 1.0)
+
+    logger = Memory()
+    make_trainer(Late(), logger=logger, max_epochs=3).fit(Logging(), tiny_loader())
+    assert logger.of("late") == {4: 0.0, 8: 1.0, 12: 2.0}
+    assert [row["epoch"] for _, row in logger.rows if "late" in row] == [0, 1, 2]
+
+
 def test_hyperparameters_are_logged() -> None:
     class Keeping(TinyModule):
         def __init__(self, width: int = 3) -> None:

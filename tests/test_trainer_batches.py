@@ -223,6 +223,20 @@ def test_an_iterator_that_is_used_up() -> None:
         make_trainer(max_epochs=2).fit(TinyModule(), tiny_loader(), (batch for batch in tiny_loader()))
 
 
+def test_a_loader_that_is_empty_later() -> None:
+    class Once:
+        epochs = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.epochs += 1
+            return iter(tiny_loader(8) if self.epochs == 1 else [])
+
+    trainer = make_trainer(max_epochs=3)
+    with pytest.raises(EmptyLoaderError, match="gave no batch"):
+        trainer.fit(TinyModule(), Once())
+    assert trainer.current_epoch == 1
+
+
 class Nothing(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         return iter(())

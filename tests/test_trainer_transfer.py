@@ -142,15 +142,19 @@ def test_a_module_is_built_in_the_run() -> None:
             self.order.append("configure_model")
             if not hasattr(self, "layer"):
                 self.layer = nn.Linear(4, 1)
+                assert self.layer.weight.dtype is torch.float64  # not converted afterwards
 
         def configure_optimizers(self) -> Any:
             self.order.append("configure_optimizers")
-            assert self.layer.weight.dtype is torch.float64
             return super().configure_optimizers()
 
-    first, second = Late(), Late()
-    torch.manual_seed(5)  # the initialisation is keyed by the run's seed, not by what was drawn before
-    for module in (first, second):
-        make_trainer(precision="64-true").fit(module, tiny_loader())
+    def fitted(seed: int) -> dict[str, Tensor]:
+        module = Late()
+        make_trainer(precision="64-true", seed=seed, limit_train_batches=1).fit(module, tiny_loader())
         assert module.order == ["setup", "configure_model", "configure_optimizers"]
-    assert same(parameters_of(first), parameters_of(second))
+        return parameters_of(module)
+
+    first = fitted(1)
+    torch.rand(7)  # the initialisation is keyed by the run's seed, not by what was drawn before
+    assert same(first, fitted(1))
+    assert not same(first, fitted(2))

@@ -311,7 +311,8 @@ class Accelerator:
 class _InPrecision(nn.Module):
     """A model whose forward runs under the precision, for loops that call the model themselves.
 
-    Mixed precision gives float32 outputs, so that a loss computed outside autocast is not computed in half precision.
+    Mixed precision gives float32 outputs, so that a loss computed outside autocast is not computed in half precision; within
+    ``accelerator.autocast()`` outputs are as autocast makes them.
     """
 
     def __init__(self, module: nn.Module, precision: Precision) -> None:
@@ -321,9 +322,11 @@ class _InPrecision(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         precision = self._precision
+        # under accelerator.autocast() the loss is computed as the Trainer does it, in autocast too
+        within = torch.is_autocast_enabled(precision.device_type)
         with precision.forward_context():
             outputs = self.module(*precision.convert_input(args), **precision.convert_input(kwargs))
-        if precision.autocast_dtype is None:
+        if precision.autocast_dtype is None or within:
             return outputs
         return map_tensors(outputs, lambda t: t.float() if t.dtype is precision.autocast_dtype else t)
 

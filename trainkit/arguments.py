@@ -58,7 +58,7 @@ UNSUPPORTED: dict[str, str] = {
     "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
     "test_percent_check": "use limit_test_batches",
     "tpu_cores": _LATER,
-    "track_grad_norm": "use callbacks=[GradientClipping(None)], or gradient_clip_val, which logs the norm",
+    "track_grad_norm": "use callbacks=[GradientClipping(float('inf'))], or gradient_clip_val, which logs the norm",
     "train_percent_check": "use limit_train_batches",
     "truncated_bptt_steps": "loop over the parts of the sequence under manual optimization",
     "use_distributed_sampler": "leave it out: loaders are sharded by position, no sampler is replaced",

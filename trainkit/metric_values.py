@@ -11,9 +11,15 @@ from torch import Tensor
 
 from trainkit.errors import MetricError, UnknownNameError, nearest
 
-__all__ = ["alike", "check_reduction", "is_metric_object", "number_of", "one_element", "read", "stacked", "weight_of"]
+__all__ = ["alike", "is_metric_object", "number_of", "one_element", "read", "reduction_of", "stacked", "weight_of"]
 
-_REDUCTIONS = ("mean", "sum", "min", "max")
+# Name → functions that mean the same; given to Lightning's log, they do.
+_REDUCTIONS: dict[str, tuple[Any, ...]] = {
+    "mean": (torch.mean,),
+    "sum": (torch.sum, sum),
+    "min": (torch.min, min),
+    "max": (torch.max, max),
+}
 
 
 def alike(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
@@ -22,15 +28,24 @@ def alike(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
     return one is not None and one is other and first[:4] == second[:4] and first[5:] == second[5:]
 
 
-def check_reduction(name: str, reduce_fx: Any) -> None:
-    """Refuse a way to reduce that is not known."""
-    if isinstance(reduce_fx, str) and reduce_fx not in _REDUCTIONS:
+def reduction_of(name: str, reduce_fx: Any) -> Any:
+    """What ``reduce_fx`` means: "mean", "sum", "min", "max", or a function of all values.
+
+    Raises:
+        UnknownNameError: a name that nobody knows.
+        MetricError: neither a name nor a function.
+    """
+    for known, others in _REDUCTIONS.items():
+        if any(reduce_fx is other for other in others) or reduce_fx == known:
+            return known
+    if isinstance(reduce_fx, str):
         raise UnknownNameError(
             f"log({name!r}): unknown reduce_fx {reduce_fx!r}; known: {', '.join(_REDUCTIONS)}, or a function."
             f"{nearest(reduce_fx, _REDUCTIONS)}"
         )
-    if not isinstance(reduce_fx, str) and not callable(reduce_fx):
+    if not callable(reduce_fx):
         raise MetricError(f"log({name!r}): reduce_fx must be one of {', '.join(_REDUCTIONS)} or a function, not {reduce_fx!r}.")
+    return reduce_fx
 
 
 def is_metric_object(name: str, value: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainkit.data.nested import batch_size as size_of
 from trainkit.errors import MetricError
-from trainkit.metric_values import alike, check_reduction, is_metric_object, number_of, one_element, read, stacked, weight_of
+from trainkit.metric_values import alike, is_metric_object, number_of, one_element, read, reduction_of, stacked, weight_of
 
 __all__ = ["MetricResults", "MetricStore", "Scope"]
 
@@ -43,7 +43,8 @@ class _Metric:
     def __init__(self, key: tuple[str, str], signature: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
         self.name, self.suffix = key
         self.signature = signature
-        self.prog_bar, self.logger, _, _, self.reduce_fx = signature[:5]
+        self.prog_bar, self.logger, _, _, reduce_fx = signature[:5]
+        self.reduce_fx = reduction_of(self.name, reduce_fx)
         self.on_step, self.on_epoch = on_step, on_epoch
         self.torchmetric: Any = None
         self.updated = False  # logged in this epoch
@@ -233,7 +234,6 @@ class MetricStore:
             raise MetricError(
                 f"log({name!r}): every row that the loggers get has a {name!r} already. Use another name, or logger=False."
             )
-        check_reduction(name, signature[4])
         if known is not None and known.has_values:
             raise MetricError(
                 f"log({name!r}) was called twice in one epoch with different options or from hooks of different kinds. Use one "

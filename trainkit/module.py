@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.console import warn
-from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError
+from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, ModuleError
 from trainkit.hparams import HyperParametersMixin
 from trainkit.module_hooks import ModuleHooks
 
@@ -169,8 +169,8 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
             logger: give it to the loggers (default: yes).
             on_step: the value of the step, logged every ``log_every_n_steps`` updates (default: in training batches).
             on_epoch: reduced over the epoch (default: everywhere else).
-            reduce_fx: ``"mean"`` (weighted by samples, in float64), ``"sum"``, ``"min"``, ``"max"``, or a function of the
-                tensor of all values of the epoch.
+            reduce_fx: ``"mean"`` (weighted by samples, in float64), ``"sum"``, ``"min"``, ``"max"``, torch's functions of
+                these names, or another function of the tensor of all values of the epoch.
             enable_graph: keep the value's autograd graph.
             sync_dist: no effect: values are always reduced exactly over processes.
             sync_dist_group: likewise.
@@ -200,7 +200,16 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log each entry of a dict, all with the same options of :meth:`log`."""
+        """Log each entry of a dict, all with the same options of :meth:`log`.
+
+        Raises:
+            MetricError: no dict, or an entry that is no metric.
+        """
+        if not hasattr(dictionary, "items"):
+            raise MetricError(
+                f"log_dict expected a dict of names and values, received {type(dictionary).__name__}. "
+                "For example: self.log_dict({'loss': loss, 'accuracy': accuracy})"
+            )
         for name, value in dictionary.items():
             self.log(name, value, **options)
 

@@ -69,7 +69,7 @@ class Precision:
         self.parameter_dtype, self.autocast_dtype, self._scaled = PRECISIONS[resolved]
         self._init_scale = init_scale
         self._growth_interval = growth_interval
-        self._device_type = "cpu"
+        self.device_type = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
         self.several_optimizers = False  # that share the loss scale
         self._unscaled: set[int] = set()  # optimizers whose gradients have lost the scale and wait for their update
@@ -88,7 +88,7 @@ class Precision:
             raise ConfigurationError(
                 "precision='64-true' does not work on MPS, which has no float64. Use precision='32-true' or accelerator='cpu'."
             )
-        self._device_type = device.type
+        self.device_type = device.type
         if self.scaler is None:
             self.reset()
 
@@ -98,7 +98,7 @@ class Precision:
         self._over.clear()
         if self._scaled:
             self.scaler = torch.amp.GradScaler(
-                self._device_type, init_scale=self._init_scale, growth_interval=self._growth_interval
+                self.device_type, init_scale=self._init_scale, growth_interval=self._growth_interval
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -122,7 +122,7 @@ class Precision:
     def forward_context(self) -> AbstractContextManager[Any]:
         """Within it the forward runs: autocast for mixed precisions, the default dtype for the others but float32."""
         if self.autocast_dtype is not None:
-            return torch.autocast(self._device_type, dtype=self.autocast_dtype)
+            return torch.autocast(self.device_type, dtype=self.autocast_dtype)
         return self.init_context()
 
     @property

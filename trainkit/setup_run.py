@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainkit.arguments import limited
@@ -14,6 +15,7 @@ from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, Mis
 from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
 from trainkit.module_hooks import DataHooks
+from trainkit.optimizer import clear_gradients
 from trainkit.optimizer_config import read_optimizers
 from trainkit.plans import EvaluationPlan, FitPlan
 from trainkit.rng import Purpose, Stage, mix, seed_generators
@@ -199,7 +201,7 @@ def finish_fit_plan(trainer: Trainer) -> None:
     if overrides(module, "optimizer_zero_grad"):
         plan.zero_grad = lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.batch_idx, optimizer)
     else:
-        plan.zero_grad = optimizer.zero_grad
+        plan.zero_grad = partial(clear_gradients, optimizer)
 
 
 def _refuse_under_manual(trainer: Trainer) -> None:

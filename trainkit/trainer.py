@@ -176,7 +176,7 @@ class Trainer(TrainerState):
             ModuleError, DataError, ConfigurationError: something that the module or the data lacks; before training starts.
         """
         refuse_unknown("Trainer.fit", unknown, ["model", "train_dataloaders", "val_dataloaders", "datamodule"])
-        if isinstance(train_dataloaders, DataModule):
+        if isinstance(train_dataloaders, DataModule) and datamodule is None:
             train_dataloaders, datamodule = None, train_dataloaders
         with running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders):
             self.global_step = self.current_epoch = 0
@@ -267,7 +267,7 @@ class Trainer(TrainerState):
         verbose: bool,
     ) -> list[dict[str, float]]:
         module = self.lightning_module if module is None else module
-        if isinstance(dataloaders, DataModule):
+        if isinstance(dataloaders, DataModule) and datamodule is None:
             dataloaders, datamodule = None, dataloaders
         with running(self, stage, module, datamodule, dataloaders):
             plan = plan_evaluation(self, name, dataloaders)

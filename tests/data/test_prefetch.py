@@ -54,6 +54,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     fake = SimpleNamespace(Stream=lambda device: FakeStream("side", log), stream=on, current_stream=lambda device: current[-1])
     monkeypatch.setattr(prefetch.torch, "cuda", fake)
+    monkeypatch.setattr(prefetch, "SMALL", 0)
     return log
 
 
@@ -68,6 +69,25 @@ class FakeCuda(Tensor):
 
 def on_cuda(value: float) -> FakeCuda:
     return torch.tensor([value]).as_subclass(FakeCuda)
+
+
+@pytest.mark.parametrize("small", [8, 9])
+def test_small_batches_are_loaded_when_they_are_needed(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(prefetch, "SMALL", small)
+    monkeypatch.setattr(prefetch, "one_ahead", lambda items, load, device, start: chosen.append(start) or iter(items))
+    batches = iter([(torch.zeros(1), torch.zeros(1, dtype=torch.int32)), torch.zeros(100)])  # the first one decides
+    found = list(prefetch.to_device(batches, lambda item, number: (item, number), DEVICE, 3))
+    assert chosen == ([3] if small == 8 else [])
+    assert small == 8 or [number for _, number in found] == [3, 4]
+    assert list(prefetch.to_device(iter([]), lambda item, number: item, DEVICE)) == []
+
+
+def test_a_batch_of_unknown_size_counts_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(prefetch, "one_ahead", lambda items, load, device, start: chosen.append(start) or iter(items))
+    list(prefetch.to_device(iter([SimpleNamespace(to=lambda device: None)]), lambda item, number: item, DEVICE))
+    assert chosen == [0]
 
 
 def numbers(count: int, log: list[str]) -> Iterator[int]:

@@ -9,7 +9,7 @@ import torch
 
 from trainkit.data.combined import CombinedLoader, CombinedStream
 from trainkit.data.nested import batch_size, move
-from trainkit.data.prefetch import one_ahead
+from trainkit.data.prefetch import to_device
 from trainkit.data.stream import Stream, open_stream
 from trainkit.data.window import MicroBatch, Window, windows
 from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
@@ -126,7 +126,7 @@ class PreparedLoader:
         device, generators, finish = self._device, self._generators, self._finish
         moves, transfer = self._moves, self._transfer
         if device.type == "cuda":
-            raw, moves, transfer = one_ahead(raw, self._transfer, device, start), False, _as_it_is
+            raw, moves, transfer = to_device(raw, self._transfer, device, start), False, _as_it_is
         for m, batch in enumerate(raw, start):
             # move itself where it is all that self._transfer does: at every step, a call counts
             batch = move(batch, device) if moves else transfer(batch, m)
@@ -141,7 +141,7 @@ class PreparedLoader:
             sizes = (sizes[0], sizes[0])  # the limit leaves the short last micro-batch out
         items = windows(raw, window.size, count=self._count, start=start, length=length, sizes=sizes, weigh=self._weigh)
         if self._device.type == "cuda":
-            items = one_ahead(items, self._transfer_micro, self._device, start)
+            items = to_device(items, self._transfer_micro, self._device, start)
         transfer = _as_it_is if self._device.type == "cuda" else self._transfer
         for m, item in enumerate(items, start):
             batch = transfer(item.batch, m)

@@ -77,16 +77,18 @@ def move(value: Any, device: torch.device, non_blocking: bool = False) -> Any:
         return value.to(device, non_blocking=non_blocking)
     kind = type(value)
     if kind is tuple or kind is list:  # written out: the common batch, and this runs at every step
-        return kind(
-            [
-                item.to(device, non_blocking=non_blocking) if isinstance(item, Tensor) else move(item, device, non_blocking)
-                for item in value
-            ]
-        )
+        moved = []
+        for item in value:
+            if not isinstance(item, Tensor):
+                item = move(item, device, non_blocking)
+            elif item.device != device:
+                item = item.to(device, non_blocking=non_blocking)
+            moved.append(item)
+        return kind(moved)
     to = getattr(value, "to", None)
     if callable(to) and not isinstance(value, type):
-        moved = to(device)
-        return value if moved is None else moved  # some classes move in place and return nothing
+        result = to(device)
+        return value if result is None else result  # some classes move in place and return nothing
     return rebuild(value, lambda item: move(item, device, non_blocking))
 
 

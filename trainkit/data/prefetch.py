@@ -1,8 +1,10 @@
-"""One batch ahead on CUDA: the copy of the next batch overlaps with the work on the current one."""
+"""Batches to a CUDA device; large ones one ahead, so that the copy of the next overlaps with the work on the current."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -10,9 +12,33 @@ from torch import Tensor
 
 from trainkit.data.nested import leaves
 
-__all__ = ["one_ahead"]
+__all__ = ["SMALL", "one_ahead", "to_device"]
 
 T = TypeVar("T")
+
+# Bytes of a batch below which its copy is asked for when it is needed: beside the work it would save a few microseconds, and
+# streams and events cost more (measured on an H200: about 0.1 ms a step).
+SMALL = 1 << 20
+
+
+def to_device(items: Iterator[T], load: Callable[[T, int], T], device: torch.device, start: int = 0) -> Iterator[T]:
+    """The items loaded to a CUDA device: large ones, judged by the first, by :func:`one_ahead`, small ones one by one."""
+    head = list(islice(items, 1))
+    items = chain(head, items)
+    if head and _bytes_of(head[0]) < SMALL:
+        return (load(item, number) for number, item in enumerate(items, start))
+    return one_ahead(items, load, device, start)
+
+
+def _bytes_of(item: Any) -> float:
+    """What its tensors hold; infinity if objects of the user's may hold more."""
+    total = 0
+    for leaf in leaves(item):
+        if isinstance(leaf, Tensor):
+            total += leaf.numel() * leaf.element_size()
+        elif callable(getattr(leaf, "to", None)):
+            return math.inf
+    return total
 
 
 def one_ahead(items: Iterator[T], load: Callable[[T, int], T], device: torch.device, start: int = 0) -> Iterator[T]:
