@@ -37,7 +37,10 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTENDERS = Path(__file__).with_name("overhead_contenders.py")
 
 STEPS, CHUNKS = 500, 10  # of the small network: a chunk is about a tenth of a second, between two looks of a bar
-WIDE_STEPS, WIDE_CHUNKS = 100, 10
+WIDE_STEPS = 100
+# glibc gives large blocks back to the system after use and takes them anew, in some processes at every step, in some never.
+# That is worth a third of a step of the wide network and has nothing to do with who trains it.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
 @dataclass
@@ -54,12 +57,15 @@ class Case:
 
 
 CASES = [
+    Case("control", "the loop by hand / itself", "raw"),
     Case("seeding", "seeding alone, by hand", "seeding"),
     Case("trainer", "trainkit Trainer, bare", "trainer", 1.10),
     Case("full", "… bar, CSV, log, 10 idle callbacks", "full", 1.25),
     Case("own_loop", "trainkit Accelerator, own loop", "own_loop"),
     Case("idle_10", "Trainer with 10 idle / with none", "idle_10", 1.02, baseline="trainer"),
     Case("idle_100", "Trainer with 100 idle / with none", "idle_100", 1.02, baseline="trainer"),
+    Case("wide_control", "wide: the loop by hand / itself", "raw", wide=True),
+    Case("wide_seeding", "wide: seeding alone, by hand", "seeding", wide=True),
     Case("wide_trainer", "wide: trainkit Trainer, bare", "trainer", 1.02, wide=True),
     Case("wide_full", "wide: … bar, CSV, log, 10 idle", "full", wide=True),
     Case("ignite", "ignite", "ignite", package="ignite"),
@@ -94,7 +100,7 @@ class Runner:
                 stderr=errors,
                 pass_fds=(turns, reported),
                 cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "TQDM_DISABLE": ""},
+                env={**os.environ, **KEEP_MEMORY, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"},
             )
         for descriptor in (turns, reported, screen):
             os.close(descriptor)
