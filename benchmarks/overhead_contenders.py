@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SMALL, WIDE = (32, 64, 10), (256, 256, 256, 256, 256, 10)
+SMALL, WIDE = (32, 64, 10), (*(256,) * 6, 10)
 BATCH, DIFFERENT = 32, 50  # samples in a batch; batches that differ
 WARM_UP = 300  # steps before the first chunk: allocations, AdamW's state, byte code that specialises itself
 AFTER = 5  # steps after the last chunk: some loops do not ask for a batch that they know is not there

@@ -12,6 +12,7 @@ from trainers import Memory, make_trainer
 
 from trainkit import Callback, DataModule
 from trainkit.callbacks import EarlyStopping
+from trainkit.console import TrainkitWarning
 from trainkit.errors import EmptyLoaderError, LossError, MetricError, MissingMetricError, TrainkitError
 
 
@@ -226,3 +227,18 @@ def test_an_error_before_any_callback_is_known() -> None:
     assert (witness.teardowns, witness.exceptions, trainer.stage) == ([], [], None)
     trainer.fit(TinyModule(), tiny_loader())
     assert trainer.global_step == 4
+
+
+def test_a_logger_that_cannot_write_does_not_end_the_run() -> None:
+    class Full(Memory):
+        def write_metrics(self, metrics: Any, step: int) -> None:
+            if step == 2:
+                raise OSError(28, "No space left on device")
+            super().write_metrics(metrics, step)
+
+    logger = Full()
+    trainer = make_trainer(logger=logger, log_every_n_steps=1)
+    with pytest.warns(TrainkitWarning, match=r"Full could not write the metrics of step 2: .*No space left.* Training goes on"):
+        trainer.fit(TinyModule(), tiny_loader())
+    assert trainer.global_step == 4
+    assert sorted(logger.of("train_loss")) == [1, 3, 4]

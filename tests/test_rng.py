@@ -346,3 +346,31 @@ def test_which_seed_counts() -> None:
 def test_a_negative_seed_of_torch_is_one_of_64_bits() -> None:
     torch.manual_seed(-2)
     assert resolve_seed(None) == LAST - 1
+
+
+def test_the_generators_are_seeded_as_their_own_functions_do_it() -> None:
+    key = 0x0123_4567_89AB_CDEF
+    random.gauss(0, 1)  # keeps a second number for the next call, which seeding must throw away
+    np.random.standard_normal()
+    seed_generators(key)
+    drawn = torch.rand(3), np.random.rand(3), np.random.standard_normal(), random.random(), random.gauss(0, 1)
+    torch.manual_seed(key)
+    np.random.seed(key >> 32)
+    random.seed(key)
+    expected = torch.rand(3), np.random.rand(3), np.random.standard_normal(), random.random(), random.gauss(0, 1)
+    assert torch.equal(drawn[0], expected[0])
+    assert np.array_equal(drawn[1], expected[1])
+    assert drawn[2:] == expected[2:]
+
+
+def test_another_bit_generator_behind_numpy_random_is_seeded_too() -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(0))
+    try:
+        drawn = []
+        for key in (1 << 40, 1 << 40, 1 << 41):
+            seed_generators(key)
+            drawn.append(np.random.rand())
+        assert drawn[0] == drawn[1] != drawn[2]
+    finally:
+        np.random.set_bit_generator(before)

@@ -15,7 +15,7 @@ from trainkit.accelerator import Accelerator
 from trainkit.arguments import TrainerArguments, check_switches, pick_device, refuse_unknown
 from trainkit.attach import attach_callbacks, attach_loggers
 from trainkit.callback import Callback
-from trainkit.console import notice
+from trainkit.console import notice, warn
 from trainkit.datamodule import DataModule
 from trainkit.errors import ConfigurationError
 from trainkit.explain import explain, results_table
@@ -347,7 +347,12 @@ class Trainer(TrainerState):
         evaluating = self.active_plan
         step = evaluating.count if evaluating is not None and for_step else self.global_step
         for logger in self.loggers:
-            logger.log_metrics({**metrics, "epoch": self.current_epoch}, step)
+            try:
+                logger.log_metrics({**metrics, "epoch": self.current_epoch}, step)
+            except OSError as error:  # a full disk must not end a run that could go on without its log
+                warn(
+                    f"{type(logger).__name__} could not write the metrics of step {step}: {error}. Training goes on without them."
+                )
 
     def _log_hyperparameters(self) -> None:
         owners = [o for o in (self.datamodule, self.lightning_module) if o is not None and o._log_hyperparams]

@@ -1,0 +1,68 @@
+"""Clearing gradients: what torch's ``zero_grad`` does, by a shorter way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainkit import Accelerator
+from trainkit.optimizer import clear_gradients
+
+
+def parameters(count: int) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
+    for parameter in made:
+        parameter.grad = torch.ones(2)
+    return made
+
+
+class Counting(torch.optim.SGD):
+    calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+
+
+def test_every_group_is_cleared_also_one_that_came_later() -> None:
+    first, second, third = parameters(3)
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.1}], lr=1.0)
+    optimizer.add_param_group({"params": [third]})
+    clear_gradients(optimizer)
+    assert first.grad is second.grad is third.grad is None
+
+
+def test_parameters_of_others_keep_their_gradients() -> None:
+    own, other = parameters(2)
+    clear_gradients(torch.optim.AdamW([own]))
+    assert own.grad is None
+    assert other.grad is not None
+
+
+def test_an_optimizer_with_its_own_zero_grad_is_asked() -> None:
+    (parameter,) = parameters(1)
+    optimizer = Counting([parameter], lr=1.0)
+    clear_gradients(optimizer)
+    assert optimizer.calls == 1
+    assert parameter.grad is not None
+
+
+def test_a_zero_grad_that_was_replaced_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    (parameter,) = parameters(1)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    calls: list[str] = []
+    monkeypatch.setattr(optimizer, "zero_grad", lambda: calls.append("zero_grad"))
+    clear_gradients(optimizer)
+    assert calls == ["zero_grad"]
+    assert parameter.grad is not None
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_prepared_optimizer_sets_to_none_or_to_zero(set_to_none: bool) -> None:
+    (parameter,) = parameters(1)
+    optimizer = Accelerator().prepare(torch.optim.SGD([parameter], lr=1.0))
+    optimizer.zero_grad(set_to_none)
+    if set_to_none:
+        assert parameter.grad is None
+    else:
+        assert parameter.grad is not None
+        assert parameter.grad.tolist() == [0.0, 0.0]
