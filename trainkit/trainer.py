@@ -350,9 +350,8 @@ class Trainer(TrainerState):
             try:
                 logger.log_metrics({**metrics, "epoch": self.current_epoch}, step)
             except OSError as error:  # a full disk must not end a run that could go on without its log
-                warn(
-                    f"{type(logger).__name__} could not write the metrics of step {step}: {error}. Training goes on without them."
-                )
+                name = type(logger).__name__
+                warn(f"{name} could not write the metrics of step {step}: {error}. Training goes on without them.")
 
     def _log_hyperparameters(self) -> None:
         owners = [o for o in (self.datamodule, self.lightning_module) if o is not None and o._log_hyperparams]

@@ -118,7 +118,11 @@ def test_events_are_in_the_file_after_save_and_otherwise_soon(tmp_path: Path) ->
     logger.finalize()
 
 
-def test_options_of_the_writer(tmp_path: Path) -> None:
+def test_options_of_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # TensorBoard reads files of the same second by name, the tenth writer's of a process before the ninth's: count anew
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     first = TensorBoardLogger(tmp_path, sub_dir="events", filename_suffix=".x", version=0)
     for step in range(6):
         first.log_metrics({"loss": step}, step)
