@@ -50,8 +50,7 @@ class ThroughputMonitor(Callback):
     Times are the host's. On CUDA the host runs ahead of the device, so at a log boundary, and only there, it waits
     for the device before the time is taken; the window ends there, and its start is exact if it was a log boundary
     too: choose ``window_size`` a multiple of ``log_every_n_steps``. A large ``data_wait_share`` on CUDA means little
-        while the rates are
-    good: the device may be busy meanwhile.
+    while the rates are good: the device may be busy meanwhile.
 
     Args:
         window_size: how many updates are averaged over.
