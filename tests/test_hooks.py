@@ -191,6 +191,40 @@ VALIDATION = """
     AMZ on_validation_end
 """
 
+
+def training_epoch(epoch: int) -> str:
+    """Three micro-batches, two in an update."""
+    return f"""
+    AMZ on_train_epoch_start
+    AMZ on_train_batch_start 0
+    AMZ on_before_zero_grad
+    M optimizer_zero_grad {epoch} 0
+    M training_step 0
+    AMZ on_before_backward
+    AMZ on_after_backward
+    AMZ on_train_batch_end 0
+    AMZ on_train_batch_start 1
+    M training_step 1
+    AMZ on_before_backward
+    AMZ on_after_backward
+    AMZ on_before_optimizer_step
+    M lr_scheduler_step
+    AMZ on_train_batch_end 1
+    AMZ on_train_batch_start 2
+    AMZ on_before_zero_grad
+    M optimizer_zero_grad {epoch} 2
+    M training_step 2
+    AMZ on_before_backward
+    AMZ on_after_backward
+    AMZ on_before_optimizer_step
+    M lr_scheduler_step
+    AMZ on_train_batch_end 2
+    {VALIDATION}
+    AMZ on_train_epoch_end
+    M lr_scheduler_step
+"""
+
+
 FIT = f"""
     M configure_callbacks
     M prepare_data
@@ -208,63 +242,8 @@ FIT = f"""
     AMZ on_validation_end
     AMZ on_sanity_check_end
     AMZ on_train_start
-
-    AMZ on_train_epoch_start
-    AMZ on_train_batch_start 0
-    AMZ on_before_zero_grad
-    M optimizer_zero_grad 0 0
-    M training_step 0
-    AMZ on_before_backward
-    AMZ on_after_backward
-    AMZ on_train_batch_end 0
-    AMZ on_train_batch_start 1
-    M training_step 1
-    AMZ on_before_backward
-    AMZ on_after_backward
-    AMZ on_before_optimizer_step
-    M lr_scheduler_step
-    AMZ on_train_batch_end 1
-    AMZ on_train_batch_start 2
-    AMZ on_before_zero_grad
-    M optimizer_zero_grad 0 2
-    M training_step 2
-    AMZ on_before_backward
-    AMZ on_after_backward
-    AMZ on_before_optimizer_step
-    M lr_scheduler_step
-    AMZ on_train_batch_end 2
-    {VALIDATION}
-    AMZ on_train_epoch_end
-    M lr_scheduler_step
-
-    AMZ on_train_epoch_start
-    AMZ on_train_batch_start 0
-    AMZ on_before_zero_grad
-    M optimizer_zero_grad 1 0
-    M training_step 0
-    AMZ on_before_backward
-    AMZ on_after_backward
-    AMZ on_train_batch_end 0
-    AMZ on_train_batch_start 1
-    M training_step 1
-    AMZ on_before_backward
-    AMZ on_after_backward
-    AMZ on_before_optimizer_step
-    M lr_scheduler_step
-    AMZ on_train_batch_end 1
-    AMZ on_train_batch_start 2
-    AMZ on_before_zero_grad
-    M optimizer_zero_grad 1 2
-    M training_step 2
-    AMZ on_before_backward
-    AMZ on_after_backward
-    AMZ on_before_optimizer_step
-    M lr_scheduler_step
-    AMZ on_train_batch_end 2
-    {VALIDATION}
-    AMZ on_train_epoch_end
-    M lr_scheduler_step
-
+    {training_epoch(0)}
+    {training_epoch(1)}
     AMZ on_train_end
     AMZ on_fit_end
     AMZ teardown fit

@@ -126,6 +126,11 @@ def test_a_gathered_tensor_is_the_tensor() -> None:
     assert module.seen[0]["a"].tolist() == [1.0, 1.0]
 
 
+def test_a_group_of_processes_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"expected group=None, got 'mine'.*self.all_gather\(data\)"):
+        TinyModule().all_gather(torch.ones(2), group="mine")
+
+
 def test_printing_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     looked(lambda m: m.print("seen", m.global_step))
     assert capsys.readouterr().out == "".join(f"seen {step}\n" for step in range(4))

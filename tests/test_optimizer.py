@@ -1,4 +1,4 @@
-"""Clearing gradients: what torch's ``zero_grad`` does, by a shorter way."""
+"""Clearing gradients: what torch's ``zero_grad`` does, by a shorter way; and letting them flow into one optimizer's only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainkit import Accelerator
-from trainkit.optimizer import clear_gradients
+from trainkit.optimizer import clear_gradients, toggle, untoggle
 
 
 def parameters(count: int) -> list[torch.nn.Parameter]:
@@ -66,3 +66,14 @@ def test_a_prepared_optimizer_sets_to_none_or_to_zero(set_to_none: bool) -> None
     else:
         assert parameter.grad is not None
         assert parameter.grad.tolist() == [0.0, 0.0]
+
+
+def test_toggling_gives_back_what_was() -> None:
+    own, both, other, frozen = made = parameters(4)
+    frozen.requires_grad_(False)
+    one = torch.optim.SGD([own, both], lr=1.0)
+    two, three = torch.optim.SGD([both, other], lr=1.0), torch.optim.SGD([other, frozen], lr=1.0)
+    before = toggle(one, [one, two, three])
+    assert [p.requires_grad for p in made] == [True, True, False, False]
+    untoggle(before)
+    assert [p.requires_grad for p in made] == [True, True, True, False]

@@ -13,9 +13,10 @@ from trainers import make_trainer, parameters_of, same
 from trainkit import Callback
 from trainkit.errors import (
     ConfigurationError,
+    MissingMethodError,
     UnknownNameError,
 )
-from trainkit.profiler import SimpleProfiler
+from trainkit.profiler import Profiler, SimpleProfiler
 
 
 def test_the_simple_profiler(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +81,17 @@ def test_a_profiler_of_ones_own() -> None:
     trainer = make_trainer(profiler=profiler)
     trainer.fit(TinyModule(), tiny_loader())
     assert trainer.profiler is profiler
+
+
+def test_a_profiler_without_its_methods() -> None:
+    class Bare(Profiler): ...
+
+    with pytest.raises(
+        MissingMethodError, match=r"Bare: expected a method profile\(self, action\), found none. Fix:(.|\n)*yield"
+    ):
+        Bare().profile("a")
+    with pytest.raises(MissingMethodError, match=r"Bare: expected a method summary\(self\), found none. Fix:(.|\n)*return"):
+        Bare().summary()
 
 
 def test_an_unknown_profiler() -> None:

@@ -9,7 +9,7 @@ from support import run_python
 
 from trainkit import Callback, Strategy
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
-from trainkit.registry import CALLBACKS, STRATEGIES, load_callback, load_strategy
+from trainkit.registry import CALLBACKS, STRATEGIES, load_callback, load_strategy, make_strategy
 
 
 @pytest.mark.parametrize("name", list(CALLBACKS))
@@ -67,6 +67,15 @@ def test_strategies_that_are_called_otherwise(name: str, fix: str) -> None:
 def test_what_is_no_name(name: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"strategy must be a name \('auto', 'single'\) or a Strategy object, not"):
         load_strategy(name)
+
+
+def test_a_strategy_is_made_of_its_name_or_is_the_object() -> None:
+    strategy = Strategy("cpu")
+    assert make_strategy(strategy) is strategy
+    assert make_strategy("single", device="cpu").device == make_strategy("auto", device="cpu").device == strategy.device
+    for thing in (None, 3, Strategy):
+        with pytest.raises(ConfigurationError, match="must be a name or a Strategy object, not .*Use strategy='auto'"):
+            make_strategy(thing)
 
 
 def test_nothing_is_imported_before_it_is_used() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from tiny import TinyModule, tiny_loader
 from trainers import Memory, make_trainer, parameters_of, same
 
 from trainkit import Callback, DataModule
+from trainkit.errors import ConfigurationError
+from trainkit.loggers import CSVLogger
 
 
 class Witness(Callback):
@@ -174,3 +177,29 @@ def test_an_error_keeps_no_batch_alive_through_the_trainer() -> None:
     with pytest.raises(KeyError):
         trainer.fit(Failing("training_step"), tiny_loader())
     assert trainer.metrics.batch is None
+
+
+@pytest.mark.parametrize("version", [None, 3])
+@pytest.mark.parametrize("where", ["default_root_dir", "save_dir"])
+def test_a_log_folder_that_cannot_be_made_stops_a_fit_before_training(where: str, version: int | None, run_dir: Path) -> None:
+    (run_dir / "file").touch()
+    folder, steps = run_dir / "file" / "runs", []
+
+    class Counting(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            steps.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    logger = CSVLogger(folder if where == "save_dir" else None, version=version)
+    root = {"default_root_dir": folder} if where == "default_root_dir" else {}
+    with pytest.raises(ConfigurationError, match=r"Fix: .*save_dir='runs' or Trainer\(default_root_dir='runs'\)"):
+        make_trainer(logger=logger, **root).fit(Counting(), tiny_loader())
+    assert not steps
+
+
+def test_a_logger_without_files_needs_no_folder(run_dir: Path) -> None:
+    (run_dir / "file").touch()
+    logger = Memory()
+    make_trainer(logger=logger, default_root_dir=run_dir / "file", log_every_n_steps=1).fit(TinyModule(), tiny_loader())
+    assert logger.rows
+    assert [path.name for path in run_dir.iterdir()] == ["file"]

@@ -19,7 +19,7 @@ from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError
 from trainkit.optimizer import PreparedOptimizer, PreparedScheduler
 from trainkit.precision import Precision
-from trainkit.registry import load_strategy
+from trainkit.registry import make_strategy
 from trainkit.rng import Stage, resolve_seed
 from trainkit.strategy import Strategy
 
@@ -73,7 +73,7 @@ class Accelerator:
         steps = gradient_accumulation_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigurationError(f"gradient_accumulation_steps must be an integer ≥ 1, not {steps!r}.")
-        self.strategy = _strategy(strategy)
+        self.strategy = make_strategy(strategy)
         if precision is not None:
             self.strategy.use_precision(precision)
         self.window = Window(steps)
@@ -343,15 +343,6 @@ class _InPrecision(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
-
-
-def _strategy(strategy: str | Strategy) -> Strategy:
-    if isinstance(strategy, str):
-        chosen: Strategy = load_strategy("single" if strategy == "auto" else strategy)()
-        return chosen
-    if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
-        raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
-    return strategy
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:

@@ -13,9 +13,9 @@ from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, ModuleError
 from trainkit.hparams import HyperParametersMixin
 from trainkit.module_hooks import ModuleHooks
+from trainkit.optimizer import PreparedOptimizer, toggle, untoggle
 
 if TYPE_CHECKING:
-    from trainkit.optimizer import PreparedOptimizer
     from trainkit.trainer import Trainer
 
 __all__ = ["TrainModule"]
@@ -252,20 +252,11 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
     def toggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
         """Let gradients flow only into this optimizer's parameters, until :meth:`untoggle_optimizer` or another is toggled."""
         self.untoggle_optimizer(optimizer)
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        state: dict[Tensor, bool] = {}
-        for other in self.trainer.optimizers:
-            for group in other.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in own and parameter not in state:
-                        state[parameter] = parameter.requires_grad
-                        parameter.requires_grad = False
-        self.__dict__["_toggled"] = state
+        self.__dict__["_toggled"] = toggle(optimizer, self.trainer.optimizers)
 
     def untoggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
         """Undo :meth:`toggle_optimizer`."""
-        for parameter, requires_grad in self.__dict__.pop("_toggled", {}).items():
-            parameter.requires_grad = requires_grad
+        untoggle(self.__dict__.pop("_toggled", {}))
 
     def configure_gradient_clipping(
         self,
@@ -306,7 +297,21 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         return None
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Tensors of all processes, stacked in front; with one process as they are."""
+        """Tensors of all processes, stacked in front; with one process as they are.
+
+        Args:
+            data: a tensor, or tensors in containers.
+            group: only ``None``, all processes.
+            sync_grads: gradients flow back through the gathering.
+
+        Raises:
+            ConfigurationError: a group of processes.
+        """
+        if group is not None:
+            raise ConfigurationError(
+                f"all_gather: expected group=None, got {group!r}: a run gathers over all its processes. Leave it out: "
+                "self.all_gather(data)"
+            )
         return self.trainer.strategy.all_gather(data, sync_grads=sync_grads)
 
     def freeze(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from trainkit.accelerator import Accelerator
 
-__all__ = ["PreparedOptimizer", "PreparedScheduler", "clear_gradients"]
+__all__ = ["PreparedOptimizer", "PreparedScheduler", "clear_gradients", "toggle", "untoggle"]
 
 
 class PreparedOptimizer(Optimizer):
@@ -83,21 +84,20 @@ class PreparedOptimizer(Optimizer):
             self._accelerator.strategy.precision.discard(self.optimizer)
 
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
-        """Within it gradients flow only into this optimizer's parameters (Lightning's name; see ``toggle_optimizer``)."""
+        """Within it gradients flow only into this optimizer's parameters (Lightning's name; see ``toggle_optimizer``).
+
+        Args:
+            sync_grad: no effect on one process; over processes gradients are averaged in the optimizer's step.
+        """
         return self._toggled()
 
     @contextmanager
     def _toggled(self) -> Iterator[None]:
-        own = {id(p) for group in self.param_groups for p in group["params"]}
-        others = [p for o in self._accelerator.optimizers for g in o.param_groups for p in g["params"] if id(p) not in own]
-        before = [(p, p.requires_grad) for p in others]
+        before = toggle(self, self._accelerator.optimizers)
         try:
-            for p in others:
-                p.requires_grad = False
             yield
         finally:
-            for p, requires_grad in before:
-                p.requires_grad = requires_grad
+            untoggle(before)
 
 
 class PreparedScheduler:
@@ -120,6 +120,26 @@ class PreparedScheduler:
         accelerator = self._accelerator
         if accelerator.sync_gradients and accelerator.has_updated(getattr(self.scheduler, "optimizer", None)):
             self.scheduler.step(*args, **kwargs)
+
+
+def toggle(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> dict[Tensor, bool]:
+    """Let gradients flow only into this optimizer's parameters, of all that ``optimizers`` have.
+
+    Returns:
+        The parameters that were turned off, with what :func:`untoggle` gives back to each.
+    """
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    others = [p for o in optimizers for group in o.param_groups for p in group["params"] if id(p) not in own]
+    before = {p: p.requires_grad for p in others}
+    for p in before:
+        p.requires_grad = False
+    return before
+
+
+def untoggle(before: Mapping[Tensor, bool]) -> None:
+    """Undo :func:`toggle`, given what it returned."""
+    for parameter, requires_grad in before.items():
+        parameter.requires_grad = requires_grad
 
 
 def clear_gradients(optimizer: Optimizer) -> None:

@@ -89,7 +89,7 @@ class EvaluationPlan:
     Attributes:
         name: "validation", "test" or "predict", as in the names of the hooks.
         loaders: one or more.
-        steps: for each loader, called with (batch, batch_idx, dataloader_idx).
+        step: called with (batch, batch_idx, dataloader_idx).
         metrics: where ``log`` goes.
         logs: metrics may be logged (not in prediction).
         keeps: outputs are kept (prediction).

@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 
-from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, nearest
 
 __all__ = ["AdvancedProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler", "make_profiler"]
 
 
 class Profiler:
-    """Base class: subclass it and define :meth:`profile` and :meth:`summary`."""
+    """Base class: subclass it and define :meth:`profile` and :meth:`summary`.
+
+    Raises:
+        MissingMethodError: one of the two is called and not defined.
+    """
 
     def start(self, directory: Path) -> None:
         """A run begins; ``directory`` is where files may be written."""
@@ -33,11 +37,17 @@ class Profiler:
 
     def profile(self, action: str) -> AbstractContextManager[None]:
         """Within it ``action`` happens."""
-        raise NotImplementedError
+        raise MissingMethodError(
+            f"{type(self).__name__}: expected a method profile(self, action), found none. Fix:\n"
+            "    @contextlib.contextmanager\n    def profile(self, action): yield"
+        )
 
     def summary(self) -> str:
         """What was found, as text."""
-        raise NotImplementedError
+        raise MissingMethodError(
+            f"{type(self).__name__}: expected a method summary(self), found none. Fix:\n"
+            "    def summary(self): return 'nothing was measured'"
+        )
 
     def wrapped(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, profiled as ``action``."""

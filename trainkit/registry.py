@@ -7,11 +7,14 @@ use and the core never depends on the two folders.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
-__all__ = ["CALLBACKS", "STRATEGIES", "load_callback", "load_strategy"]
+if TYPE_CHECKING:
+    from trainkit.strategy import Strategy
+
+__all__ = ["CALLBACKS", "STRATEGIES", "load_callback", "load_strategy", "make_strategy"]
 
 STRATEGIES: dict[str, str] = {
     "single": "trainkit.strategy:Strategy",
@@ -64,6 +67,24 @@ def load_strategy(name: str) -> Any:
                 "DDP, ZeRO and XLA are being built; see 'What is not there yet' in the README."
             )
     return _load(_path(name, STRATEGIES, "strategy"))
+
+
+def make_strategy(strategy: str | Strategy, **options: Any) -> Strategy:
+    """The strategy of a name, ``"auto"`` among them, or the object itself.
+
+    Args:
+        strategy: a name, or a ``Strategy`` object.
+        **options: arguments of the class, where a name was given.
+
+    Raises:
+        ConfigurationError: neither of the two, or a name as of :func:`load_strategy`.
+    """
+    if isinstance(strategy, str):
+        made: Strategy = load_strategy("single" if strategy == "auto" else strategy)(**options)
+        return made
+    if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
+        raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
+    return strategy
 
 
 def _path(name: str, table: dict[str, str], kind: str) -> str:

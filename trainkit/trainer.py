@@ -24,10 +24,10 @@ from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
 from trainkit.precision import Precision
 from trainkit.profiler import Profiler, make_profiler
-from trainkit.registry import load_strategy
+from trainkit.registry import make_strategy
 from trainkit.rng import resolve_seed
 from trainkit.running import build_hooks, check_sanity, plan_evaluation, refuse_evaluation, running
-from trainkit.setup_run import finish_fit_plan, fit_plan, train_loader, validate_every
+from trainkit.setup_run import finish_fit_plan, fit_plan, overrides, train_loader, validate_every
 from trainkit.strategy import Strategy
 from trainkit.trainer_state import TrainerState
 
@@ -143,7 +143,7 @@ class Trainer(TrainerState):
         self.arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         self.accumulate_grad_batches = self.arguments.accumulate_grad_batches
         self.arguments.default_root_dir = Path(default_root_dir or "trainkit_runs")
-        self.strategy = _make_strategy(strategy, accelerator, devices)
+        self.strategy = _strategy_on(strategy, accelerator, devices)
         if precision is not None:
             self.strategy.use_precision(precision)
         self.accelerator = Accelerator(strategy=self.strategy)
@@ -189,7 +189,7 @@ class Trainer(TrainerState):
             self.val_plan = plan_evaluation(self, "validation", val_dataloaders)
             build_hooks(self)
             finish_fit_plan(self)
-            self._log_hyperparameters()
+            self._start_loggers()
             if self.arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
             notice(f"fit on {self.device}, {self.precision.name}, seed {self.seed}.")
@@ -353,7 +353,8 @@ class Trainer(TrainerState):
                 name = type(logger).__name__
                 warn(f"{name} could not write the metrics of step {step}: {error}. Training goes on without them.")
 
-    def _log_hyperparameters(self) -> None:
+    def _start_loggers(self) -> None:
+        """Give the loggers their folders and the hyper-parameters."""
         owners = [o for o in (self.datamodule, self.lightning_module) if o is not None and o._log_hyperparams]
         values = {name: value for owner in owners for name, value in owner.hparams.items()}
         differing = [name for owner in owners for name, value in owner.hparams.items() if repr(value) != repr(values[name])]
@@ -362,22 +363,37 @@ class Trainer(TrainerState):
                 f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "
                 "Rename one, or leave it out: save_hyperparameters(logger=False)"
             )
+        _make_log_folders(self.loggers)
         if values:
             for logger in self.loggers:
                 logger.log_hyperparams(values)
 
 
-def _make_strategy(strategy: str | Strategy, accelerator: str, devices: Any) -> Strategy:
-    if not isinstance(strategy, str):
-        if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
-            raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
-        if accelerator != "auto" or devices not in ("auto", 1):
-            wanted = pick_device(accelerator, devices)
-            if str(wanted) != "auto" and str(wanted).split(":")[0] != strategy.device.type:
-                raise ConfigurationError(
-                    f"accelerator={accelerator!r} and {strategy!r} name different devices. Give one of them."
-                )
-        return strategy
-    device = pick_device(accelerator, devices)
-    made: Strategy = load_strategy("single" if strategy == "auto" else strategy)(device=device)
+def _make_log_folders(loggers: list[Logger]) -> None:
+    """Make the folders now: one that cannot be written must stop a run before training, not where it first logs."""
+    from trainkit.loggers.base import Logger
+
+    for logger in loggers:
+        # a logger that opens nothing, such as one that prints, has no files and needs no folder
+        if not logger.is_main_process or not overrides(logger, "open_experiment", Logger):
+            continue
+        folder = logger.log_dir
+        try:
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)  # log_dir makes none whose version was given
+        except OSError as error:
+            raise ConfigurationError(
+                f"{type(logger).__name__}: expected a log folder that can be written, got {folder}: {error}. "
+                "Fix: save_dir='runs' or Trainer(default_root_dir='runs')"
+            ) from error
+
+
+def _strategy_on(strategy: str | Strategy, accelerator: str, devices: Any) -> Strategy:
+    if isinstance(strategy, str):
+        return make_strategy(strategy, device=pick_device(accelerator, devices))
+    made = make_strategy(strategy)
+    if accelerator != "auto" or devices not in ("auto", 1):
+        wanted = pick_device(accelerator, devices)
+        if str(wanted) != "auto" and str(wanted).split(":")[0] != made.device.type:
+            raise ConfigurationError(f"accelerator={accelerator!r} and {made!r} name different devices. Give one of them.")
     return made

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from trainkit.console import TrainkitWarning
 from trainkit.data.order import Permutation
 from trainkit.data.sampling import CYCLE, KeyedBatches, keyed_batches
 from trainkit.rng import Purpose, Stage, mix, seed_generators
@@ -201,7 +202,8 @@ def test_sequential_turns_shuffling_off() -> None:
 
 def test_a_distributed_sampler_is_recognised() -> None:
     loader = loader_of(sampler=DistributedSampler(range(20), num_replicas=4, rank=1, seed=99))
-    batches = keyed(loader)
+    with pytest.warns(TrainkitWarning):
+        batches = keyed(loader)
     assert sorted(flat(indices(batches))) == list(range(20)), "its share is ours to work out"
     assert batches.length == 5
     order = Permutation(20, mix(99, STAGE, Purpose.ORDER, 2)).block(0, 20).tolist()
@@ -210,8 +212,15 @@ def test_a_distributed_sampler_is_recognised() -> None:
 
 
 def test_a_distributed_sampler_that_does_not_shuffle() -> None:
-    loader = loader_of(10, sampler=DistributedSampler(range(10), num_replicas=3, rank=0, shuffle=False))
+    loader = loader_of(10, sampler=DistributedSampler(range(10), num_replicas=1, rank=0, shuffle=False))
     assert indices(keyed(loader), 1) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_distributed_sampler_for_several_processes_is_warned_of() -> None:
+    loader = loader_of(sampler=DistributedSampler(range(20), num_replicas=4, rank=1, shuffle=False))
+    text = r"num_replicas=4\) in a run of 1 process: the process reads all 20 samples of an epoch, not 5.*shuffle=False"
+    with pytest.warns(TrainkitWarning, match=text):
+        assert len(flat(indices(keyed(loader)))) == 20
 
 
 # ------------------------------------------------------------------------------------------------- samplers of the user

@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from trainkit.console import warn
 from trainkit.data.order import Permutation
 from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
 
@@ -136,7 +137,7 @@ def keyed_batches(loader: DataLoader[Any], seed: int, stage: int, sequential: bo
     Args:
         loader: the user's; ``shuffle=True`` and ``False`` and ``DistributedSampler`` are recognised, other samplers and
             batch samplers are iterated here, in the main process, under generators seeded by key.
-        seed: of the run; a ``DistributedSampler`` brings its own.
+        seed: of the run; a ``DistributedSampler`` brings its own. One for several processes is warned of.
         stage: the stage part of the keys.
         sequential: ignore shuffling; a user's own sampler draws what it draws in epoch 0 (``overfit_batches``).
     """
@@ -150,6 +151,7 @@ def keyed_batches(loader: DataLoader[Any], seed: int, stage: int, sequential: bo
     samples, shuffle = _length(sampler), _shuffles(sampler)
     if type(sampler) is DistributedSampler:
         seed_of_order, samples = sampler.seed, len(sampler.dataset)  # type: ignore[arg-type]
+        _warn_of_replicas(sampler, samples)
     else:
         seed_of_order = seed
     if shuffle is None:
@@ -160,6 +162,15 @@ def keyed_batches(loader: DataLoader[Any], seed: int, stage: int, sequential: bo
     length, sizes = _arithmetic(samples, 1 if size is None else size, drop_last)
     exact = shuffle is not None or type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     return KeyedBatches(draw, length, sizes if size is not None else None, seed, stage, exact)
+
+
+def _warn_of_replicas(sampler: DistributedSampler[Any], samples: int) -> None:
+    if sampler.num_replicas > 1:
+        warn(
+            f"DistributedSampler(num_replicas={sampler.num_replicas}) in a run of 1 process: the process reads all {samples} "
+            f"samples of an epoch, not {sampler.num_samples}. Fix: leave the sampler out, DataLoader(dataset, "
+            f"shuffle={bool(sampler.shuffle)}); for a part of the data, torch.utils.data.Subset(dataset, indices)"
+        )
 
 
 def _shuffles(sampler: Any) -> bool | None:

@@ -1,0 +1,16 @@
+"""The plans of a run say what they hold."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trainkit.plans import EvaluationPlan, FitPlan
+
+
+@pytest.mark.parametrize("plan", [EvaluationPlan, FitPlan])
+def test_what_a_plan_documents_is_there(plan: type) -> None:
+    names = re.findall(r"^        (\w+): ", plan.__doc__ or "", re.MULTILINE)
+    assert len(names) > 5
+    assert set(names) <= set(plan.__annotations__)
