@@ -22,12 +22,19 @@ TREE = {
     "MetricError": (errors.TrainkitError, ValueError),
     "MissingMetricError": (errors.MetricError,),
     "NonFiniteError": (errors.TrainkitError, ArithmeticError),
+    "CheckpointError": (errors.TrainkitError,),
+    "CheckpointNotFoundError": (errors.CheckpointError,),
+    "CorruptCheckpointError": (errors.CheckpointError,),
+    "StateMismatchError": (errors.CheckpointError,),
+    "UnsavableError": (errors.CheckpointError,),
+    "CheckpointWriteError": (errors.CheckpointError,),
+    "CheckpointLockedError": (errors.CheckpointError,),
     "MissingPackageError": (errors.TrainkitError, ImportError),
 }
 
 
 def test_the_tree() -> None:
-    assert set(errors.__all__) == set(TREE)
+    assert set(errors.__all__) == {*TREE, "Preempted"}
     for name, bases in TREE.items():
         assert getattr(errors, name).__bases__ == bases
 
@@ -40,6 +47,15 @@ def test_the_tree_is_drawn_in_the_docstring() -> None:
     for name, (parent, *_) in TREE.items():
         if parent is not Exception:
             assert depth[name] == depth[parent.__name__] + 1
+
+
+def test_preempted_is_no_error() -> None:
+    """``except Exception`` and ``except TrainkitError`` must not swallow it, and the process leaves with its code."""
+    assert not issubclass(errors.Preempted, Exception)
+    preempted = errors.Preempted("SIGTERM at step 5")
+    assert preempted.code == 143
+    assert str(preempted) == "SIGTERM at step 5"
+    assert str(errors.Preempted()) == "preempted"
 
 
 @pytest.mark.parametrize("name", list(TREE))

@@ -16,7 +16,15 @@
     ├── MetricError (ValueError)             a value given to ``log`` that is no metric
     │   └── MissingMetricError               a monitored metric that was never logged
     ├── NonFiniteError (ArithmeticError)     a loss or gradient that is not finite
+    ├── CheckpointError                      a checkpoint that cannot be written, read or used
+    │   ├── CheckpointNotFoundError          there is none where one was asked for
+    │   ├── CorruptCheckpointError           its bytes are not those that were written, or are malformed
+    │   ├── StateMismatchError               it is sound, but does not fit the model, optimizer or data
+    │   ├── UnsavableError                   a value that cannot be stored; names the path to it
+    │   ├── CheckpointWriteError             a full disk, a folder that cannot be written
+    │   └── CheckpointLockedError            another live run writes to the same folder
     └── MissingPackageError (ImportError)    an optional package is not installed
+    Preempted (SystemExit)                   not one of them: the run was told to end by a signal and has saved; exit code 143
 
 Every message says what was expected, what came, and the fix.
 """
@@ -27,7 +35,12 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointLockedError",
+    "CheckpointNotFoundError",
+    "CheckpointWriteError",
     "ConfigurationError",
+    "CorruptCheckpointError",
     "DataError",
     "EmptyLoaderError",
     "HookError",
@@ -39,8 +52,11 @@ __all__ = [
     "ModuleError",
     "NonFiniteError",
     "OptimizerError",
+    "Preempted",
+    "StateMismatchError",
     "TrainkitError",
     "UnknownNameError",
+    "UnsavableError",
     "UnsupportedArgumentError",
 ]
 
@@ -103,6 +119,49 @@ class NonFiniteError(TrainkitError, ArithmeticError):
 
 class MissingPackageError(TrainkitError, ImportError):
     """A package that is optional for trainkit, but needed for what was asked, is not installed."""
+
+
+class CheckpointError(TrainkitError):
+    """A checkpoint cannot be written, read or used."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no checkpoint where one was asked for."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint's bytes are not those that were written, or make no sense; the message names the file."""
+
+
+class StateMismatchError(CheckpointError):
+    """A sound checkpoint does not fit what it is to be loaded into; the message lists every difference."""
+
+
+class UnsavableError(CheckpointError):
+    """A value cannot be stored in a checkpoint; the message names the path to it."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint could not be written: a full disk, a folder that is read-only or gone."""
+
+
+class CheckpointLockedError(CheckpointError):
+    """Another live run writes its checkpoints to the same folder."""
+
+
+class Preempted(SystemExit):
+    """The run was told to end by a signal, and has saved what there was to save; the process leaves with code 143.
+
+    It is a ``SystemExit`` so that a script needs no code for it, and no ``TrainkitError``, so that no handler of errors
+    takes it for one.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(143)
+        self.reason = " ".join(map(str, args))
+
+    def __str__(self) -> str:
+        return self.reason or "preempted"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,0 +1,248 @@
+"""A draft: its sizes are exact, and once detached nothing that happens to the process's objects reaches it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainkit import __version__
+from trainkit.checkpoint import tagged
+from trainkit.checkpoint.draft import Content, Draft
+from trainkit.checkpoint.host_copy import HostBuffers
+from trainkit.checkpoint.manifest import DIGEST, MANIFEST, digest_line
+from trainkit.checkpoint.tensor_file import tensors_in
+from trainkit.errors import CheckpointError, UnsavableError
+
+
+def about(**changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "run_id": "run1",
+        "save_counter": 3,
+        "step": 12,
+        "epoch": 1,
+        "position": {"samples": 96},
+        "seed": 5,
+        "order_version": 1,
+        "key_version": 1,
+        "world_size": 1,
+        "strategy": "single",
+        "precision": "32-true",
+        "contents": {"model": "all", "optimizer": True, "resumable": True},
+        "aliases": {"model": {"tied": "weight"}},
+        "irregular": [],
+        "metrics": {"val_loss": float("nan")},
+        "saved_by": None,
+    }
+    return {**fields, **changes}
+
+
+def content(**changes: Any) -> Content:
+    torch.manual_seed(1)
+    fields: dict[str, Any] = {
+        "tensors": {
+            "model": {"weight": torch.randn(30, 20), "bias": torch.randn(20).bfloat16(), "count": torch.tensor(7)},
+            "optimizer": {"0/weight/exp_avg": torch.randn(20, 30).t(), "0/weight/step": torch.tensor(12.0)},
+        },
+        "state": {"epoch": 1, "best": torch.tensor([0.5]), "betas": (0.9, 0.999), "array": np.arange(3)},
+        "about": about(),
+        "attachments": {"config.json": b"{}"},
+    }
+    return Content(**{**fields, **changes})
+
+
+def written(draft: Draft) -> dict[str, bytes]:
+    """Every file as it would be written, manifest and digest included."""
+    files = {name: b"".join(bytes(piece) for piece in pieces) for name, pieces in draft.files()}
+    data = draft.manifest({name: hashlib.sha256(data).hexdigest() for name, data in files.items()}).to_bytes()
+    return {**files, MANIFEST: data, DIGEST: digest_line(data)}
+
+
+def stored(files: dict[str, bytes], stem: str) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, data in files.items():
+        if name.startswith(stem) and name.endswith(".safetensors"):
+            tensors.update(tensors_in(bytearray(data), name))
+    return tensors
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["streamed", "detached"])
+@pytest.mark.parametrize("max_shard_size", [5 * 10**9, 1500], ids=["whole", "divided"])
+def test_the_size_is_exact_before_anything_is_written(max_shard_size: int, detached: bool) -> None:
+    draft = Draft(content(max_shard_size=max_shard_size))
+    size, sizes = draft.size, dict(draft.sizes)
+    if detached:
+        draft.detach(HostBuffers())
+    files = written(draft)
+    assert {name: len(data) for name, data in files.items()} == sizes
+    assert sum(map(len, files.values())) == size == draft.size
+    assert ("model-00001-of-00002.safetensors" in files) == (max_shard_size == 1500)
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["streamed", "detached"])
+def test_the_files_hold_the_content(detached: bool) -> None:
+    made = content()
+    draft = Draft(made)
+    if detached:
+        draft.detach(HostBuffers())
+    files = written(draft)
+    assert set(files) == {
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+        "state.safetensors",
+        "config.json",
+        MANIFEST,
+        DIGEST,
+    }
+    for stem, tensors in made.tensors.items():
+        read = stored(files, stem)
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert read[name].dtype == tensor.dtype
+            torch.testing.assert_close(read[name], tensor, rtol=0, atol=0)
+    state = tagged.loads(files["state.json"], {"state.safetensors": stored(files, "state")}, "state.json")
+    assert (state["epoch"], state["betas"], state["best"].item()) == (1, (0.9, 0.999), 0.5)
+    assert state["array"].tolist() == [0, 1, 2]
+
+
+def test_the_manifest_tells_of_the_files() -> None:
+    before = datetime.now(timezone.utc).replace(tzinfo=None)
+    draft = Draft(content())
+    manifest = draft.manifest({name: hashlib.sha256(name.encode()).hexdigest() for name, _ in draft.files()})
+    assert {name: entry.size for name, entry in manifest.files.items()} == {
+        name: size for name, size in draft.sizes.items() if name not in (MANIFEST, DIGEST)
+    }
+    assert manifest.files["state.json"].sha256 == hashlib.sha256(b"state.json").hexdigest()
+    assert (manifest.run_id, manifest.step, manifest.position) == ("run1", 12, {"samples": 96})
+    assert (manifest.trainkit_version, manifest.format_version) == (__version__, 1)
+    assert draft.run_id == "run1"
+    saved_at = datetime.strptime(manifest.saved_at, "%Y-%m-%dT%H:%M:%S.%fZ")
+    assert before <= saved_at <= datetime.now(timezone.utc).replace(tzinfo=None)
+
+
+def test_state_without_tensors_makes_no_file_of_tensors() -> None:
+    files = written(Draft(content(state={"epoch": 1})))
+    assert "state.safetensors" not in files
+
+
+def test_a_module_without_tensors_makes_an_empty_file() -> None:
+    assert stored(written(Draft(content(tensors={"model": {}}))), "model") == {}
+
+
+def test_the_overhead_is_below_one_percent() -> None:
+    """For a state as real ones are: many tensors, of which most are large."""
+    shapes = {f"layers.{k}.attention.{part}.weight": (128, 128) for k in range(24) for part in ("q", "k", "v", "out")}
+    tensors = {
+        "model": {name: torch.zeros(shape) for name, shape in shapes.items()},
+        "optimizer": {
+            f"0/{name}/{slot}": torch.zeros(shape) for name, shape in shapes.items() for slot in ("exp_avg", "exp_avg_sq")
+        },
+    }
+    state = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
+    assert state < Draft(content(tensors=tensors)).size <= 1.01 * state
+
+
+# ----------------------------------------------------------------------------------------------- what a draft holds on to
+
+
+def test_after_detach_no_change_of_the_process_reaches_it() -> None:
+    made = content()
+    parameter = nn.Parameter(torch.ones(4))
+    made.tensors["model"]["parameter"] = parameter
+    draft = Draft(made)
+    before = written(draft)
+    draft.detach(HostBuffers())
+    with torch.no_grad():
+        parameter.fill_(7)
+        for tensors in made.tensors.values():
+            for tensor in tensors.values():
+                tensor.zero_()
+    made.state["best"].zero_()
+    made.state["array"][:] = 9
+    made.state["epoch"] = 99
+    made.about["position"]["samples"] = 99
+    made.about["metrics"]["val_loss"] = 0.0
+    made.tensors["model"].clear()
+    made.tensors.clear()
+    assert written(draft) == before
+
+
+def test_without_detach_the_tensors_are_read_when_they_are_written() -> None:
+    made = content()
+    draft = Draft(made)
+    made.tensors["model"]["count"].fill_(8)
+    assert stored(written(draft), "model")["count"] == 8
+
+
+def test_state_and_manifest_are_taken_when_it_is_made() -> None:
+    made = content(state={"history": [1, 2]})
+    draft = Draft(made)
+    made.state["history"].append(3)
+    made.about["position"]["samples"] = 99
+    assert json.loads(written(draft)["state.json"])["history"] == [1, 2]
+    assert draft.manifest(dict.fromkeys(draft.sizes, "0" * 64)).position == {"samples": 96}
+
+
+def test_detach_lets_the_tensors_go() -> None:
+    made = content(tensors={"model": {"weight": torch.ones(5)}})
+    gone = weakref.ref(made.tensors["model"]["weight"])
+    draft = Draft(made)
+    draft.detach(HostBuffers())
+    del made
+    assert gone() is None
+    assert stored(written(draft), "model")["weight"].tolist() == [1.0] * 5
+
+
+def test_buffers_serve_one_draft_after_the_other() -> None:
+    buffers = HostBuffers()
+    for value in (1.0, 2.0, 3.0):
+        draft = Draft(content(tensors={"model": {"weight": torch.full((1000,), value)}}))
+        draft.detach(buffers)
+        assert stored(written(draft), "model")["weight"].unique().tolist() == [value]
+
+
+# ------------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"state": {"callbacks": {"Mine": {"fn": print}}}}, "['\"]callbacks['\"].*['\"]Mine['\"].*['\"]fn['\"]"),
+        ({"tensors": {"model": {"ghost": torch.empty(3, device="meta")}}}, "ghost"),
+        ({"about": about(position={"samples": {1, 2}})}, "position"),
+        ({"about": about(run_id="../x")}, "run_id"),
+    ],
+    ids=["state", "tensor", "position", "run_id"],
+)
+def test_what_cannot_be_stored_is_named_at_once(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsavableError, match=named):
+        Draft(content(**changes))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: made.attachments.update({"../config.json": b""}),
+        lambda made: made.attachments.update({"manifest.json": b""}),
+        lambda made: made.attachments.update({"Model.safetensors": b""}),
+        lambda made: made.attachments.update({"CONFIG.JSON": b""}),
+        lambda made: made.attachments.update({"state.json": b""}),
+        lambda made: made.tensors.update(state={"x": torch.ones(1)}),
+        lambda made: made.tensors.update({"a/b": {"x": torch.ones(1)}}),
+    ],
+    ids=["outside", "manifest", "stem", "case", "state", "stem of state", "stem with a folder"],
+)
+def test_files_that_cannot_be_together_are_refused(change: Callable[[Content], object]) -> None:
+    made = content()
+    change(made)
+    with pytest.raises(CheckpointError, match="Fix: "):
+        Draft(made)

@@ -1,0 +1,365 @@
+"""Saving in a thread: one at a time, of the values as they were, finished whatever happens, and no failure lost."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import run_python
+
+from trainkit.checkpoint.draft import Content, Draft
+from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
+from trainkit.checkpoint.saver import Saver
+from trainkit.checkpoint.tensor_file import tensors_in
+from trainkit.errors import CheckpointError, CheckpointWriteError
+
+
+def draft(counter: int = 1, tensors: dict[str, torch.Tensor] | None = None) -> Draft:
+    about: dict[str, Any] = {
+        "run_id": "run1",
+        "save_counter": counter,
+        "step": counter,
+        "epoch": 0,
+        "position": {},
+        "seed": 0,
+        "order_version": 1,
+        "key_version": 1,
+        "world_size": 1,
+        "strategy": "single",
+        "precision": "32-true",
+        "contents": {},
+        "aliases": {},
+        "irregular": [],
+        "metrics": {},
+        "saved_by": None,
+    }
+    return Draft(Content({"model": tensors or {"weight": torch.full((1000,), float(counter))}}, {"counter": counter}, about))
+
+
+def verified(path: Path) -> dict[str, torch.Tensor]:
+    """The model's tensors of a checkpoint whose every byte is as it was written."""
+    data = (path / MANIFEST).read_bytes()
+    assert (path / DIGEST).read_bytes() == digest_line(data)
+    for name, entry in Manifest.from_bytes(data, str(path)).files.items():
+        content = (path / name).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (entry.size, entry.sha256), name
+    return tensors_in(bytearray((path / "model.safetensors").read_bytes()), "model.safetensors")
+
+
+@pytest.fixture
+def saver() -> Iterator[Saver]:
+    made = Saver(attention=lambda: None)
+    yield made
+    made.close()
+
+
+class Gate:
+    """Holds a draft's writing back until it is opened, or opens by itself after ``seconds`` in case nobody does."""
+
+    def __init__(self, held: Draft, monkeypatch: pytest.MonkeyPatch, seconds: float = 30.0) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+        files = held.files
+
+        def waiting() -> Iterator[Any]:
+            self.reached.set()
+            self._open.wait(seconds)
+            yield from files()
+
+        monkeypatch.setattr(held, "files", waiting)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def fail(error: Exception) -> Callable[..., Any]:
+    def raise_it(*_: object) -> Any:
+        raise error
+
+    return raise_it
+
+
+# ------------------------------------------------------------------------------------------------------------ the normal
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_save_is_committed(run_dir: Path, saver: Saver, blocking: bool) -> None:
+    manifests: list[Manifest] = []
+    threads: list[threading.Thread] = []
+
+    def committed(manifest: Manifest) -> None:
+        manifests.append(manifest)
+        threads.append(threading.current_thread())
+        verified(run_dir / "a")
+
+    saver.save(draft(4), run_dir / "a", blocking=blocking, committed=committed)
+    assert not blocking or manifests
+    saver.wait()
+    assert [manifest.save_counter for manifest in manifests] == [4]
+    assert (threads[0] is threading.main_thread()) == blocking
+    assert verified(run_dir / "a")["weight"].unique().tolist() == [4.0]
+
+
+def test_what_changes_right_after_save_is_not_written(run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Linear(300, 300)
+    layer.weight.data = layer.weight.data.t()  # one that is not contiguous too
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    held = draft(tensors={**layer.state_dict(), "scalar": torch.tensor(3)})
+    gate = Gate(held, monkeypatch)
+    saver.save(held, run_dir / "a", blocking=False)
+    assert gate.reached.wait(30)
+    with torch.no_grad():
+        for tensor in layer.state_dict().values():
+            tensor.add_(1.0)
+    gate.open()
+    saver.wait()
+    after = verified(run_dir / "a")
+    assert {name: torch.equal(after[name], before[name]) for name in before} == {"weight": True, "bias": True}
+
+
+def test_a_blocking_save_writes_the_tensors_from_where_they_are(
+    run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = draft(2)
+    monkeypatch.setattr(made, "detach", lambda buffers: pytest.fail("a copy"))
+    saver.save(made, run_dir / "a", blocking=True)
+    assert verified(run_dir / "a")["weight"][0] == 2
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_one_save_is_in_flight(run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch, blocking: bool) -> None:
+    first, second = draft(1), draft(2)
+    gate = Gate(first, monkeypatch)
+    saver.save(first, run_dir / "a", blocking=False)
+    assert gate.reached.wait(30)
+    assert not (run_dir / "a").exists()
+    entered = threading.Event()
+    wait = saver.wait
+    monkeypatch.setattr(saver, "wait", lambda: (entered.set(), wait()))
+
+    def let_go() -> None:  # not before the second save has begun
+        entered.wait(30)
+        gate.open()
+
+    helper = threading.Thread(target=let_go)
+    helper.start()
+
+    def seen(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (verified(run_dir / "a"), original(*arguments))[1]
+
+    # The second touches the buffers, or the disk, only when the first is committed.
+    monkeypatch.setattr(second, "detach", seen(second.detach))
+    monkeypatch.setattr(second, "files", seen(second.files))
+    saver.save(second, run_dir / "b", blocking=blocking)
+    helper.join()
+    saver.wait()
+    assert verified(run_dir / "a")["weight"][0] == 1
+    assert verified(run_dir / "b")["weight"][0] == 2
+
+
+def test_many_saves_one_after_the_other(run_dir: Path, saver: Saver) -> None:
+    weight = torch.zeros(5000)
+    for counter in range(1, 9):
+        weight.fill_(counter)
+        saver.save(draft(counter, {"weight": weight}), run_dir / f"step-{counter}", blocking=counter % 3 == 0)
+    weight.fill_(99)
+    saver.wait()
+    for counter in range(1, 9):
+        assert verified(run_dir / f"step-{counter}")["weight"].unique().tolist() == [counter]
+
+
+def test_replace_is_handed_on(run_dir: Path, saver: Saver) -> None:
+    saver.save(draft(1), run_dir / "a", blocking=True)
+    saver.save(draft(2), run_dir / "a", blocking=False, replace=True)
+    saver.wait()
+    assert verified(run_dir / "a")["weight"][0] == 2
+    with pytest.raises(CheckpointError, match="not empty"):
+        saver.save(draft(3), run_dir / "a", blocking=True)
+
+
+def test_a_relative_path_is_that_of_the_moment_of_save(run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = draft(1)
+    gate = Gate(held, monkeypatch)
+    saver.save(held, Path("a"), blocking=False)
+    (run_dir / "elsewhere").mkdir()
+    monkeypatch.chdir(run_dir / "elsewhere")
+    gate.open()
+    saver.wait()
+    verified(run_dir / "a")
+
+
+def test_who_keeps_a_draft_keeps_no_copies(run_dir: Path, saver: Saver) -> None:
+    made = draft()
+    saver.save(made, run_dir / "a", blocking=False)
+    copies = weakref.ref(saver._buffers._buffers["model.safetensors"])
+    saver.close()
+    gc.collect()
+    assert copies() is None
+    assert made.size == sum(path.stat().st_size for path in (run_dir / "a").iterdir())
+
+
+def test_close_ends_the_thread_and_frees_the_buffers(run_dir: Path) -> None:
+    saver = Saver(attention=lambda: None)
+    saver.close()
+    before = threading.active_count()
+    for counter in (1, 2):  # it may be used again
+        saver.save(draft(counter), run_dir / f"{counter}", blocking=False)
+        saver.close()
+        saver.close()
+        verified(run_dir / f"{counter}")
+        assert threading.active_count() == before
+        assert saver._buffers.nbytes == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failure_comes_with_the_next_poll(run_dir: Path) -> None:
+    (run_dir / "file").touch()
+    told = threading.Event()
+    threads: list[threading.Thread] = []
+    saver = Saver(attention=lambda: (threads.append(threading.current_thread()), told.set()))
+    errors: list[Exception] = []
+    saver.save(
+        draft(), run_dir / "file" / "a", blocking=False, failed=errors.append, committed=lambda _: pytest.fail("committed")
+    )
+    assert told.wait(30)
+    assert threads[0] is not threading.main_thread()
+    assert errors == []  # only poll reports, in this thread
+    saver.poll()
+    saver.poll()
+    assert [type(error) for error in errors] == [CheckpointWriteError]
+    # It is over with that: the next one is written.
+    saver.save(draft(2), run_dir / "a", blocking=False, failed=errors.append)
+    saver.close()
+    assert len(errors) == 1
+    verified(run_dir / "a")
+
+
+@pytest.mark.parametrize("how", ["poll", "wait", "save", "close"])
+def test_a_failure_that_nobody_takes_is_raised(run_dir: Path, how: str) -> None:
+    (run_dir / "file").touch()
+    told = threading.Event()
+    saver = Saver(attention=told.set)
+    saver.save(draft(), run_dir / "file" / "a", blocking=False)
+    assert told.wait(30)
+    act = {"save": lambda: saver.save(draft(), run_dir / "b", blocking=True)}.get(how) or getattr(saver, how)
+    with pytest.raises(CheckpointWriteError, match="file"):
+        act()
+    saver.close()
+    assert not (run_dir / "b").exists()
+    assert threading.active_count() == 1 or all(thread.name != "trainkit-save" for thread in threading.enumerate())
+
+
+def test_what_failed_raises_comes_out(run_dir: Path, saver: Saver) -> None:
+    """So that the third failure in a row can end the run."""
+    (run_dir / "file").touch()
+    saver.save(draft(), run_dir / "file" / "a", blocking=False, failed=fail(RuntimeError("enough")))
+    with pytest.raises(RuntimeError, match="enough"):
+        saver.wait()
+    saver.poll()
+
+
+def test_an_error_of_committed_is_a_failure_too(run_dir: Path, saver: Saver) -> None:
+    errors: list[Exception] = []
+    saver.save(draft(), run_dir / "a", blocking=False, committed=fail(ValueError("pruning")), failed=errors.append)
+    saver.wait()
+    assert [str(error) for error in errors] == ["pruning"]
+    verified(run_dir / "a")
+
+
+def test_an_exit_in_the_thread_is_not_swallowed(run_dir: Path, saver: Saver) -> None:
+    def leave(_: Manifest) -> None:
+        raise SystemExit(7)
+
+    saver.save(draft(), run_dir / "a", blocking=False, committed=leave, failed=lambda _: pytest.fail("taken"))
+    with pytest.raises(SystemExit, match="7"):
+        saver.wait()
+
+
+def test_a_blocking_save_raises(run_dir: Path, saver: Saver) -> None:
+    (run_dir / "file").touch()
+    with pytest.raises(CheckpointWriteError):
+        saver.save(draft(), run_dir / "file" / "a", blocking=True, failed=lambda _: pytest.fail("told of twice"))
+    saver.poll()
+
+
+def test_a_thread_that_cannot_start_is_a_failed_save(run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail(RuntimeError("can't start new thread")))
+        with pytest.raises(CheckpointWriteError, match="can't start new thread.*blocking=True"):
+            saver.save(draft(), run_dir / "a", blocking=False)
+    saver.save(draft(), run_dir / "a", blocking=False)
+    saver.wait()
+    verified(run_dir / "a")
+
+
+def test_a_failure_holds_no_draft(run_dir: Path, saver: Saver) -> None:
+    """Whoever keeps the error must not keep the copies of a state of gigabytes with it."""
+    (run_dir / "file").touch()
+    errors: list[Exception] = []
+    made = draft()
+    gone = weakref.ref(made)
+    saver.save(made, run_dir / "file" / "a", blocking=False, failed=errors.append)
+    del made
+    saver.wait()
+    gc.collect()
+    assert len(errors) == 1
+    assert gone() is None
+
+
+# --------------------------------------------------------------------------------------------------- the interpreter's end
+
+CHILD = f"""
+import sys, threading, time
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
+from test_saver import *
+
+def after_the_main_thread(held):
+    # Nothing is written before the script has run to its end.
+    files = held.files
+    def waiting():
+        deadline = time.monotonic() + 60
+        while threading.main_thread().is_alive() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert not threading.main_thread().is_alive()
+        yield from files()
+    held.files = waiting
+    return held
+
+saver = Saver(attention=lambda: None)
+held = after_the_main_thread(draft(3, {{"weight": torch.full((3_000_000,), 3.0)}}))
+"""
+
+
+@pytest.mark.parametrize(
+    "end, code",
+    [("", 0), ("del saver, held", 0), ("sys.exit(5)", 5), ("raise ValueError('the script fails')", 1)],
+    ids=["end", "dropped", "exit", "error"],
+)
+def test_the_interpreter_finishes_a_save_in_flight(run_dir: Path, end: str, code: int) -> None:
+    done = run_python(f"{CHILD}\nsaver.save(held, Path('a'), blocking=False)\n{end}")
+    assert done.returncode == code, done.stderr
+    assert "trainkit" not in done.stderr.replace("trainkit/", "")
+    assert verified(run_dir / "a")["weight"].unique().tolist() == [3.0]
+    assert [path.name for path in run_dir.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("end", ["", "del saver, held"], ids=["end", "dropped"])
+def test_a_failure_after_the_end_is_printed(run_dir: Path, end: str) -> None:
+    done = run_python(f"{CHILD}\nPath('file').touch()\nsaver.save(held, Path('file/a'), blocking=False)\n{end}")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"trainkit: saving {run_dir / 'file' / 'a'} failed, and nobody asked:\nTraceback") == 1
+    assert "CheckpointWriteError: " in done.stderr
+
+
+def test_a_failure_that_was_reported_is_not_printed_again(run_dir: Path) -> None:
+    program = "saver.save(draft(), Path('file/a'), blocking=False, failed=lambda e: print('told'))\nsaver.close()"
+    done = run_python(f"{CHILD}\nPath('file').touch()\n{program}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "told\n", "")

@@ -1,0 +1,8 @@
+"""The checkpoint directory: one format for every strategy; never half there, never silently wrong, never code."""
+
+from __future__ import annotations
+
+from trainkit.checkpoint.folder import list_checkpoints
+from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
+
+__all__ = ["Checkpoint", "list_checkpoints", "open_checkpoint"]

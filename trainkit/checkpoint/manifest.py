@@ -1,0 +1,269 @@
+"""The manifest: what a checkpoint is, and every file of it with its size and SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import reprlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from typing import Any, TypeGuard
+
+from trainkit.checkpoint.tagged import MAX_DEPTH, MAX_JSON_BYTES, strict_json
+from trainkit.errors import CheckpointError, CorruptCheckpointError, UnsavableError
+
+__all__ = ["DIGEST", "FORMAT_VERSION", "MANIFEST", "FileEntry", "Manifest", "digest_line", "is_file_name"]
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+DIGEST = "manifest.sha256"
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
+# What Windows opens as a device, with whatever extension.
+_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
+# It becomes part of a folder's name.
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SAVED_AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{6}Z")
+_NON_FINITE = ("nan", "inf", "-inf")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint: its size in bytes and the SHA-256 of its content in 64 hexadecimal digits."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What ``manifest.json`` says.
+
+    Attributes:
+        run_id: the run that saved it; letters, digits, ``-`` and ``_``.
+        save_counter: which save of that run it is; a later one has a higher number.
+        step: optimizer updates made.
+        epoch: the epoch it lies in, from 0.
+        position: where it lies in the data; plain JSON.
+        seed: the seed of the run.
+        order_version: which arithmetic gave the order of the samples.
+        key_version: which arithmetic gave the keys of the randomness.
+        world_size: processes of the run.
+        strategy: the strategy's name.
+        precision: the precision's name.
+        contents: what is in it, such as ``{"model": "all", "optimizer": True, "resumable": True}``; plain JSON.
+        aliases: stem of the file → name of a tied tensor → the name it is stored under.
+        irregular: keys of optimizer tensors that have not the shape of their parameter.
+        metrics: the metrics it was saved with, by name; any float.
+        saved_by: who asked for it, None for the user.
+        saved_at: when, in UTC, as ``2026-11-20T15:07:48.123456Z``: the order of the texts is that of the times.
+        trainkit_version: what wrote it.
+        format_version: the version of the directory's format.
+        files: every other file, by name.
+    """
+
+    run_id: str
+    save_counter: int
+    step: int
+    epoch: int
+    position: dict[str, Any]
+    seed: int
+    order_version: int
+    key_version: int
+    world_size: int
+    strategy: str
+    precision: str
+    contents: dict[str, Any]
+    aliases: dict[str, dict[str, str]]
+    irregular: list[str]
+    metrics: dict[str, float]
+    saved_by: str | None
+    saved_at: str
+    trainkit_version: str
+    format_version: int
+    files: dict[str, FileEntry]
+
+    def to_bytes(self) -> bytes:
+        """The content of ``manifest.json``: strict JSON in ASCII, a metric that is not finite as a string.
+
+        Raises:
+            UnsavableError: a field holds what :meth:`from_bytes` would not accept; the message names it.
+        """
+        try:
+            metrics = {name: _metric_to_json(value) for name, value in self.metrics.items()}
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UnsavableError(f"manifest['metrics']: expected floats by name, got {self.metrics!r}") from error
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {"metrics": metrics, "files": {name: asdict(entry) for name, entry in self.files.items()}}
+        problem = _problem(values)
+        if problem is not None:
+            raise UnsavableError(f"manifest{problem}")
+        first = {"format_version": values.pop("format_version")}
+        data = json.dumps(first | values, indent=1, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
+        if len(data) > MAX_JSON_BYTES:
+            raise UnsavableError(f"the manifest has {len(data)} bytes, at most {MAX_JSON_BYTES} are read back")
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes, what: str) -> Manifest:
+        """The manifest in ``data``, every field checked; fields that this version does not know are left out.
+
+        Args:
+            data: the content of ``manifest.json``. That it agrees with its digest is for the caller to see.
+            what: the file's name for messages.
+
+        Raises:
+            CorruptCheckpointError: it is not strict JSON, or a field is missing or not what it should be.
+            CheckpointError: a later version of trainkit wrote it, in a format that this one does not know.
+        """
+        values = strict_json(data, what)
+        if not isinstance(values, dict):
+            raise CorruptCheckpointError(f"{what}: expected an object, got {_short(values)}")
+        version = values.get("format_version")
+        if _is_count(version) and version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{what}: written by a newer trainkit (format {version}; this one reads {FORMAT_VERSION}). "
+                "Fix: upgrade with: pip install -U trainkit-torch"
+            )
+        problem = _problem(values)
+        if problem is not None:
+            raise CorruptCheckpointError(f"{what}: {problem}")
+        known = {field.name: values[field.name] for field in fields(cls)}
+        known["metrics"] = {name: float(value) for name, value in known["metrics"].items()}
+        known["files"] = {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in known["files"].items()}
+        return cls(**known)
+
+
+def digest_line(data: bytes) -> bytes:
+    """The whole content of ``manifest.sha256`` for a ``manifest.json`` of these bytes; ``sha256sum -c`` reads it too."""
+    return f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode("ascii")
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a file of a checkpoint may be called so on every system: one plain name, which is not the manifest's."""
+    return (
+        isinstance(name, str)
+        and _FILE_NAME.fullmatch(name) is not None
+        and ".." not in name
+        and not name.endswith(".")
+        and not name.lower().startswith("manifest.")
+        and _DEVICE.fullmatch(name) is None
+    )
+
+
+def _metric_to_json(value: Any) -> float | str:
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _problem(values: dict[str, Any]) -> str | None:
+    """What is wrong with the fields as JSON gives them, ``['field']: …``, or None."""
+    for name, (is_right, expected) in _EXPECTED.items():
+        if name not in values:
+            return f"[{name!r}] is missing"
+        if not is_right(values[name]):
+            return f"[{name!r}]: expected {expected}, got {_short(values[name])}"
+    if len({name.lower() for name in values["files"]}) < len(values["files"]):
+        return "['files']: two names differ only by upper and lower case"
+    return None
+
+
+def _short(value: object) -> str:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 80
+    return short.repr(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**64
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_plain(value: Any, depth: int = MAX_DEPTH - 10) -> bool:
+    """Whether JSON gives the value back as it is."""
+    if depth == 0:
+        return False
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item, depth - 1) for key, item in value.items())
+    if isinstance(value, list):
+        return all(_is_plain(item, depth - 1) for item in value)
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, dict) and _is_plain(value)
+
+
+def _are_aliases(value: Any) -> bool:
+    return _is_map(value) and all(
+        isinstance(names, dict) and all(isinstance(name, str) for name in names.values()) for names in value.values()
+    )
+
+
+def _are_metrics(value: Any) -> bool:
+    return _is_map(value) and all(
+        item in _NON_FINITE if isinstance(item, str) else type(item) is float or _is_integer(item) for item in value.values()
+    )
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        is_file_name(name)
+        and isinstance(entry, dict)
+        and _is_count(entry.get("size"))
+        and isinstance(entry.get("sha256"), str)
+        and _SHA256.fullmatch(entry["sha256"]) is not None
+        for name, entry in value.items()
+    )
+
+
+def _is_time(value: Any) -> bool:
+    if not isinstance(value, str) or _SAVED_AT.fullmatch(value) is None:
+        return False
+    try:
+        datetime.fromisoformat(value[:-1])
+    except ValueError:
+        return False
+    return True
+
+
+_COUNT = (_is_count, "a whole number from 0 on")
+_INTEGER = (_is_integer, "a whole number of at most 64 bits")
+_TEXT = (_is_text, "a text")
+_MAP = (_is_map, "a map of plain JSON values")
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "format_version": (lambda value: type(value) is int and 1 <= value <= FORMAT_VERSION, "a whole number from 1 on"),
+    "run_id": (
+        lambda value: isinstance(value, str) and _RUN_ID.fullmatch(value) is not None,
+        "1 to 64 letters, digits, '-' and '_'",
+    ),
+    "save_counter": _COUNT,
+    "step": _COUNT,
+    "epoch": _COUNT,
+    "position": _MAP,
+    "seed": _INTEGER,
+    "order_version": _COUNT,
+    "key_version": _COUNT,
+    "world_size": (lambda value: _is_count(value) and value > 0, "a whole number from 1 on"),
+    "strategy": _TEXT,
+    "precision": _TEXT,
+    "contents": _MAP,
+    "aliases": (_are_aliases, "a map of maps of names"),
+    "irregular": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of names"),
+    "metrics": (_are_metrics, "a map of numbers, or 'nan', 'inf' and '-inf'"),
+    "saved_by": (lambda value: value is None or isinstance(value, str), "a text or null"),
+    "saved_at": (_is_time, "a time such as '2026-11-20T15:07:48.123456Z'"),
+    "trainkit_version": _TEXT,
+    "files": (_are_files, "plain names of files, each with its size and 64 hexadecimal digits"),
+}

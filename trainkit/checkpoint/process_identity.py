@@ -1,0 +1,120 @@
+"""Which process it is, in a form that another one can read later and tell whether that process still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["ProcessIdentity"]
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process, among all there were on all hosts.
+
+    Attributes:
+        host: the host's name, which several may have.
+        boot: what tells the starts of a kernel apart; None where that is not known.
+        namespace: in which process ids are counted: a container has its own; None where that is not known.
+        pid: the process id, which is used again when the process has ended.
+        start: when it was started, in a form that only compares; None where that is not known.
+    """
+
+    host: str
+    boot: str | None
+    namespace: str | None
+    pid: int
+    start: str | None
+
+    @classmethod
+    def this(cls) -> ProcessIdentity:
+        """The process that asks."""
+        pid = os.getpid()
+        return cls(
+            host=socket.gethostname(),
+            boot=_text("/proc/sys/kernel/random/boot_id"),
+            namespace=_link("/proc/self/ns/pid"),
+            pid=pid,
+            start=_look_at(pid)[0],
+        )
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ProcessIdentity | None:
+        """What ``to_json`` gave, among other values; None if it makes no sense."""
+        host, pid = values.get("host"), values.get("pid")
+        boot, namespace, start = (values.get(name, 0) for name in ("boot", "namespace", "start"))
+        if not isinstance(host, str) or type(pid) is not int or not 0 < pid < 2**31:
+            return None
+        if not all(value is None or isinstance(value, str) for value in (boot, namespace, start)):
+            return None
+        return cls(host, boot, namespace, pid, start)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain map with a key for each attribute."""
+        return asdict(self)
+
+    def state(self) -> Literal["live", "dying", "dead", "unknown"]:
+        """Whether it lives. ``"dying"`` is killed but not gone yet; ``"unknown"`` is elsewhere, where nobody here can see."""
+        here = ProcessIdentity.this()
+        if (self.host, self.boot, self.namespace) != (here.host, here.boot, here.namespace) or os.name != "posix":
+            return "live" if self == here else "unknown"
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return "dead"
+        except OSError:
+            pass  # it belongs to somebody else
+        start, state = _look_at(self.pid)
+        if start is None or self.start is None:
+            return "live"
+        return state if start == self.start else "dead"
+
+
+def _look_at(pid: int) -> tuple[str | None, Literal["live", "dying", "dead"]]:
+    """When a process was started, None if that cannot be known, and its state."""
+    here = _link("/proc/self")
+    if here is None:
+        return _start_says_ps(pid), "live"
+    if here != str(os.getpid()):  # the /proc of another namespace, where numbers mean other processes
+        return None, "live"
+    # The second field is the program's name in brackets, which may itself have spaces and brackets.
+    values = (_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    if len(values) < 20:
+        return None, "live"
+    start, ended = values[19], values[0] in ("Z", "X")
+    if not ended:
+        return start, "live"
+    try:  # a thread of a killed process may still be inside a write
+        return start, "dying" if len(os.listdir(f"/proc/{pid}/task")) > 1 else "dead"
+    except OSError:
+        return start, "dead"
+
+
+def _start_says_ps(pid: int) -> str | None:
+    if os.name != "posix":
+        return None
+    try:
+        command = ["ps", "-o", "lstart=", "-p", str(pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env={**os.environ, "LC_ALL": "C"})
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _link(path: str) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None

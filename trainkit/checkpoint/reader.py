@@ -1,0 +1,391 @@
+"""Reading a checkpoint: nothing of it is used before its bytes have proved to be those that were written.
+
+What is there to be read may come from anybody. The manifest and everything it leads to is checked before it is believed,
+links, pipes and devices are never opened as files, and no content is ever code.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
+from trainkit.checkpoint.regular_file import not_regular, read_small_file, regular_file
+from trainkit.checkpoint.tagged import MAX_JSON_BYTES, loads, strict_json
+from trainkit.checkpoint.tensor_file import read_file, tensors_in
+from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
+
+__all__ = ["Checkpoint", "Loaded", "has_our_files", "is_checkpoint", "look_at", "open_checkpoint", "read_small_file"]
+
+STATE = "state.json"
+_TENSORS = ".safetensors"
+_INDEX = ".safetensors.index.json"
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
+_RESERVED = re.compile(
+    r"manifest\.json|manifest\.sha256|state\.json|(model(_\d+)?|optimizer|state)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+)
+_PIECE = 4 * 2**20
+_MOST_NAMED = 10
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint, sound or not: a folder that holds a file named like one of a checkpoint's.
+
+    One whose name starts with ``.`` is none: it is not finished, or being removed.
+    """
+    return not path.name.startswith(".") and has_our_files(path)
+
+
+def has_our_files(folder: Path) -> bool:
+    """Whether a folder holds a file named like one of a checkpoint's, whatever its own name is."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(_RESERVED.fullmatch(entry.name) for entry in entries)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return False
+    except OSError as error:  # a disk that fails must not make a run start anew as if nothing had been saved
+        return error.errno != errno.ELOOP
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint at ``path``: manifest and digest are verified, the other files are there and of the right sizes.
+
+    Raises:
+        CheckpointNotFoundError: there is none; the message names those that are near.
+        CorruptCheckpointError: it is damaged; the message names the files.
+        CheckpointError: it cannot be read, or a newer trainkit wrote it.
+    """
+    path = Path(os.path.abspath(path))
+    if not is_checkpoint(path):
+        raise CheckpointNotFoundError(_nothing_at(path))
+    manifest, problem, identity = _look(path)
+    if problem is not None:
+        raise problem
+    assert manifest is not None
+    checkpoint = Checkpoint(path, manifest)
+    checkpoint._identity = identity
+    return checkpoint
+
+
+def look_at(path: Path) -> tuple[Manifest | None, str | None]:
+    """What :func:`open_checkpoint` finds out: the manifest, None if it cannot be trusted, and what is wrong, if anything."""
+    manifest, problem, _ = _look(path)
+    return manifest, None if problem is None else str(problem)
+
+
+class Checkpoint:
+    """A checkpoint whose manifest and digest verify and whose files are there with the right sizes; see ``open_checkpoint``.
+
+    Attributes:
+        path: the folder.
+        manifest: what the checkpoint says of itself.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._identity = _identity(path)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r})"
+
+    @property
+    def stems(self) -> list[str]:
+        """What it has tensors or state of, for ``read``: ``"model"``, ``"optimizer"``, ``"state"``, …"""
+        return sorted({*self._stems(), "state"})
+
+    def read(self, stems: Collection[str] | None = None) -> Loaded:
+        """The content. Every file is read once and verified, all of them before anything is returned.
+
+        Memory: that of the tensors, and while ``state.json`` is decoded up to 40 times its size.
+
+        Args:
+            stems: what to read, of ``stems``; everything if None, which verifies the attachments too.
+
+        Raises:
+            StateMismatchError: a stem that the checkpoint has not.
+            CorruptCheckpointError: a file is damaged; the message names it.
+            CheckpointError: it was replaced or removed meanwhile.
+        """
+        files = self._stems()
+        wanted = {*files, "state"} if stems is None else set(stems)
+        if unknown := sorted(wanted - {*files, "state"}):
+            raise StateMismatchError(
+                f"{self.path}: expected a checkpoint with {', '.join(unknown)}, this one has {', '.join(self.stems)}. "
+                "Fix: restore what it has: fit(..., restore={...})."
+            )
+        with self._undisturbed():
+            loaded = self._load(wanted, self._content)
+            if stems is None:
+                self._check_attachments()
+        return loaded
+
+    def verify(self) -> None:
+        """Find out whether ``read`` would succeed, in pieces of a few MiB and so with little memory.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged; the message names it.
+            CheckpointError: it was replaced or removed meanwhile.
+        """
+        with self._undisturbed():
+            self._load({*self._stems(), "state"}, self._outline)
+            self._check_attachments()
+
+    def attachment(self, name: str) -> bytes:
+        """The verified content of a file that is neither tensors nor state, such as ``config.json``.
+
+        Raises:
+            CheckpointNotFoundError: the checkpoint has no such file.
+            CorruptCheckpointError: the file is damaged.
+        """
+        if name not in self.manifest.files:
+            raise CheckpointNotFoundError(f"{self.path} has no {name!r}; it has {', '.join(sorted(self.manifest.files))}.")
+        with self._undisturbed():
+            return bytes(self._content(name))
+
+    def _what(self, name: str) -> str:
+        return str(self.path / name)
+
+    def _stems(self) -> dict[str, list[str]]:
+        return _stems(self.manifest, self._what(MANIFEST))
+
+    def _load(self, wanted: Collection[str], fetch: Callable[[str], memoryview]) -> Loaded:
+        """The content of the stems ``wanted``; ``fetch`` gives the verified content of a file."""
+        tensors = {stem: self._tensors(stem, names, fetch) for stem, names in self._stems().items() if stem in wanted}
+        for_state = tensors.pop("state", {})
+        state: Any = {}
+        if "state" in wanted:
+            state = loads(fetch(STATE), {f"state{_TENSORS}": for_state}, self._what(STATE))
+            if not isinstance(state, dict):
+                raise CorruptCheckpointError(f"{self._what(STATE)}: expected a map, got {type(state).__name__}")
+        return Loaded(self.manifest, tensors, state, self)
+
+    def _tensors(self, stem: str, names: list[str], fetch: Callable[[str], memoryview]) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        places: dict[str, str] = {}
+        for name in names:
+            for key, tensor in tensors_in(fetch(name), self._what(name)).items():
+                if key in places:
+                    raise CorruptCheckpointError(f"{self._what(name)}: the tensor {key!r:.200} is in {places[key]} too")
+                tensors[key], places[key] = tensor, name
+        index = stem + _INDEX
+        if index in self.manifest.files:
+            value = strict_json(fetch(index), self._what(index))
+            if not isinstance(value, dict) or value.get("weight_map") != places:
+                raise CorruptCheckpointError(f"{self._what(index)}: it does not say where the tensors are")
+        for alias, stored in self.manifest.aliases.get(stem, {}).items():
+            if stored not in tensors or alias in tensors:
+                raise CorruptCheckpointError(
+                    f"{self._what(MANIFEST)}: {alias!r:.200} is said to be stored as {stored!r:.200}; {names[0]} does not agree"
+                )
+        return tensors
+
+    def _content(self, name: str) -> memoryview:
+        """A file, read once, and verified."""
+        entry = self.manifest.files[name]
+        try:
+            return read_file(self.path / name, entry.size, entry.sha256, self._what(name))
+        except MemoryError:
+            raise CheckpointError(
+                f"{self._what(name)}: its {entry.size:,} bytes do not fit into the memory that is free"
+            ) from None
+
+    def _outline(self, name: str) -> memoryview:
+        """The same for who wants no values: of a file of tensors the header alone, before memory that nobody has touched."""
+        if not name.endswith(_TENSORS):
+            return self._content(name)
+        head = self._check(name)
+        try:
+            outline = np.zeros(self.manifest.files[name].size, np.uint8).data
+        except MemoryError:
+            return self._content(name)
+        outline[: len(head)] = head
+        return outline
+
+    def _check(self, name: str) -> bytearray:
+        """Verify a file in pieces, as it may be larger than the memory; its first bytes, to the end of a tensor header."""
+        entry = self.manifest.files[name]
+        digest, size, head, wanted = hashlib.sha256(), 0, bytearray(), 8
+        piece = memoryview(bytearray(_PIECE))
+        with regular_file(self.path / name) as file:
+            while count := file.readinto(piece):
+                digest.update(piece[:count])
+                size += count
+                head += piece[: min(count, max(wanted - len(head), 0))]
+                if wanted == len(head) == 8:
+                    wanted += min(int.from_bytes(head, "little"), MAX_JSON_BYTES)
+                    head += piece[8 : min(count, wanted)]
+        if size != entry.size:
+            raise CorruptCheckpointError(_other_size(self._what(name), entry.size, size))
+        if digest.hexdigest() != entry.sha256:
+            raise CorruptCheckpointError(
+                f"{self._what(name)}: its SHA-256 is {digest.hexdigest()}, but what was written had {entry.sha256}"
+            )
+        return head
+
+    def _check_attachments(self) -> None:
+        for name in self.manifest.files:
+            if name != STATE and not name.endswith((_TENSORS, _INDEX)):
+                self._check(name)
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Tell damage from a folder that another process has replaced or removed meanwhile."""
+        try:
+            yield
+        except CorruptCheckpointError as error:
+            now = _identity(self.path)
+            if now in (self._identity, b""):
+                raise
+            raise CheckpointError(
+                f"{self.path} was {'removed' if now is None else 'replaced by another checkpoint'} while it was read. "
+                "Fix: open it again, or another one."
+            ) from error
+
+
+@dataclass
+class Loaded:
+    """What was read from a checkpoint.
+
+    Attributes:
+        manifest: what the checkpoint says of itself.
+        tensors: stem → name → tensor, on the CPU; they share the memory of the files' content, and may be changed.
+        state: everything else, with its types; empty if it was not asked for.
+        checkpoint: where it was read from.
+    """
+
+    manifest: Manifest
+    tensors: dict[str, dict[str, Tensor]] = field(repr=False)
+    state: dict[str, Any] = field(repr=False)
+    checkpoint: Checkpoint
+
+    def attachments(self, name: str) -> bytes:
+        """The content of a further file, such as ``config.json``, read and verified now; see ``Checkpoint.attachment``."""
+        return self.checkpoint.attachment(name)
+
+
+# ---------------------------------------------------------------------------------------------------- manifest and files
+
+
+def _look(path: Path) -> tuple[Manifest | None, CheckpointError | None, bytes | None]:
+    """Manifest, problem, and which checkpoint it was that ``path`` led to."""
+    while True:
+        manifest, problem, before = None, None, _identity(path)
+        try:
+            manifest = _read_manifest(path)
+            _stems(manifest, str(path / MANIFEST))
+            _measure(path, manifest)
+        except CheckpointError as error:
+            problem = error
+        if _identity(path) == before:
+            return manifest, problem, before
+        # Replaced in between: what was seen may be half of one and half of another.
+
+
+def _identity(path: Path) -> bytes | None:
+    """Which checkpoint is at ``path``: its digest, or nothing if it has none; None if there is no folder any more.
+
+    Not the folder's inode: the next one may get the same.
+    """
+    try:
+        return read_small_file(path / DIGEST, 1024)
+    except CorruptCheckpointError:
+        return b"" if path.is_dir() else None
+
+
+def _read_manifest(path: Path) -> Manifest:
+    digest = read_small_file(path / DIGEST, 1024)
+    data = read_small_file(path / MANIFEST, MAX_JSON_BYTES)
+    if digest != digest_line(data):
+        raise CorruptCheckpointError(
+            f"{path / MANIFEST}: its content is not what {DIGEST} says; one of the two was changed or is incomplete"
+        )
+    return Manifest.from_bytes(data, str(path / MANIFEST))
+
+
+def _measure(path: Path, manifest: Manifest) -> None:
+    problems = []
+    for name, entry in manifest.files.items():
+        what = str(path / name)
+        try:
+            info = os.lstat(path / name)
+        except FileNotFoundError:
+            problems.append(f"{what}: missing")
+            continue
+        except OSError as error:
+            problems.append(f"{what}: cannot be read: {error.strerror}")
+            continue
+        if (problem := not_regular(info.st_mode)) is not None:
+            problems.append(f"{what}: {problem}")
+        elif info.st_size != entry.size:
+            problems.append(_other_size(what, entry.size, info.st_size))
+    if problems:
+        more = len(problems) - _MOST_NAMED
+        raise CorruptCheckpointError("\n".join(problems[:_MOST_NAMED]) + (f"\nand {more} more files" if more > 0 else ""))
+
+
+def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
+    """Which files make which stem, in order; CorruptCheckpointError if some cannot be all of them."""
+    if STATE not in manifest.files:
+        raise CorruptCheckpointError(f"{what}: it lists no {STATE}")
+    for name, entry in manifest.files.items():
+        if (name == STATE or name.endswith(_INDEX)) and entry.size > MAX_JSON_BYTES:
+            raise CorruptCheckpointError(f"{what}: {name} has {entry.size:,} bytes, and none is written with more than 64 MiB")
+    stems: dict[str, list[str]] = {}
+    for name in sorted(manifest.files):
+        if name.endswith(_TENSORS):
+            shard = _SHARD.fullmatch(name.removesuffix(_TENSORS))
+            stems.setdefault(shard[1] if shard else name.removesuffix(_TENSORS), []).append(name)
+    for stem, names in stems.items():
+        count = len(names)
+        if names not in ([f"{stem}{_TENSORS}"], [f"{stem}-{k:05d}-of-{count:05d}{_TENSORS}" for k in range(1, count + 1)]):
+            raise CorruptCheckpointError(f"{what}: the files of {stem} are not complete: it lists {_some(names)}")
+    return stems
+
+
+def _other_size(what: str, expected: int, found: int) -> str:
+    return f"{what}: {found:,} bytes, but {expected:,} were written"
+
+
+def _nothing_at(path: Path) -> str:
+    """Why there is no checkpoint at ``path``, and which are near."""
+    if path.name.startswith("."):
+        return f"{path} is no checkpoint: a name that starts with '.' is that of one that is not finished or being removed."
+    inside = _checkpoints_in(path)
+    if inside:
+        return f"{path} is a folder of checkpoints, expected one of them: {_some(inside)}. Fix: {str(path / inside[-1])!r}."
+    if not os.path.lexists(path):
+        reason = "there is nothing"
+    elif path.is_dir():
+        readable = os.access(path, os.R_OK | os.X_OK)
+        reason = "the folder holds none of a checkpoint's files" if readable else "the folder cannot be read"
+    elif is_checkpoint(path.parent):
+        return f"{path} is a file of a checkpoint; a checkpoint is its folder. Fix: {str(path.parent)!r}."
+    else:
+        reason = "this is a file, and a checkpoint is a folder"
+    beside = _checkpoints_in(path.parent)
+    close = get_close_matches(path.name, beside, n=1)
+    near = f"In {path.parent} there are: {_some(beside)}." if beside else f"There is none in {path.parent} either."
+    return f"{path}: expected a checkpoint, but {reason}. {near}" + (f" Did you mean {close[0]!r}?" if close else "")
+
+
+def _checkpoints_in(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if is_checkpoint(folder / name))
+    except OSError:
+        return []
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[-_MOST_NAMED:]) + (" and others" if len(names) > _MOST_NAMED else "")

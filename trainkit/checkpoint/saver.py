@@ -1,0 +1,144 @@
+"""Saving beside the training: one thread, at most one save in flight, and no failure lost."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.checkpoint.commit import commit
+from trainkit.checkpoint.draft import Draft
+from trainkit.checkpoint.host_copy import HostBuffers
+from trainkit.checkpoint.manifest import Manifest
+from trainkit.errors import CheckpointWriteError
+
+__all__ = ["Saver"]
+
+
+@dataclass
+class _Failure:
+    target: Path
+    error: BaseException
+    failed: Callable[[Exception], None] | None
+
+
+class Saver:
+    """Commits drafts, in a thread or at once.
+
+    A save in the thread costs the caller a copy of the tensors into host memory that is used again by the next one. The
+    thread lives as long as the save does, and the interpreter waits for it before it ends: a save in flight is finished
+    without :meth:`close` too. All methods are for one thread, the main one.
+
+    Args:
+        attention: called from the thread when :meth:`poll` has something to report.
+    """
+
+    def __init__(self, attention: Callable[[], None]) -> None:
+        self.attention = attention
+        self._buffers = HostBuffers()
+        self._thread: threading.Thread | None = None
+        self._failures: deque[_Failure] = deque()
+        # The last chance to tell of a failure that nobody asked for: the saver is dropped, or the interpreter ends.
+        weakref.finalize(self, _print, self._failures)
+
+    def save(
+        self,
+        draft: Draft,
+        target: Path,
+        *,
+        blocking: bool,
+        replace: bool = False,
+        committed: Callable[[Manifest], None] | None = None,
+        failed: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """Wait for the save in flight, then commit ``draft`` to ``target``.
+
+        Args:
+            draft: what to write.
+            target: the folder that the checkpoint will be.
+            blocking: write the tensors from where they are and return when all is committed. Otherwise copy them and
+                return; the draft is used up with that.
+            replace: see :func:`~trainkit.checkpoint.commit.commit`.
+            committed: called after the commit, in the thread that made it.
+            failed: called from :meth:`poll` if the save failed, or ``committed`` did, with what was raised; without it
+                :meth:`poll` raises that. Not used if ``blocking``.
+
+        Raises:
+            CheckpointError: the save failed (``blocking``), or an earlier one did that was given no ``failed``.
+        """
+        self.wait()
+        target = Path(os.path.abspath(target))  # the working directory may be another one by then
+        if blocking:
+            manifest = commit(draft, target, replace=replace)
+            if committed is not None:
+                committed(manifest)
+            return
+        draft.detach(self._buffers)
+        thread = threading.Thread(
+            target=self._run, args=(draft, target, replace, committed, failed), name="trainkit-save", daemon=False
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise CheckpointWriteError(
+                f"{target}: the checkpoint could not be written: {error}. Fix: save with blocking=True, or raise the limit on "
+                "threads (ulimit -u)"
+            ) from error
+        self._thread = thread
+
+    def poll(self) -> None:
+        """Report the saves that have failed since: call their ``failed``, or raise the error if there is none. Cheap."""
+        while self._failures:
+            failure = self._failures.popleft()
+            if failure.failed is None or not isinstance(failure.error, Exception):
+                raise failure.error
+            failure.failed(failure.error)
+
+    def wait(self) -> None:
+        """Return when nothing is in flight, and report as :meth:`poll` does."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.poll()
+
+    def close(self) -> None:
+        """Wait, report and give the memory of the copies back. The saver may be used again."""
+        try:
+            self.wait()
+        finally:
+            self._buffers.free()
+
+    def _run(
+        self,
+        draft: Draft,
+        target: Path,
+        replace: bool,
+        committed: Callable[[Manifest], None] | None,
+        failed: Callable[[Exception], None] | None,
+    ) -> None:
+        try:
+            try:
+                manifest = commit(draft, target, replace=replace)
+            finally:
+                draft.release()  # it lies in the buffers, which are the next one's or given back
+            if committed is not None:
+                committed(manifest)
+        except BaseException as error:
+            # Whoever keeps the error must not keep the state with it.
+            traceback.clear_frames(error.__traceback__)
+            del draft
+            self._failures.append(_Failure(target, error, failed))
+            self.attention()
+
+
+def _print(failures: deque[_Failure]) -> None:
+    while failures:
+        failure = failures.popleft()
+        print(f"trainkit: saving {failure.target} failed, and nobody asked:", file=sys.stderr)
+        traceback.print_exception(failure.error)

@@ -1,0 +1,291 @@
+"""State that is not tensors as strict JSON: plain values as they are, everything else as an object with one tag.
+
+Comes back as it was: ``None``, bool, int, float, str, complex, bytes, bytearray, tuples, lists, sets, frozensets,
+dicts with keys of any kind, ``Counter``, datetime, date, timedelta, ``torch.dtype``, ``torch.device``, numpy scalars
+and arrays, tensors. Comes back as something plainer: dict subclasses, dataclass instances and Namespace as dicts,
+namedtuples and ``torch.Size`` as tuples, int and str enums as their values, parameters as tensors. Anything else is an
+``UnsavableError`` that names the path to it. Reading builds nothing but these: no name in the text is ever looked up.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from datetime import date, datetime, timedelta
+from enum import Enum
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.strict_json import MAX_DEPTH, MAX_JSON_BYTES, json_problem, strict_json
+from trainkit.checkpoint.tensor_file import tensor_problem
+from trainkit.checkpoint.untag import SCALARS, Decoder
+from trainkit.errors import UnsavableError
+
+__all__ = ["MAX_DEPTH", "MAX_JSON_BYTES", "dumps", "loads", "strict_json"]
+
+_PLAIN_INT = 1 << 1024  # larger ones in hexadecimal, which takes linear time to read
+_TEXTS = frozenset({str, bool, type(None)})
+# The keys of a dict and the elements of a set must be hashable when they come back, so not every value will do.
+_HASHABLE = (
+    *(type(None), int, float, str, bytes, complex, np.generic),
+    *(torch.dtype, torch.device, PurePath, datetime, date, timedelta),
+)
+
+
+def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetensors", where: str = "") -> bytes:
+    """Encode a value as tagged JSON.
+
+    Args:
+        value: what to store; see the module for what may be in it.
+        tensors: gets the tensors and numpy arrays that are found, by a key made of the path to each, such as
+            ``"callbacks/EarlyStopping/best_score"``. They share the memory of those in ``value`` where possible.
+        file: the file that will hold ``tensors``.
+        where: what ``value`` is called in messages; ``"state"`` if empty.
+
+    Returns:
+        ASCII text, the same for equal values whatever the order of their sets.
+
+    Raises:
+        UnsavableError: something in it cannot be stored; names the path, such as ``state["callbacks"]["Mine"]["fn"]``.
+    """
+    encoder = _Encoder(tensors, file, where or "state")
+    plain = encoder.plain(value, 0)
+    text = json.dumps(plain, allow_nan=False, check_circular=False, separators=(",", ":")).encode("ascii")
+    if len(text) > 2**20 and (problem := json_problem(text)):  # less than that cannot be too much for the reader
+        raise UnsavableError(f"{where or 'state'} cannot be stored: {problem}. Put large amounts of numbers into tensors.")
+    return text
+
+
+def loads(data: bytes | memoryview, tensors: Mapping[str, Mapping[str, Tensor]], what: str) -> Any:
+    """Decode what ``dumps`` has made.
+
+    Args:
+        data: the text.
+        tensors: file name → key → tensor, for what the text refers to. Tensors come back as these very objects and
+            arrays as views of them.
+        what: the file, for the message.
+
+    Raises:
+        CorruptCheckpointError: it is malformed, or refers to a tensor that is not there.
+    """
+    return strict_json(data, what, Decoder(tensors, what).object)
+
+
+class _Encoder:
+    """One call of ``dumps``; ``depth`` is the number of JSON arrays and objects around the value."""
+
+    def __init__(self, tensors: dict[str, Tensor], file: str, where: str) -> None:
+        self._tensors, self._file, self._where = tensors, file, where
+        self._path: list[Any] = []
+        self._around: set[int] = set()  # ids of the containers that the value is in
+        self._stored: dict[int, tuple[str, object]] = {}  # id → reference, and the object so that the id stays its own
+
+    def refuse(self, reason: str) -> NoReturn:
+        keys = "".join(f"[{json.dumps(k) if isinstance(k, str) else _word(k)}]" for k in self._path[:MAX_DEPTH])
+        raise UnsavableError(f"{self._where}{keys:.2000} cannot be stored: {reason}")
+
+    def plain(self, value: Any, depth: int) -> Any:
+        """The value as the ``json`` module takes it."""
+        kind = type(value)
+        if value is None or kind is str or kind is bool:
+            return value
+        if kind is int:
+            return value if -_PLAIN_INT < value < _PLAIN_INT else self.tag("int", hex(value), depth)
+        if kind is float:
+            return value if math.isfinite(value) else self.tag("float", repr(value), depth)
+        if kind in (list, dict, tuple, set, frozenset) or isinstance(value, (Mapping, list, tuple, set, frozenset, Namespace)):
+            return self.container(value, depth)
+        if isinstance(value, Tensor):
+            return self.tag("tensor", self.tensor(value, value), depth)
+        if isinstance(value, np.ndarray):
+            return self.tag("array", self.array(value), depth)
+        return self.other(value, depth)
+
+    def tag(self, name: str, payload: Any, depth: int) -> dict[str, Any]:
+        if depth + 1 + isinstance(payload, list) > MAX_DEPTH:
+            self.refuse(f"it is nested more than {MAX_DEPTH} deep")
+        return {f"${name}": payload}
+
+    # ----------------------------------------------------------------------------------------------- containers
+
+    def container(self, value: Any, depth: int) -> Any:
+        if id(value) in self._around:
+            self.refuse("it contains itself")
+        if depth >= MAX_DEPTH:
+            self.refuse(f"it is nested more than {MAX_DEPTH} deep")
+        self._around.add(id(value))
+        result: Any
+        if isinstance(value, Counter):
+            result = self.tag("counter", self.pairs(value, depth + 2), depth)
+        elif isinstance(value, Mapping):
+            result = self.mapping(value, depth)
+        elif isinstance(value, list):
+            result = self.items(value, depth)
+        elif isinstance(value, tuple):
+            result = self.tag("tuple", self.items(value, depth + 1), depth)
+        elif isinstance(value, (set, frozenset)):
+            for element in value:
+                self.check_hashable(element, "element of a set")
+            # in an order of their own: that of a set changes from process to process
+            elements = sorted((self.plain(element, depth + 2) for element in value), key=json.dumps)
+            result = self.tag("set" if isinstance(value, set) else "frozenset", elements, depth)
+        elif is_dataclass(value):
+            result = self.mapping({field.name: getattr(value, field.name) for field in fields(value)}, depth)
+        else:
+            result = self.mapping(vars(value), depth)
+        self._around.discard(id(value))
+        return result
+
+    def items(self, values: list[Any] | tuple[Any, ...], depth: int) -> Any:
+        if depth >= MAX_DEPTH:
+            self.refuse(f"it is nested more than {MAX_DEPTH} deep")
+        if _all_plain(values):
+            return values
+        result = []
+        for index, value in enumerate(values):
+            self._path.append(index)
+            result.append(self.plain(value, depth + 1))
+            self._path.pop()
+        return result
+
+    def mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+        if not all(isinstance(key, str) for key in value):
+            return self.tag("map", self.pairs(value, depth + 2), depth)
+        result = {}
+        for key, item in value.items():
+            self._path.append(key)
+            text = str.__str__(key)
+            result["$" + text if text.startswith("$") else text] = self.plain(item, depth + 1)
+            self._path.pop()
+        return result
+
+    def pairs(self, value: Mapping[Any, Any], depth: int) -> list[list[Any]]:
+        if depth >= MAX_DEPTH:
+            self.refuse(f"it is nested more than {MAX_DEPTH} deep")
+        result = []
+        for key, item in value.items():
+            self._path.append(key)
+            self.check_hashable(key, "key")
+            result.append([self.plain(key, depth + 1), self.plain(item, depth + 1)])
+            self._path.pop()
+        return result
+
+    def check_hashable(self, value: Any, role: str) -> None:
+        if isinstance(value, (tuple, frozenset)):
+            for element in value:
+                self.check_hashable(element, role)
+        elif not isinstance(value, _HASHABLE):
+            self.refuse(f"a {type(value).__name__} as {role} would not come back as one; use its name or number")
+
+    # -------------------------------------------------------------------------------------------------- leaves
+
+    def tensor(self, value: Tensor, owner: object) -> str:
+        """Put a tensor among those to be stored, once for each ``owner``; the reference to it."""
+        if (known := self._stored.get(id(owner))) is not None:
+            return known[0]
+        if problem := tensor_problem(value):
+            self.refuse(problem)
+        path = "/".join(_word(key) for key in self._path) or "value"
+        path = path.encode("utf-8", "backslashreplace").decode()[:500]
+        key, number = path, 1
+        while key in self._tensors or key == "__metadata__":
+            number += 1
+            key = f"{path}~{number}"
+        self._tensors[key] = value.detach()
+        self._stored[id(owner)] = (f"{self._file}#{key}", owner)
+        return self._stored[id(owner)][0]
+
+    def array(self, value: np.ndarray[Any, Any]) -> str:
+        if type(value) not in (np.ndarray, np.memmap):
+            self.refuse(f"it is a {type(value).__name__}, of which only numpy.asarray(…) can be stored")
+        native = np.ascontiguousarray(value, value.dtype.newbyteorder("=")).reshape(value.shape)
+        if not native.flags.writeable:
+            native = native.copy()  # torch warns of read-only memory
+        try:
+            tensor = torch.from_numpy(native)
+        except TypeError:
+            self.refuse(f"torch has no dtype for a numpy array of {value.dtype}; store tolist(), or an array of numbers")
+        return self.tensor(tensor, value)
+
+    def other(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if isinstance(value, np.generic):
+            # str and bytes by themselves: item() cuts zeros off their end
+            text = next((base for base in (str, bytes) if isinstance(value, base)), None)
+            name = text.__name__ if text else value.dtype.name
+            if name not in SCALARS:
+                self.refuse(f"it is a numpy.{kind.__name__}; store item() of it")
+            return self.tag("scalar", [name, self.plain(_exact(value, text) if text else value.item(), depth + 2)], depth)
+        if isinstance(value, Enum) and not isinstance(value, (int, str)):
+            self.refuse(f"it is a {kind.__name__}; store its .value")
+        for base in (str, int, float):
+            if isinstance(value, base):
+                return self.plain(_exact(value, base), depth)
+        if kind is complex:
+            return self.tag("complex", [self.plain(value.real, depth + 2), self.plain(value.imag, depth + 2)], depth)
+        if kind in (bytes, bytearray):
+            return self.tag(kind.__name__, base64.b64encode(value).decode("ascii"), depth)
+        if isinstance(value, type(PurePath())):
+            return self.tag("path", value.as_posix(), depth)
+        if isinstance(value, torch.dtype):
+            return self.tag("dtype", str(value).removeprefix("torch."), depth)
+        if isinstance(value, torch.device):
+            return self.tag("device", str(value), depth)
+        if kind is datetime or kind is date:
+            return self.tag(kind.__name__, value.isoformat(), depth)
+        if kind is timedelta:
+            return self.tag("timedelta", [value.days, value.seconds, value.microseconds], depth)
+        if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))):
+            return self.container(value, depth)
+        self.refuse(_advice(value))
+
+
+def _all_plain(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether ``json`` can take the values as they are; told by a few passes in C, for long lists of numbers."""
+    kinds = set(map(type, values))
+    if kinds <= _TEXTS:
+        return True
+    if kinds == {int}:
+        return bool(min(values) > -_PLAIN_INT and max(values) < _PLAIN_INT)
+    return kinds == {float} and all(map(math.isfinite, values))
+
+
+def _exact(value: Any, base: type) -> Any:
+    """The value without its subclass, whatever the subclass makes of ``str()`` or ``int()``."""
+    convert: dict[type, Callable[[Any], Any]] = {
+        str: str.__str__,
+        int: int.__int__,
+        float: float.__float__,
+        bytes: lambda data: bytes(memoryview(data)),
+    }
+    return convert[base](value)
+
+
+def _advice(value: Any) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, torch.nn.Module):
+        return f"it is a module ({kind}); store its state_dict()"
+    if isinstance(value, torch.Generator):
+        return "it is a torch.Generator; store its get_state()"
+    if callable(value):
+        return f"it is code ({getattr(value, '__qualname__', kind)}); leave it out and make it anew when the state is loaded"
+    if isinstance(value, Iterable):
+        return f"it is a {kind}; store list(…) of it"
+    return f"it is a {kind}; store what it consists of: numbers, text, tensors, lists, dicts"
+
+
+def _word(key: Any) -> str:
+    """A key in a path; an integer of thousands of digits has no decimal form."""
+    if isinstance(key, str):
+        return str.__str__(key)
+    return hex(key)[:40] if isinstance(key, int) and abs(key) >= _PLAIN_INT else f"{key!r:.100}"

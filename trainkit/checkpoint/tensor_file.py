@@ -1,0 +1,396 @@
+"""Files of tensors in the safetensors format: laid out before a byte is written, hashed on the way, read with suspicion.
+
+The package ``safetensors`` neither syncs nor hashes what it writes, wants the whole file in memory in one piece, and
+refuses tensors that share storage. The format itself is simple: eight bytes with the length of a JSON header, the
+header, the tensors' bytes. Source: https://github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.digest import Digest
+from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
+from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
+
+__all__ = [
+    "Entry",
+    "TensorFile",
+    "check_unchanged",
+    "chunks",
+    "plan_files",
+    "read_file",
+    "tensor_problem",
+    "tensors_in",
+    "write_file",
+]
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_PIECE = 2**20  # what is read, written and hashed at a time: small enough to be hashed from the cache
+_GATHER = 16 * 2**20  # what is copied at a time of a tensor that is not contiguous or not in host memory
+_SMALL = 64 * 2**10  # below this, pieces are put together before they are written
+_MAX_DIMENSIONS = 64
+_MAX_NUMEL = 2**63 - 1
+_METADATA = {"format": "pt"}  # what transformers asks for
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor's place: its bytes are those from ``start`` to before ``end`` of the file's data part."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A file that is laid out: its name, its first bytes (length and header), the tensors, its size in bytes."""
+
+    name: str
+    header: bytes
+    entries: tuple[Entry, ...]
+    size: int
+
+
+def tensor_problem(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be stored, with what to do about it; None if it can."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"it is a {type(tensor).__name__}, which stands for other tensors; store those"
+    if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+        return "it has no values yet: run one batch through the module first"
+    if tensor.is_quantized:
+        return "it is quantized; store its int_repr(), scale and zero point, or dequantize() it"
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}; store to_dense(), or its indices and values"
+    if tensor.is_meta:
+        return "it is on the meta device, so it has no values; give it some with to_empty() and an initialization"
+    if tensor.is_nested:
+        return "it is a nested tensor; store unbind() of it"
+    if tensor.dtype not in _NAMES:
+        fix = "its real and imaginary parts" if tensor.is_complex() else "a copy of a common dtype, or t.view(torch.uint8)"
+        return f"safetensors has no {tensor.dtype}; store {fix}"
+    return None
+
+
+def plan_files(stem: str, tensors: Mapping[str, Tensor], max_shard_size: int) -> tuple[list[TensorFile], bytes | None]:
+    """Lay tensors out as one file, or as several and an index.
+
+    Args:
+        stem: the file is ``stem.safetensors``; several are ``stem-00001-of-0000n.safetensors``.
+        tensors: any device, any strides. None of their values is looked at.
+        max_shard_size: bytes that a file should not exceed. A single larger tensor gets a file of its own.
+
+    Returns:
+        the files, none of them written, and the content of ``stem.safetensors.index.json`` if there are several.
+
+    Raises:
+        UnsavableError: a tensor that the format cannot hold, by name.
+    """
+    if max_shard_size < 1:
+        raise ConfigurationError(f"max_shard_size must be a positive number of bytes, got {max_shard_size!r}")
+    for name, tensor in tensors.items():
+        if problem := tensor_problem(tensor) or _name_problem(name):
+            raise UnsavableError(f"{stem}: the tensor {name!r} cannot be stored: {problem}")
+    shards: list[list[str]] = [[]]
+    data = header = 0
+    for name, tensor in tensors.items():
+        part = len(json.dumps(name)) + 24 * tensor.dim() + 120  # more than the header's entry can take
+        if shards[-1] and (data + header + tensor.nbytes + part + 200 > max_shard_size or header + part > MAX_JSON_BYTES // 2):
+            shards.append([])
+            data = header = 0
+        shards[-1].append(name)
+        data += tensor.nbytes
+        header += part
+    if len(shards) == 1:
+        return [_lay_out(f"{stem}.safetensors", tensors, shards[0])], None
+    count = len(shards)
+    files = [_lay_out(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tensors, names) for i, names in enumerate(shards, 1)]
+    places = {entry.name: file.name for file in files for entry in file.entries}
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": places}
+    return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def _name_problem(name: str) -> str | None:
+    if name == "__metadata__":
+        return "the format keeps that name for itself"
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return "its name is not valid Unicode"
+    return None
+
+
+def _lay_out(file: str, tensors: Mapping[str, Tensor], names: list[str]) -> TensorFile:
+    """The widest items first, as safetensors does it: gaps are not allowed, and so each tensor is aligned all the same."""
+    entries, position = [], 0
+    table: dict[str, Any] = {"__metadata__": _METADATA}
+    for name in sorted(names, key=lambda name: -tensors[name].element_size()):
+        tensor = tensors[name]
+        end = position + tensor.nbytes
+        entry = Entry(name, tensor.dtype, tuple(tensor.shape), position, end)
+        table[name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (entry.start, entry.end)}
+        entries.append(entry)
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return TensorFile(file, len(text).to_bytes(8, "little") + text, tuple(entries), 8 + len(text) + position)
+
+
+def check_unchanged(entry: Entry, tensor: Tensor) -> None:
+    """``UnsavableError`` if a tensor does not have the dtype and shape any more for which its place was made."""
+    if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+        raise UnsavableError(
+            f"the tensor {entry.name!r} was {entry.dtype} {entry.shape} when the checkpoint was laid out "
+            f"and is {tensor.dtype} {tuple(tensor.shape)} now; do not change it while it is saved"
+        )
+
+
+def chunks(entry: Entry, tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of one tensor as the file has them, in pieces of at most 1 MiB.
+
+    A contiguous tensor in host memory is not copied: the pieces are its own memory. Any other is copied 16 MiB at a time.
+    """
+    check_unchanged(entry, tensor)
+    for part in _contiguous(tensor.detach()):
+        if part.numel():
+            view = part.reshape(-1).view(torch.uint8).numpy().data
+            yield from _cut(view)
+
+
+def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
+    """The values in order, as contiguous tensors in host memory."""
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if plain and tensor.device.type == "cpu":
+        yield tensor
+    elif tensor.nbytes <= _GATHER or not tensor.dim():
+        yield tensor.to("cpu").resolve_conj().resolve_neg().contiguous()
+    elif plain and tensor.dim() > 1:
+        yield from _contiguous(tensor.reshape(-1))
+    else:
+        rows = max(1, _GATHER * len(tensor) // tensor.nbytes)
+        for start in range(0, len(tensor), rows):
+            yield from _contiguous(tensor[start : start + rows])
+
+
+def _cut(view: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(view), _PIECE):
+        yield view[start : start + _PIECE]
+
+
+def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """The same bytes in pieces of a good size: small ones put together, large ones cut."""
+    small = bytearray()
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        if len(view) < _SMALL:
+            small += view
+            if len(small) < _PIECE // 4:
+                continue
+            view = memoryview(b"")
+        if small:
+            yield memoryview(small)
+            small = bytearray()
+        yield from _cut(view)
+    if small:
+        yield memoryview(small)
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a new file and sync it to the disk; its size in bytes and its SHA-256.
+
+    Raises:
+        FileExistsError: there is something of that name.
+        OSError: it cannot be written; what was written so far is left behind.
+    """
+    size = 0
+    with path.open("xb", buffering=0) as file, Digest() as digest:
+        for block in _blocks(pieces):
+            digest.update(block)
+            size += len(block)
+            while block:  # a raw write may take only part of it
+                block = block[file.write(block) or 0 :]
+        _sync(file.fileno())
+        return size, digest.hexdigest()
+
+
+def _sync(descriptor: int) -> None:
+    if sys.platform == "darwin":
+        import fcntl
+
+        try:  # macOS's fsync leaves the data in the drive's cache
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+        except OSError:  # not every file system has it
+            pass
+    os.fsync(descriptor)
+
+
+def read_file(path: Path, size: int, sha256: str, what: str) -> memoryview:
+    """Read a whole file, once, and make sure that it is the one that was written.
+
+    Only a regular file is read: a link, a pipe or a device of that name is an error, never followed or waited for.
+
+    Args:
+        path: the file.
+        size: its size in bytes as it was written. Memory is taken only if the file really has it.
+        sha256: its digest, 64 hexadecimal digits.
+        what: the file, for the message.
+
+    Returns:
+        its bytes, writable and aligned for every dtype; ``tensors_in`` makes views into them.
+
+    Raises:
+        CorruptCheckpointError: it is missing, cannot be read, or its size or digest is another.
+    """
+    try:
+        with open(_open_regular(path, what), "rb", buffering=0) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise CorruptCheckpointError(f"{what}: {found:,} bytes, but {size:,} were written")
+            buffer = np.empty(size, np.uint8).data
+            with Digest() as digest:
+                position = 0
+                while position < size:
+                    count = file.readinto(buffer[position : position + _PIECE])
+                    if not count:
+                        raise CorruptCheckpointError(f"{what}: ends after {position:,} of {size:,} bytes")
+                    digest.update(buffer[position : position + count])
+                    position += count
+                if file.read(1):
+                    raise CorruptCheckpointError(f"{what}: grows while it is read")
+                actual = digest.hexdigest()
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{what}: missing") from None
+    except OSError as error:
+        raise CorruptCheckpointError(f"{what}: cannot be read: {error}") from error
+    if actual != sha256:
+        raise CorruptCheckpointError(f"{what}: its SHA-256 is {actual}, but what was written had {sha256}")
+    return buffer
+
+
+def _open_regular(path: Path, what: str) -> int:
+    """A descriptor of a regular file. Looked at before and after it is opened: opening a device may set it going."""
+    before = os.lstat(path)
+    if not stat.S_ISREG(before.st_mode):
+        raise CorruptCheckpointError(f"{what}: not a regular file, but {_kind(before.st_mode)}")
+    flags = os.O_RDONLY
+    for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY"):
+        flags |= getattr(os, name, 0)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptCheckpointError(f"{what}: was exchanged for something that is not a regular file")
+    return descriptor
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, Tensor]:
+    """The tensors of a file that was read, as views into ``buffer``; the header is believed in nothing.
+
+    A tensor is copied only if it is not aligned, which does not happen in files of ours, or if the buffer is read-only.
+
+    Raises:
+        CorruptCheckpointError: the header is malformed, or what it says does not add up to the file.
+    """
+    view = memoryview(buffer).cast("B")
+    if len(view) < 8:
+        raise CorruptCheckpointError(f"{what}: {len(view)} bytes; a file of tensors has at least 8")
+    length = int.from_bytes(view[:8], "little")
+    if length > len(view) - 8:
+        raise CorruptCheckpointError(f"{what}: a header of {length:,} bytes in a file of {len(view):,}")
+    header = strict_json(view[8 : 8 + length], f"{what}: header")
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError(f"{what}: header: a JSON object was expected, not {type(header).__name__}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptCheckpointError(f"{what}: header: __metadata__ must map text to text")
+    data = view[8 + length :]
+    entries = [_entry(name, described, len(data), what) for name, described in header.items()]
+    position = 0
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
+        if entry.start != position:
+            fault = "overlaps another one" if entry.start < position else f"leaves a gap of {entry.start - position:,} bytes"
+            raise CorruptCheckpointError(f"{what}: the tensor {entry.name!r:.200} {fault}")
+        position = entry.end
+    if position != len(data):
+        raise CorruptCheckpointError(f"{what}: {len(data) - position:,} bytes belong to no tensor")
+    return {entry.name: _tensor(entry, data, what) for entry in entries}
+
+
+def _entry(name: str, described: Any, size: int, what: str) -> Entry:
+    """One line of the header, checked by itself."""
+    where = f"{what}: header: the tensor {name!r:.200}"
+    if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CorruptCheckpointError(f"{where} must have dtype, shape and data_offsets and nothing else")
+    dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise CorruptCheckpointError(f"{where} has the unknown dtype {dtype!r:.200}")
+    # bool is an int to Python; a dimension `true` is none to us
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+        raise CorruptCheckpointError(f"{where} has the malformed shape {shape!r:.200}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
+        raise CorruptCheckpointError(f"{where} has malformed data_offsets {offsets!r:.200}")
+    width = _DTYPES[dtype].itemsize
+    if math.prod(max(n, 1) for n in shape) > _MAX_NUMEL // width:  # torch's strides would overflow even if one n is 0
+        raise CorruptCheckpointError(f"{where} has the impossible shape {shape!r:.200}")
+    start, end = offsets
+    if not 0 <= start <= end <= size:
+        raise CorruptCheckpointError(f"{where} lies at {start:,} to {end:,} of {size:,} bytes of data")
+    if end - start != math.prod(shape) * width:
+        raise CorruptCheckpointError(f"{where} has {end - start:,} bytes, but {dtype} {shape!r:.200} needs another number")
+    return Entry(name, _DTYPES[dtype], tuple(shape), start, end)
+
+
+def _tensor(entry: Entry, data: memoryview, what: str) -> Tensor:
+    if entry.start == entry.end:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    part: bytearray | memoryview = data[entry.start : entry.end]
+    if data.readonly:
+        part = bytearray(part)
+    flat = torch.frombuffer(part, dtype=torch.uint8)
+    if flat.data_ptr() % entry.dtype.itemsize:
+        flat = flat.clone()
+    if entry.dtype is torch.bool and bool((flat > 1).any()):  # anything but 0 and 1 is undefined in C
+        raise CorruptCheckpointError(f"{what}: the tensor {entry.name!r:.200} of bools has other bytes than 0 and 1")
+    return flat.view(entry.dtype).view(entry.shape)

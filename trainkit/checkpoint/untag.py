@@ -1,0 +1,152 @@
+"""Decoding the tags of ``trainkit.checkpoint.tagged``, from a text that nobody vouches for."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.errors import CorruptCheckpointError
+
+__all__ = ["SCALARS", "Decoder"]
+
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+SCALARS: dict[str, type[np.generic]] = {
+    name: getattr(np, name)
+    for name in (
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+} | {"bool": np.bool_, "str": np.str_, "bytes": np.bytes_}
+_MAX_ALIKE = 200  # keys with the same hash; each costs a comparison with all before it
+
+
+class Decoder:
+    """One call of ``loads``. Tags are decoded the innermost first, so a payload's own parts are final already."""
+
+    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], what: str) -> None:
+        self._tensors, self._what = tensors, what
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {}
+        self._decode: dict[str, Callable[[Any], Any]] = {
+            "$array": self.array,
+            "$bytearray": lambda v: bytearray(_base64(v)),
+            "$bytes": lambda v: _base64(v),
+            "$complex": lambda v: complex(*_list(v, float, 2)),
+            "$counter": lambda v: Counter(_pairs(v)),
+            "$date": lambda v: date.fromisoformat(_text(v)),
+            "$datetime": lambda v: datetime.fromisoformat(_text(v)),
+            "$device": lambda v: torch.device(_text(v)),
+            "$dtype": lambda v: _DTYPES[_text(v)],
+            "$float": lambda v: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[_text(v)],
+            "$frozenset": lambda v: _set(v, frozenset),
+            "$int": lambda v: int(_text(v), 16),
+            "$map": lambda v: _pairs(v),
+            "$path": lambda v: Path(_text(v)),
+            "$scalar": _scalar,
+            "$set": lambda v: _set(v, set),
+            "$tensor": self.tensor,
+            "$timedelta": lambda v: timedelta(*_list(v, int, 3)),
+            "$tuple": lambda v: tuple(_list(v)),
+        }
+
+    def object(self, value: dict[str, Any]) -> Any:
+        """What an object of the text stands for."""
+        for key in value:
+            if key[:1] == "$":
+                break
+        else:
+            return value
+        if len(value) == 1 and not key.startswith("$$"):
+            return self.tagged(key, value[key])
+        if all(key[:1] != "$" or key[:2] == "$$" for key in value):
+            return {key[1:] if key[:1] == "$" else key: item for key, item in value.items()}
+        raise CorruptCheckpointError(f"{self._what}: the tag {key!r:.40} beside other keys")
+
+    def tagged(self, tag: str, payload: Any) -> Any:
+        decode = self._decode.get(tag)
+        if decode is None:
+            raise CorruptCheckpointError(f"{self._what}: the unknown tag {tag!r:.40}; written by a newer trainkit?")
+        try:
+            return decode(payload)
+        except CorruptCheckpointError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            # torch and numpy say in several ways that they cannot make sense of a value
+            raise CorruptCheckpointError(f"{self._what}: malformed {tag} ({type(error).__name__}: {error!s:.200})") from error
+
+    def tensor(self, reference: Any) -> Tensor:
+        file, _, key = _text(reference).partition("#")
+        try:
+            return self._tensors[file][key]
+        except KeyError:
+            raise CorruptCheckpointError(f"{self._what}: refers to {reference!r:.200}, a tensor that is not there") from None
+
+    def array(self, reference: Any) -> np.ndarray[Any, Any]:
+        tensor = self.tensor(reference)
+        if reference not in self._arrays:
+            self._arrays[reference] = tensor.detach().numpy()
+        return self._arrays[reference]
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError("text expected")
+    return value
+
+
+def _list(value: Any, kind: type | None = None, length: int | None = None) -> list[Any]:
+    if type(value) is not list or (length is not None and len(value) != length):
+        raise TypeError("a list expected" + (f" of {length}" if length is not None else ""))
+    if kind is not None and any(type(item) is not kind for item in value):
+        raise TypeError(f"a list of {kind.__name__} expected")
+    return value
+
+
+def _base64(value: Any) -> bytes:
+    return base64.b64decode(_text(value), validate=True)
+
+
+def _check_hashes(keys: Iterable[Any], count: int) -> None:
+    """Numbers can be chosen so that all have one hash, and a dict of n of them takes n² comparisons."""
+    if count > _MAX_ALIKE and max(Counter(map(hash, keys)).values()) > _MAX_ALIKE:
+        raise ValueError("keys that were chosen to have the same hash")
+
+
+def _set(value: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
+    elements = _list(value)
+    _check_hashes(elements, len(elements))
+    result = kind(elements)
+    if len(result) != len(elements):
+        raise ValueError("an element is there twice")
+    return result
+
+
+def _pairs(value: Any) -> dict[Any, Any]:
+    for pair in _list(value):
+        _list(pair, length=2)
+    _check_hashes((key for key, _ in value), len(value))
+    result: dict[Any, Any] = dict(value)
+    if len(result) != len(value):
+        raise ValueError("a key is there twice")
+    return result
+
+
+def _scalar(value: Any) -> np.generic:
+    name, item = _list(value, length=2)
+    kind: Any = SCALARS[_text(name)]
+    if issubclass(kind, np.integer):
+        bounds = np.iinfo(kind)
+        if type(item) is not int or not bounds.min <= item <= bounds.max:
+            raise ValueError(f"no {name}: {item!r:.40}")
+    elif type(item) is not type(kind().item()):
+        raise TypeError(f"no {name}: {item!r:.40}")
+    scalar: np.generic = kind(item)
+    return scalar

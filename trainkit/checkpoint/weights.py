@@ -1,0 +1,81 @@
+"""A folder of plain weights: what ``save_model`` and the exporter write, and ``from_pretrained`` and ``safetensors`` read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from trainkit.checkpoint.tensor_file import chunks, plan_files, write_file
+from trainkit.errors import CheckpointWriteError, ConfigurationError
+
+__all__ = ["shard_size", "write_weights"]
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def shard_size(size: int | str) -> int:
+    """Bytes of a size such as ``"5GB"`` or ``5_000_000_000``.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(size))
+    if match and match[2].upper() in _UNITS and float(match[1]) > 0:
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    raise ConfigurationError(f"max_shard_size must be a size such as '5GB', '500MB' or a number of bytes, not {size!r}.")
+
+
+def write_weights(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    attachments: Mapping[str, bytes],
+    *,
+    max_shard_size: int = 5 * 10**9,
+    stem: str = "model",
+) -> list[Path]:
+    """Write tensors as ``<stem>.safetensors``, in several files with an index above a size, and other files beside them.
+
+    Each file is complete under its name or not there: it is written beside it, synced and renamed. Files of an earlier call
+    with the same stem are replaced; those that are left over are removed.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointWriteError: the folder cannot be written, or the disk is full.
+        UnsavableError: a tensor that the format cannot hold.
+    """
+    files, index = plan_files(stem, tensors, max_shard_size)
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            pieces = (piece for entry in file.entries for piece in chunks(entry, tensors[entry.name]))
+            written.append(_replace(folder / file.name, [file.header], pieces))
+        others = dict(attachments) if index is None else {f"{stem}.safetensors.index.json": index, **attachments}
+        written += [_replace(folder / name, [content], ()) for name, content in others.items()]
+        names = {path.name for path in written}
+        pattern = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
+        for path in folder.iterdir():
+            if pattern.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+    except OSError as error:
+        raise CheckpointWriteError(f"the weights could not be written to {folder}: {error}. Choose another folder.") from error
+    return written
+
+
+def _replace(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]) -> Path:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write_file(temporary, (part for group in (head, pieces) for part in group))
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
