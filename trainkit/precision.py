@@ -134,10 +134,10 @@ class Precision:
         """The loss as backward must see it."""
         if self.scaler is None:
             return loss
-        self._settle()
+        self.settle()
         return self.scaler.scale(loss)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Update the scale, if no gradient is left that was computed under it.
 
         With several optimizers that is known when the next loss is scaled: until then the second one's gradients may still
@@ -151,7 +151,7 @@ class Precision:
         """Take the loss scale out of the optimizer's gradients; at most once per update, more calls do nothing."""
         if self.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
             if id(optimizer) in self._over:
-                self._settle()
+                self.settle()
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
@@ -191,7 +191,7 @@ class Precision:
             self._unscaled.discard(id(optimizer))
             self._over.add(id(optimizer))
             if not self.several_optimizers:
-                self._settle()
+                self.settle()
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.cadence import Cadence
 from trainkit.errors import ModuleError
 from trainkit.metrics import MetricResults, MetricStore
 from trainkit.registry import load_callback
+from trainkit.run_state import Phase, logger_states
 from trainkit.setup_run import count_batches
+from trainkit.signals import Signals
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
     from trainkit.arguments import TrainerArguments
     from trainkit.callback import Callback
+    from trainkit.checkpointing import Checkpointing
     from trainkit.datamodule import DataModule
     from trainkit.hooks import HookTable
     from trainkit.loggers import Logger
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainerState"]
 
 
-class TrainerState:
+class TrainerState(Cadence):
     """Attributes and properties of :class:`trainkit.Trainer`.
 
     Attributes:
@@ -52,6 +56,14 @@ class TrainerState:
         loggers: the loggers.
         strategy: where the run runs.
         seed: the seed of the run.
+        phase: what of the present update is done.
+        attention: there is cause to look at saves and signals when the step is complete; may be set by any thread.
+        next_save_step: likewise, from this ``global_step`` on.
+        ended: the loop of this fit is over.
+        metrics: where ``log`` goes now.
+        train_metrics: where it goes in training; an evaluation has a store of its own.
+        computed: metric → ``global_step`` at which its value of an epoch or an evaluation was computed.
+        states_of_loggers: as of the beginning of the validation that is running, which a resumed run repeats.
     """
 
     arguments: TrainerArguments
@@ -62,13 +74,16 @@ class TrainerState:
     profiler: Profiler | None
     inference_mode: bool
     seed: int
+    seed_given: bool
     hooks: HookTable
     metrics: MetricStore
+    train_metrics: MetricStore
     fit_plan: FitPlan
     val_plan: EvaluationPlan | None
     wrapped_module: torch.nn.Module
     flags: tuple[bool | str | None, bool | None, bool]
     compiler: Callable[..., Any] | None
+    checkpointing: Checkpointing
 
     def __init__(self) -> None:
         self.global_step = 0
@@ -91,6 +106,56 @@ class TrainerState:
         self.results = MetricResults()
         self._module: TrainModule | None = None
         self.plans: dict[str, EvaluationPlan | None] = {}
+        self.phase = Phase.STEP
+        self.attention = False
+        self.next_save_step: float = math.inf
+        self.ended = False
+        self.computed: dict[str, int] = {}
+        self.states_of_loggers: list[dict[str, Any]] | None = None
+        self.signals = Signals(lambda: None)
+
+    def look(self) -> None:
+        """Look at saves and signals when the step is complete; may be called by any thread."""
+        self.attention = True
+
+    def checkpointing_now(self, weights_only: bool) -> Checkpointing:
+        """What saves a checkpoint of this moment.
+
+        Raises:
+            ModuleError: there is nothing to be saved.
+        """
+        if self._module is None or not (weights_only or hasattr(self, "fit_plan")):
+            raise ModuleError(
+                "save_checkpoint saves a run, and this Trainer has had no fit. Call trainer.fit(module, ...) first, or save "
+                "the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
+            )
+        if not hasattr(self, "checkpointing"):
+            from trainkit.checkpointing import Checkpointing
+
+            self.checkpointing = Checkpointing(self)  # type: ignore[arg-type]
+        return self.checkpointing
+
+    def begin_validation(self, plan: EvaluationPlan, at_end: bool) -> None:
+        """A validation in a fit begins."""
+        self.validating = True
+        plan.began = plan.count
+        if self.checkpointing.folders:
+            self.states_of_loggers = logger_states(self)  # type: ignore[arg-type]
+        if not at_end:
+            self.phase = Phase.VALIDATING
+
+    def evaluated(self, plan: EvaluationPlan) -> None:
+        """The metrics of an evaluation are complete."""
+        if self.sanity_checking:
+            return
+        self.note_computed(plan.results)
+        if self.phase is Phase.VALIDATING:
+            self.phase = Phase.VALIDATED
+            self.states_of_loggers = None
+
+    def note_computed(self, names: Iterable[str]) -> None:
+        """Metrics whose values were computed at the present step."""
+        self.computed.update(dict.fromkeys(names, self.global_step))
 
     @property
     def lightning_module(self) -> TrainModule:
@@ -132,38 +197,6 @@ class TrainerState:
     def is_global_zero(self) -> bool:
         """Whether this is the process that prints, logs and writes."""
         return self.strategy.is_main_process
-
-    @property
-    def max_epochs(self) -> int:
-        """Epochs at most; -1: no limit."""
-        assert self.arguments.max_epochs is not None
-        return self.arguments.max_epochs
-
-    @property
-    def max_steps(self) -> int:
-        """Updates at most; -1: no limit."""
-        return self.arguments.max_steps
-
-    @property
-    def min_epochs(self) -> int | None:
-        """Epochs at least, whoever asks for a stop."""
-        return self.arguments.min_epochs
-
-    @property
-    def min_steps(self) -> int | None:
-        """Updates at least, whoever asks for a stop."""
-        return self.arguments.min_steps
-
-    @property
-    def log_every_n_steps(self) -> int:
-        """Updates from one log boundary to the next; 0: only epochs are logged."""
-        assert self.arguments.log_every_n_steps is not None
-        return self.arguments.log_every_n_steps
-
-    @property
-    def check_val_every_n_epoch(self) -> int | None:
-        """Epochs from one validation to the next."""
-        return self.arguments.check_val_every_n_epoch
 
     @property
     def default_root_dir(self) -> str:
@@ -238,12 +271,6 @@ class TrainerState:
         return dict(self.results.progress_bar)
 
     @property
-    def num_training_batches(self) -> int | float:
-        """Micro-batches of a training epoch; infinity where only its end tells."""
-        plan = getattr(self, "fit_plan", None)
-        return 0 if plan is None else math.inf if plan.length is None else plan.length
-
-    @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of each validation loader."""
         return count_batches(self.plans.get("validation"))
@@ -282,83 +309,23 @@ class TrainerState:
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
-    def estimated_stepping_batches(self) -> int | float:
-        """The number of updates that a whole fit makes, for schedulers; infinity where that is not known.
-
-        Raises:
-            ModuleError: read before the training loader is known, which is when ``configure_optimizers`` is called.
-        """
-        if not hasattr(self, "fit_plan"):
-            raise ModuleError(
-                "estimated_stepping_batches is not known yet: the training loader is asked for after setup. Read it in "
-                "configure_optimizers: OneCycleLR(optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches)"
-            )
-        length, epochs = self.num_training_batches, self.max_epochs
-        if epochs == -1 or math.isinf(length):
-            return self.max_steps if self.max_steps != -1 else math.inf
-        updates = math.ceil(length / self.accumulate_grad_batches) * epochs
-        return updates if self.max_steps == -1 else min(updates, self.max_steps)
-
-    @property
     def early_stopping_callback(self) -> Callback | None:
         """The first ``EarlyStopping``."""
         kind = load_callback("early_stopping")
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     @property
+    def checkpoint_callback(self) -> Callback | None:
+        """The first ``ModelCheckpoint``."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Callback]:
+        """Every ``ModelCheckpoint``."""
+        kind = load_callback("model_checkpoint")
+        return [callback for callback in self.callbacks if isinstance(callback, kind)]
+
+    @property
     def progress_bar_callback(self) -> Callback | None:
         """The progress bar."""
         return next((callback for callback in self.callbacks if getattr(callback, "is_progress_bar", False)), None)
-
-    @property
-    def steps_done(self) -> bool:
-        """Whether ``max_steps`` is reached."""
-        return -1 < self.arguments.max_steps <= self.global_step
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether ``min_epochs`` and ``min_steps`` are reached, so that ``should_stop`` counts."""
-        enough_epochs = self.min_epochs is None or self.current_epoch >= self.min_epochs
-        return enough_epochs and (self.min_steps is None or self.global_step >= self.min_steps)
-
-    @property
-    def finished(self) -> bool:
-        """Whether training ends before the next epoch."""
-        if self.steps_done or -1 < self.max_epochs <= self.current_epoch:
-            return True
-        return self.should_stop and self.may_stop
-
-    def log_due(self, step: int) -> bool:
-        """Whether update number ``step`` ends in a log boundary."""
-        every = self.arguments.log_every_n_steps
-        return every is not None and every > 0 and step % every == 0
-
-    def validation_due(self, batch_idx: int, updated: bool) -> bool:
-        """Whether to validate after this window."""
-        arguments, plan = self.arguments, self.fit_plan
-        if self.val_plan is None:
-            return False
-        if arguments.val_every_n_steps is not None:
-            return updated and self.global_step % arguments.val_every_n_steps == 0
-        if plan.validate_every is None:
-            return False
-        done = batch_idx + 1
-        if arguments.check_val_every_n_epoch is None:
-            done += plan.earlier_batches
-        elif not self._epoch_validates():
-            return False
-        # an interval that ends inside a window is due when the window is full: the parameters are the same until then
-        reached = done // plan.validate_every
-        due = reached > plan.validated
-        plan.validated = reached
-        return due
-
-    def validation_due_at_end(self) -> bool:
-        """Whether to validate at the end of an epoch whose length was not known."""
-        if self.val_plan is None or self.arguments.val_every_n_steps is not None:
-            return False
-        return self.fit_plan.validate_every is None and self._epoch_validates()
-
-    def _epoch_validates(self) -> bool:
-        every = self.arguments.check_val_every_n_epoch
-        return every is not None and (self.current_epoch + 1) % every == 0

@@ -1,0 +1,108 @@
+"""Compiled and wrapped modules leave no trace in the names."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from saved_state import differences
+from support import run_python
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from trainkit.errors import UnsavableError
+from trainkit.model_state import capture_model, clean_names, parameter_names, restore_model
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    wrapped = torch.compile(module, backend="eager")
+    assert isinstance(wrapped, nn.Module)
+    return wrapped
+
+
+class Named(nn.Module):
+    """Attributes that are called as the wrappers' are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2, bias=False)
+        self._orig_mod = nn.Linear(2, 2, bias=False)
+
+
+def test_a_plain_module_keeps_its_names() -> None:
+    assert clean_names(Named()) == {"module.weight": "module.weight", "_orig_mod.weight": "_orig_mod.weight"}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        compiled,
+        DataParallel,
+        lambda m: DataParallel(compiled(m)),
+        lambda m: compiled(DataParallel(m)),
+        lambda m: DataParallel(DataParallel(m)),
+    ],
+)
+def test_wrappers_leave_no_trace_at_their_place_only(wrap: object) -> None:
+    assert callable(wrap)
+    assert list(clean_names(wrap(Named())).values()) == ["module.weight", "_orig_mod.weight"]
+    outer = nn.Sequential(nn.Linear(2, 2), wrap(Named()))
+    assert list(clean_names(outer).values()) == ["0.weight", "0.bias", "1.module.weight", "1._orig_mod.weight"]
+    plain = nn.Sequential(nn.Linear(2, 2), Named())
+    assert restore_model(plain, capture_model(outer), what="checkpoint") == []
+    fresh = nn.Sequential(nn.Linear(2, 2), wrap(Named()))
+    assert restore_model(fresh, capture_model(plain), what="checkpoint") == []
+    assert differences(capture_model(fresh).tensors, capture_model(outer).tensors) == []
+
+
+def test_a_compiled_module_runs_what_was_loaded() -> None:
+    module, other = compiled(nn.Linear(2, 2)), compiled(nn.Linear(2, 2))
+    inputs = torch.ones(1, 2)
+    expected = module(inputs)
+    assert not torch.equal(other(inputs), expected)
+    restore_model(other, capture_model(module), what="checkpoint")
+    assert torch.equal(other(inputs), expected)
+
+
+def test_a_module_that_is_there_compiled_too_is_tied() -> None:
+    module = nn.Module()
+    module.net = nn.Linear(2, 2, bias=False)
+    module.fast = compiled(module.net)
+    state = capture_model(module)
+    assert state.aliases == {"fast.weight": "net.weight"}
+
+
+def test_two_names_that_become_one_are_refused() -> None:
+    wrapped = DataParallel(nn.Linear(2, 2))
+    wrapped.weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(UnsavableError, match="'weight' and 'module.weight', which are both 'weight'"):
+        clean_names(wrapped)
+
+
+def test_names_of_parameters_of_several_modules() -> None:
+    first, second = compiled(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    second.again = first
+    names = parameter_names([first, second])
+    assert list(names.values()) == ["weight", "bias", "model_1/0.weight", "model_1/0.bias"]
+    assert names[id(second[0].weight)] == "model_1/0.weight"
+    assert names.parameters["bias"] is first._orig_mod.bias
+
+
+def test_distributed_data_parallel() -> None:
+    done = run_python(
+        "import torch, torch.distributed as d; from trainkit.model_state import capture_model; "
+        "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1); "
+        "wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)); "
+        "print(list(wrapped.state_dict()), list(capture_model(wrapped).tensors)); d.destroy_process_group()"
+    )
+    assert done.stdout.strip() == "['module.weight', 'module.bias'] ['weight', 'bias']", done.stderr
+
+
+def test_names_do_not_load_the_compiler() -> None:
+    done = run_python(
+        "import sys, torch; from trainkit.model_state import capture_model; capture_model(torch.nn.Linear(1, 1)); "
+        "print('torch._dynamo.eval_frame' in sys.modules)"
+    )
+    assert done.stdout.strip() == "False", done.stderr
+    assert "torch" in sys.modules

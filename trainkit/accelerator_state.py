@@ -1,0 +1,205 @@
+"""Checkpoints of own loops: what ``Accelerator.save_state`` and ``load_state`` do, in the format that ``Trainer`` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from trainkit.checkpoint.commit import commit
+from trainkit.checkpoint.draft import Content, Draft
+from trainkit.checkpoint.folder import next_counter
+from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.weights import shard_size, write_weights
+from trainkit.console import notice, warn
+from trainkit.data.order import ORDER_VERSION
+from trainkit.errors import CheckpointError, ConfigurationError, StateMismatchError, UnknownNameError, nearest
+from trainkit.model_state import capture_model
+from trainkit.rng import KEY_VERSION
+from trainkit.training_state import Parts, capture, configurations, restore
+
+if TYPE_CHECKING:
+    from trainkit.accelerator import Accelerator
+
+__all__ = ["PARTS", "StateVerbs"]
+
+PARTS = ("model", "optimizer", "scheduler", "scaler", "loaders", "registered")
+
+
+class StateVerbs:
+    """The verbs of :class:`trainkit.Accelerator` that write and read checkpoints."""
+
+    def _accelerator(self) -> Accelerator:
+        return cast("Accelerator", self)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load the state of these objects too; they have ``state_dict`` and ``load_state_dict``."""
+        _register(self._accelerator(), objects)
+
+    def save_state(self, output_dir: str | PathLike[str]) -> None:
+        """Write a checkpoint: models, optimizers, schedulers, loss scale, the loaders' positions, registered objects.
+
+        It is complete on the disk when this returns. A checkpoint that is there is replaced, and there is always the old or
+        the new one. Inside an accumulation window, what is saved is the position at its start.
+
+        Args:
+            output_dir: the folder that the checkpoint becomes.
+
+        Raises:
+            CheckpointError: it cannot be written, or the folder holds something else.
+            UnsavableError: a value that cannot be stored, with the path to it.
+        """
+        path = Path(output_dir)
+        commit(_draft(self._accelerator(), path), path, replace=True)
+
+    def load_state(
+        self, input_dir: str | PathLike[str], *, restore: Collection[str] | None = None, strict: bool = True
+    ) -> None:
+        """Take back what :meth:`save_state` wrote, into objects that were prepared as they were then.
+
+        The next iteration over a prepared loader goes on where the loop was: with ``for epoch in range(loader.epoch, n)``
+        nothing is repeated and nothing skipped. Nothing of a map-style dataset is fetched to get there.
+
+        Args:
+            input_dir: the folder of the checkpoint; one that a ``Trainer`` has written will do for the parts that it has.
+            restore: only these parts, of "model", "optimizer", "scheduler", "scaler", "loaders", "registered".
+            strict: names that are missing or not expected in a model are errors.
+
+        Raises:
+            CheckpointError: missing, damaged, or does not fit; the message lists all that does not.
+        """
+        _load(self._accelerator(), input_dir, restore, strict)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights as plain safetensors, which ``from_pretrained`` opens if it is a ``transformers`` model.
+
+        Args:
+            model: prepared or not.
+            save_directory: the folder to write to.
+            max_shard_size: larger models are written to several files, with an index.
+            safe_serialization: only ``True``: what pickle loads can run code.
+        """
+        if not safe_serialization:
+            raise ConfigurationError(
+                "save_model(safe_serialization=False) is not offered: a pickle can run code. Leave it out."
+            )
+        state = capture_model(self._accelerator().unwrap_model(model))
+        files = configurations(state.configs)
+        write_weights(Path(save_directory), state.tensors, files, max_shard_size=shard_size(max_shard_size))
+
+
+def _parts(accelerator: Accelerator) -> Parts:
+    models = [accelerator.unwrap_model(model) for model in accelerator._models]
+    return Parts(models, accelerator.optimizers, accelerator.schedulers, accelerator.strategy.precision)
+
+
+def _draft(accelerator: Accelerator, path: Path) -> Draft:
+    """A checkpoint of this moment, laid out.
+
+    Raises:
+        ConfigurationError: nothing has been prepared.
+        UnsavableError: a value that cannot be stored, with the path to it.
+    """
+    parts = _parts(accelerator)
+    if not parts.models and not accelerator.registered:
+        raise ConfigurationError(
+            "save_state saves what was prepared, and nothing was: model, optimizer = accelerator.prepare(model, optimizer)"
+        )
+    taken = capture(parts)
+    positions = [loader.state_dict() for loader in accelerator.loaders]
+    state = {
+        **taken.state,
+        "loaders": positions,
+        "window": accelerator.window.counted,
+        "registered": [thing.state_dict() for thing in accelerator.registered],
+    }
+    about: dict[str, Any] = {
+        "run_id": accelerator.run_id,
+        "save_counter": next_counter(path.absolute().parent, accelerator.run_id),
+        "step": accelerator.updates,
+        "epoch": positions[0]["epoch"] if positions else 0,
+        "position": {key: value for key, value in positions[0].items() if key != "iterable"} if positions else {},
+        "seed": accelerator.seed,
+        "order_version": ORDER_VERSION,
+        "key_version": KEY_VERSION,
+        "world_size": accelerator.strategy.world_size,
+        "strategy": accelerator.strategy.name,
+        "precision": accelerator.strategy.precision.name,
+        "contents": {"model": "all", "optimizer": True, "resumable": True},
+        "metrics": {},
+        "saved_by": None,
+        "aliases": taken.aliases,
+        "irregular": taken.irregular,
+    }
+    return Draft(Content(taken.tensors, state, about, taken.attachments))
+
+
+def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection[str] | None, strict: bool = True) -> None:
+    """Put a checkpoint's state into what was prepared.
+
+    Raises:
+        CheckpointError: missing, damaged, or does not fit.
+        UnknownNameError: ``restore`` names an unknown part.
+    """
+    wanted = set(PARTS) if given is None else {given} if isinstance(given, str) else set(given)
+    for part in wanted:
+        if part not in PARTS:
+            raise UnknownNameError(f"restore: unknown part {part!r}; known: {', '.join(PARTS)}.{nearest(part, PARTS)}")
+    loaded = open_checkpoint(path).read()
+    manifest, state = loaded.manifest, loaded.state
+    if "optimizer" in wanted and not manifest.contents.get("resumable", False):
+        raise CheckpointError(f"{path} holds weights only. Load those: accelerator.load_state(path, restore={{'model'}})")
+    positions = state.get("loaders") or []
+    if "loaders" in wanted:
+        _same("loaders", len(positions), len(accelerator.loaders), path)
+    if "registered" in wanted:
+        _same("registered", len(state.get("registered") or []), len(accelerator.registered), path)
+    restore(_parts(accelerator), loaded.tensors, state, manifest.aliases, wanted=wanted, what=str(path), strict=strict)
+    if "loaders" in wanted:
+        if positions and accelerator.seed != manifest.seed:
+            warn(
+                f"the seed is {accelerator.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness "
+                f"are others from here on. To go on as before: trainkit.set_seed({manifest.seed}) before Accelerator()."
+            )
+        for loader, position in zip(accelerator.loaders, positions, strict=True):
+            loader.load_state_dict(position)
+        accelerator.updates, accelerator.window.counted = manifest.step, int(state.get("window", 0))
+        accelerator.run_id = manifest.run_id
+    if "registered" in wanted:
+        for thing, own in zip(accelerator.registered, state.get("registered") or [], strict=True):
+            thing.load_state_dict(own)
+    left = [part for part in PARTS if part not in wanted]
+    notice(f"state of {path} (step {manifest.step})" + (f"; not restored: {', '.join(left)}." if left else "."))
+
+
+def _same(part: str, saved: int, here: int, path: Any) -> None:
+    if saved != here:
+        raise StateMismatchError(
+            f"{path} holds {saved} {part}, and there are {here} here. Prepare and register what the loop had, in the same "
+            f"order, or leave them out: accelerator.load_state(path, restore={{'model', 'optimizer', 'scheduler', 'scaler'}})"
+        )
+
+
+def _register(accelerator: Accelerator, things: tuple[Any, ...]) -> None:
+    """Objects whose state goes into the checkpoints.
+
+    Raises:
+        ConfigurationError: one without ``state_dict`` and ``load_state_dict``.
+    """
+    for thing in things:
+        if isinstance(thing, type) or not all(
+            callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")
+        ):
+            raise ConfigurationError(
+                f"register_for_checkpointing needs objects with state_dict() and load_state_dict(state), not {thing!r}."
+            )
+    accelerator.registered.extend(things)

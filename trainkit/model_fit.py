@@ -1,0 +1,236 @@
+"""Whether stored tensors fit a module's, found out without changing anything."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+__all__ = ["Fit", "castable", "place_of", "same_bits"]
+
+
+class _Stored(Protocol):
+    aliases: dict[str, str]
+    trained: dict[str, bool]
+
+
+class Fit:
+    """Compares stored tensors with a module's, one name after the other, and gathers what does not fit.
+
+    Args:
+        sources: the stored tensors by clean name, tied ones under each name.
+        stored: which names are tied in the checkpoint, and which parameters it knows of.
+        frozen: names that need not be stored.
+        strict: whether missing and unexpected names are an error.
+
+    Attributes:
+        missing, unexpected, other: what does not fit.
+        whole: what to load, by the name in the module's state dict.
+        narrow: pairs (target, source) to copy by hand: expanded tensors, each element of which is in memory once.
+    """
+
+    def __init__(self, sources: Mapping[str, Tensor], stored: _Stored, frozen: set[str], strict: bool) -> None:
+        self._sources, self._stored, self._frozen, self._strict = sources, stored, frozen, strict
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.other: list[str] = []
+        self.whole: dict[str, Tensor] = {}
+        self.narrow: list[tuple[Tensor, Tensor]] = []
+        self._pending: list[tuple[str, Tensor]] = []
+        self._pairs: list[tuple[str, Tensor, Tensor]] = []  # name, target, source
+        self._first: dict[Any, str] = {}  # where a target is → the first name there that has a source
+        self._notices: list[str] = []
+
+    def add(self, raw_name: str, name: str, target: Tensor) -> None:
+        """Compare one tensor of the module's state dict, called ``name`` by users, with what is stored."""
+        if is_lazy(target):
+            if name in self._sources:
+                self.whole[raw_name] = self._sources[name]
+            elif isinstance(target, torch.nn.Parameter) and name not in self._stored.trained:
+                self.missing.append(name)  # else it had no shape either when it was saved
+            return
+        source = self._sources.get(name)
+        if source is None:
+            self._pending.append((name, target))  # until it is known whether it is tied to one that is stored
+            return
+        self._first.setdefault(place_of(target), name)
+        if not self._fits(name, target, source):
+            return
+        self._pairs.append((name, target, source))
+        dense = _narrowed(target)
+        if dense is target:
+            self.whole[raw_name] = source
+        else:
+            self.narrow.append((dense, source.as_strided(dense.shape, source.stride())))
+
+    def check_shared_memory(self) -> None:
+        """To be called after the last tensor: whether names that share memory in the module get values that agree."""
+        for name, target in self._pending:
+            first = self._first.get(place_of(target))
+            if first is None and name not in self._frozen:
+                self.missing.append(name)
+            elif first is not None:
+                self._notices.append(f"{name} is tied to {first} here and gets its value")
+        self._say_what_is_untied()
+        if self.other:
+            return
+        for group in _overlapping(self._pairs):
+            self._check_group(group)
+
+    def complaints(self) -> list[str]:
+        """One line for everything that does not fit; empty if it may be loaded."""
+        lines = []
+        if self._strict and self.missing:
+            lines.append(f"missing in the checkpoint ({len(self.missing)}): " + ", ".join(self.missing))
+        if self._strict and self.unexpected:
+            lines.append(f"unexpected in the checkpoint ({len(self.unexpected)}): " + ", ".join(self.unexpected))
+        return lines + self.other
+
+    def only_names(self) -> bool:
+        """Whether only missing and unexpected names are in the way."""
+        return not self.other
+
+    def notices(self) -> list[str]:
+        """What to tell the user once it is loaded."""
+        notices = list(self._notices)
+        casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+        spilt = []
+        for name, target, source in self._pairs:
+            if source.dtype != target.dtype:
+                casts[source.dtype, target.dtype] += 1
+                if target.is_floating_point() and not _all_finite(target) and _all_finite(source):
+                    spilt.append(name)
+        for (before, after), count in casts.items():
+            notices.append(f"{count} tensors were cast from {_dtype(before)} to {_dtype(after)}")
+        if spilt:
+            notices.append(f"values beyond the range of the model's dtype became infinite or NaN in: {', '.join(spilt)}")
+        if self.missing:
+            notices.append(f"left as they were, since the checkpoint has none of them: {', '.join(self.missing)}")
+        if self.unexpected:
+            notices.append(f"not loaded, since the model has none of them: {', '.join(self.unexpected)}")
+        return notices
+
+    def _fits(self, name: str, target: Tensor, source: Tensor) -> bool:
+        before = len(self.other)
+        if target.shape != source.shape:
+            self.other.append(f"{name}: shape {tuple(source.shape)} in the checkpoint, {tuple(target.shape)} in the model")
+        elif target.is_meta:
+            self.other.append(f"{name} is on the meta device and has no memory: module.to_empty(device=...) first")
+        elif target.is_inference():
+            self.other.append(f"{name} was made under torch.inference_mode() and cannot be changed: build the model outside it")
+        elif not castable(source, target.dtype):
+            self.other.append(f"{name}: {_dtype(source.dtype)} in the checkpoint cannot become {_dtype(target.dtype)}")
+        elif not _consistent(target, source):
+            self.other.append(f"{name} is expanded in the model, and the checkpoint has different values for one element")
+        return len(self.other) == before
+
+    def _say_what_is_untied(self) -> None:
+        places = {name: place_of(target) for name, target, _ in self._pairs}
+        for alias, stored in self._stored.aliases.items():
+            if alias in places and stored in places and places[alias] != places[stored]:
+                self._notices.append(f"{alias} was tied to {stored} and is not here: both got the same values")
+
+    def _check_group(self, group: list[tuple[str, Tensor, Tensor]]) -> None:
+        """Load tensors that share memory into a copy of that memory, and see whether each has its value afterwards."""
+        if len({id(source) for _, _, source in group}) == 1 and len({place_of(target) for _, target, _ in group}) == 1:
+            return  # tied here and there
+        memory = group[0][1].untyped_storage().clone()
+        with torch.no_grad():
+            trial = [
+                torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
+                for t in (_narrowed(target) for _, target, _ in group)
+            ]
+            wanted = [source.as_strided(t.shape, source.stride()) for t, (_, _, source) in zip(trial, group, strict=True)]
+            for target, source in zip(trial, wanted, strict=True):
+                target.copy_(source)
+            agree = all(same_bits(t, s.to(t.device, t.dtype)) for t, s in zip(trial, wanted, strict=True))
+        names = ", ".join(name for name, _, _ in group)
+        if agree:
+            self._notices.append(f"{names} share memory here and did not when they were saved; their values agree")
+        else:
+            self.other.append(f"{names} share memory in the model, but the checkpoint has different values for them")
+
+
+def place_of(tensor: Tensor) -> Any:
+    """What two tensors have in common that are the same elements in the same order; nothing else has it."""
+    layout = (tensor.dtype, tuple(tensor.shape))
+    try:
+        layout = (*layout, tensor.stride(), tensor.device)  # type: ignore[assignment]
+        pointer = tensor.data_ptr()
+        if pointer and tensor.numel():
+            return (*layout, pointer)
+        return (*layout, tensor.untyped_storage()._cdata, tensor.storage_offset())  # an empty one has no address
+    except (NotImplementedError, RuntimeError):  # sparse or quantised: no memory of its own to compare
+        return (*layout, id(tensor))
+
+
+def castable(source: Tensor, dtype: torch.dtype) -> bool:
+    """Whether values can become ``dtype`` and mean the same: no fractions or imaginary parts cut off, no integers wrapped."""
+    if source.dtype == dtype:
+        return True
+    if not torch.can_cast(source.dtype, dtype):
+        return False
+    if source.dtype.is_floating_point or source.dtype.is_complex or not source.numel():
+        return True
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    return same_bits(source.to(dtype).to(source.dtype), source)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one device have the same dtype, shape and bytes; a NaN is equal to itself."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _narrowed(tensor: Tensor) -> Tensor:
+    """The tensor without the repetitions of an expanded dimension; itself if there are none."""
+    shape, strides = list(tensor.shape), tensor.stride()
+    narrow = [1 if step == 0 and size > 1 else size for size, step in zip(shape, strides, strict=True)]
+    return tensor if narrow == shape else tensor.as_strided(narrow, strides)
+
+
+def _consistent(target: Tensor, source: Tensor) -> bool:
+    dense = _narrowed(target)
+    if dense is target:
+        return True
+    return same_bits(source, source.as_strided(dense.shape, source.stride()).expand(source.shape))
+
+
+def _overlapping(pairs: Iterable[tuple[str, Tensor, Tensor]]) -> list[list[tuple[str, Tensor, Tensor]]]:
+    """Groups of two and more whose ranges of memory overlap, if only as ranges."""
+    ranges: dict[tuple[torch.device, Any], list[tuple[int, int, tuple[str, Tensor, Tensor]]]] = defaultdict(list)
+    for pair in pairs:
+        target = pair[1]
+        try:
+            storage, start = target.untyped_storage()._cdata, int(target.storage_offset()) * target.element_size()
+        except (NotImplementedError, RuntimeError):
+            continue
+        last = sum(int(size - 1) * int(step) for size, step in zip(target.shape, target.stride(), strict=True))
+        ranges[target.device, storage].append((start, start + (last + 1) * target.element_size(), pair))
+    groups: list[list[tuple[str, Tensor, Tensor]]] = []
+    for found in ranges.values():
+        end = -1
+        for start, stop, pair in sorted((item for item in found if item[0] < item[1]), key=lambda item: item[:2]):
+            if start < end:
+                groups[-1].append(pair)
+            else:
+                groups.append([pair])
+            end = max(end, stop)
+    return [group for group in groups if len(group) > 1]
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+    return bool(torch.isfinite(wide).all())
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

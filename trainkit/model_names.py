@@ -1,0 +1,100 @@
+"""Names of parameters as users know them, without what ``torch.compile`` and wrappers put in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from trainkit.errors import UnsavableError
+
+__all__ = ["ParameterNames", "clean_names", "cleaned", "parameter_names", "wrapped_attribute"]
+
+
+class ParameterNames(dict[int, str]):
+    """What :func:`parameter_names` returns: a dict from ``id(parameter)`` to its name.
+
+    Attributes:
+        parameters: the parameters by name. It also keeps them alive, without which an id says nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters: dict[str, nn.Parameter] = {}
+
+
+def clean_names(module: nn.Module) -> dict[str, str]:
+    """The names in ``module.state_dict()``, each with the name that users know.
+
+    What ``torch.compile`` (``_orig_mod``) and ``DataParallel`` or ``DistributedDataParallel`` (``module``) put in is left
+    out, wherever in the module they are. They are found by class: an attribute of a user's that is called ``module`` stays.
+
+    Raises:
+        UnsavableError: two names are the same without these parts.
+    """
+    return cleaned(module, module.state_dict())
+
+
+def parameter_names(modules: Sequence[nn.Module]) -> ParameterNames:
+    """``id(parameter)`` → clean name, for the parameters of all modules.
+
+    Names of the second module begin with ``model_1/``, of the third with ``model_2/``, and so on. A parameter that is there
+    several times goes by its first name.
+    """
+    names = ParameterNames()
+    for index, module in enumerate(modules):
+        prefix = f"model_{index}/" if index else ""
+        found = dict(module.named_parameters())
+        for raw, name in cleaned(module, found).items():
+            if id(found[raw]) not in names:
+                names[id(found[raw])] = prefix + name
+                names.parameters[prefix + name] = found[raw]
+    return names
+
+
+def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Dotted names within ``module``, each with its clean one.
+
+    Raises:
+        UnsavableError: two of them are the same without the parts of wrappers.
+    """
+    inserted = {
+        f"{path}.{attribute}." if path else f"{attribute}."
+        for path, part in module.named_modules(remove_duplicate=False)
+        if (attribute := wrapped_attribute(part))
+    }
+    if not inserted:
+        return {name: name for name in names}
+    result: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for raw in names:
+        name = _without(raw, inserted)
+        if name in taken:
+            raise UnsavableError(
+                f"{type(module).__name__} has {taken[name]!r} and {raw!r}, which are both {name!r} once what wrappers put in "
+                "is left out. Give one of the two attributes another name."
+            )
+        taken[name] = raw
+        result[raw] = name
+    return result
+
+
+def wrapped_attribute(module: nn.Module) -> str | None:
+    """The attribute under which a wrapper holds the user's module; None if ``module`` is no wrapper."""
+    if isinstance(module, DataParallel | DistributedDataParallel):
+        return "module"
+    # If nothing has loaded the compiler yet, nothing is compiled; loading it takes a second.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    compiled = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return "_orig_mod" if compiled else None
+
+
+def _without(raw: str, inserted: set[str]) -> str:
+    kept, path = [], ""
+    for part in raw.split("."):
+        path += f"{part}."
+        if path not in inserted:
+            kept.append(part)
+    return ".".join(kept)

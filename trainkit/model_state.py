@@ -1,0 +1,300 @@
+"""The weights of a module as tensors by name, and back: all of them fit, or nothing is changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
+from trainkit.model_configs import has_adapters, model_configs
+from trainkit.model_fit import Fit, place_of
+from trainkit.model_names import clean_names, cleaned, parameter_names
+from trainkit.optim_described import copied
+
+__all__ = [
+    "ModelState",
+    "capture_model",
+    "clean_names",
+    "frozen_fingerprint",
+    "has_adapters",
+    "parameter_names",
+    "plan_model",
+    "restore_model",
+]
+
+_EXTRA = "_extra_state"
+_PIECE = 64 * 2**20  # bytes of a parameter that are brought to the host at a time
+
+
+@dataclass
+class ModelState:
+    """What a checkpoint holds of a module, names as users know them.
+
+    Attributes:
+        tensors: parameters and persistent buffers; after a capture the module's own memory, not a copy.
+        aliases: names of tied tensors, each with the name in ``tensors`` that it is stored under.
+        extra: what ``get_extra_state`` returned, and anything else in the state dict that is no tensor.
+        trained: ``requires_grad`` of every parameter, those included that are not stored. Restoring leaves a parameter that
+            is not in it as it is.
+        fingerprint: of the parameters that are not stored because they are frozen; None if all are stored.
+        configs: of the ``transformers`` and PEFT models inside, see :func:`trainkit.model_configs.model_configs`.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    trained: dict[str, bool] = field(default_factory=dict)
+    fingerprint: str | None = None
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def capture_model(module: nn.Module, save: Literal["all", "trainable"] = "all", fingerprint: str | None = None) -> ModelState:
+    """What is to be saved of a module; nothing is copied.
+
+    Tied tensors (the same memory, shape and strides) are stored once, under the first name; views that only overlap are
+    stored whole each. A lazy parameter that has no shape yet is not stored.
+
+    Args:
+        module: in the state to be saved; compiled or wrapped as it is.
+        save: ``"trainable"``: only the parameters that require a gradient, and the buffers.
+        fingerprint: for ``"trainable"``, what :func:`frozen_fingerprint` returned for the parameters that are frozen now;
+            None: work it out.
+
+    Raises:
+        ConfigurationError: another ``save``.
+        UnsavableError: two names that differ only by what a wrapper put in; a configuration that is no JSON.
+    """
+    if save not in ("all", "trainable"):
+        raise ConfigurationError(f"save must be 'all' or 'trainable', not {save!r}.")
+    raw = module.state_dict()
+    names = cleaned(module, raw)
+    state = ModelState(trained={n: p.requires_grad for n, p in _parameters(module).items()}, configs=model_configs(module))
+    frozen: set[str] = set()
+    if save == "trainable":
+        state.fingerprint = frozen_fingerprint(module) if fingerprint is None else fingerprint
+        frozen = {name for name, trained in state.trained.items() if not trained}
+    first: dict[Any, str] = {}
+    for raw_name, value in raw.items():
+        name = names[raw_name]
+        if frozen and _belongs_to(name, frozen):
+            continue
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA:
+            state.extra[name] = value
+        elif not is_lazy(value):
+            tensor = value.detach().resolve_conj().resolve_neg()
+            stored = first.setdefault(place_of(tensor), name)
+            if stored == name:
+                state.tensors[name] = tensor
+            else:
+                state.aliases[name] = stored
+    return state
+
+
+def restore_model(module: nn.Module, state: ModelState, *, strict: bool = True, what: str) -> list[str]:
+    """Put a captured state into a module, in place.
+
+    Everything is compared first. Values are cast to the module's dtypes; a tensor that is tied here and was not, or the other
+    way round, is loaded if every name gets its value. ``requires_grad`` is set as it was.
+
+    Args:
+        module: of the same structure; compiled or wrapped as it is. Lazy parameters get their shapes.
+        state: its tensors are copied from and may be on any device.
+        strict: names that are missing or unexpected are an error; False: they are left as they are, which a notice says.
+        what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
+
+    Returns:
+        What the user should know, one sentence each.
+
+    Raises:
+        StateMismatchError: it does not fit; the message lists everything that does not, and nothing was changed.
+        CorruptCheckpointError: the state contradicts itself.
+    """
+    return plan_model(module, state, strict=strict, what=what)()
+
+
+def plan_model(module: nn.Module, state: ModelState, *, strict: bool = True, what: str) -> Callable[[], list[str]]:
+    """The comparison of :func:`restore_model`, with its arguments and errors; what is returned then loads.
+
+    With it everything can be compared before anything is changed.
+    """
+    _check_sound(state, what)
+    raw = module.state_dict()
+    names = cleaned(module, raw)
+    parameters = _parameters(module)
+    frozen = {name for name, trained in state.trained.items() if not trained} if state.fingerprint is not None else set()
+    sources = state.tensors | {alias: state.tensors[name] for alias, name in state.aliases.items()}
+    fit = Fit(sources, state, frozen, strict)
+    extra = {}
+    for raw_name, value in raw.items():
+        name = names[raw_name]
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA:
+            if name in state.extra:
+                extra[raw_name] = copied(state.extra[name])
+            elif not _belongs_to(name, frozen):
+                fit.missing.append(f"{name} (extra state)")
+        else:
+            fit.add(raw_name, name, value)
+    here = set(names.values())
+    fit.unexpected += [name for name in [*sources, *state.extra] if name not in here]
+    fit.check_shared_memory()
+    if state.fingerprint is not None and not fit.complaints():
+        _check_base(parameters, frozen, state.fingerprint, what)
+    if complaints := fit.complaints():
+        raise StateMismatchError(
+            f"{what} does not fit {type(module).__name__}:\n  " + "\n  ".join(complaints) + "\nNothing was changed. Build the "
+            "model as it was when it was saved"
+            + (", or load what fits with strict=False." if fit.only_names() else ", or load another checkpoint.")
+        )
+
+    def load() -> list[str]:
+        values = OrderedDict(fit.whole | extra)
+        registered = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        registered |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        for name in fit.whole.keys() - registered:  # a module that loads it itself may keep what it is given
+            values[name] = values[name].to(raw[name].device, copy=True)
+        _load(module, values, fit.narrow, raw, what)
+        return fit.notices() + _set_trained(parameters, state.trained)
+
+    return load
+
+
+def frozen_fingerprint(module: nn.Module) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of the parameters that require no gradient, as 64 hex digits.
+
+    It depends on which parameters are frozen: work it out again when that changes. All frozen bytes are read, at about a
+    gigabyte a second.
+    """
+    parameters = _parameters(module)
+    return _fingerprint({name: p for name, p in parameters.items() if not p.requires_grad})
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by clean name, a tied one under each of its names."""
+    found = dict(module.named_parameters(remove_duplicate=False))
+    return {name: found[raw] for raw, name in cleaned(module, found).items()}
+
+
+def _belongs_to(name: str, parameters: set[str]) -> bool:
+    """Whether a name is one of the parameters', or of what a quantised one keeps beside itself (``weight.absmax``)."""
+    return name in parameters or name.rpartition(".")[0] in parameters
+
+
+def _fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
+    whole = hashlib.sha256()
+    digests: dict[int, str] = {}  # a tied parameter is read once
+    for name, parameter in sorted(parameters.items()):
+        if id(parameter) not in digests:
+            digests[id(parameter)] = _digest(parameter)
+        whole.update(f"{name!r} {digests[id(parameter)]}\n".encode("utf-8", "surrogatepass"))
+    return whole.hexdigest()
+
+
+def _digest(tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        return "not initialised"
+    digest = hashlib.sha256()
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    for piece in data.split(_PIECE):
+        digest.update(piece.cpu().numpy())
+    return f"{tensor.dtype} {tuple(tensor.shape)} {digest.hexdigest()}"
+
+
+def _check_base(parameters: Mapping[str, nn.Parameter], frozen: set[str], fingerprint: str, what: str) -> None:
+    here = {name: parameters[name] for name in frozen if name in parameters}
+    absent = sorted(frozen - set(here))
+    found = _fingerprint(here)
+    if absent or found != fingerprint:
+        lacks = f" It lacks these that were frozen: {', '.join(absent)}." if absent else ""
+        dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in here.values()})) or "none"
+        raise StateMismatchError(
+            f"{what} holds only what was trained, on another base than this model's: the {len(frozen)} frozen parameters had "
+            f"the SHA-256 {fingerprint}, here they have {found} (dtype {dtypes}).{lacks} Nothing was changed. Start from the "
+            "same pretrained weights in the same dtype, or save with save='all'."
+        )
+
+
+def _check_sound(state: ModelState, what: str) -> None:
+    def refuse(problem: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{what}: {problem}. Its parts do not belong together: use another checkpoint.")
+
+    if not isinstance(state.trained, dict) or not all(isinstance(t, bool) for t in state.trained.values()):
+        raise refuse("the record of which parameters were trained is malformed")
+    if not isinstance(state.extra, dict):
+        raise refuse("the extra state is malformed")
+    for alias, name in state.aliases.items():
+        if name not in state.tensors:
+            raise refuse(f"{alias!r} is another name of {name!r}, which is not stored")
+        if alias in state.tensors:
+            raise refuse(f"{alias!r} is stored and another name of {name!r}")
+
+
+# ----------------------------------------------------------------------------------------------------------- loading
+
+
+def _load(
+    module: nn.Module, values: OrderedDict[str, Any], narrow: list[tuple[Tensor, Tensor]], before: Mapping[str, Any], what: str
+) -> None:
+    """``module.load_state_dict``, which may be the user's own, and if that fails back to what was ``before``."""
+    metadata = getattr(before, "_metadata", None)
+    if metadata is not None:
+        values._metadata = metadata  # type: ignore[attr-defined]
+    backup = None
+    if _can_fail(module):
+        backup = {name: (value, None if is_lazy(value) else copied(value)) for name, value in before.items()}
+    try:
+        with torch.no_grad():
+            module.load_state_dict(values, strict=False)
+            for target, source in narrow:
+                target.copy_(source)
+    except Exception as error:
+        if backup is not None:
+            _put_back(module, backup)
+        raise StateMismatchError(
+            f"{what}: {type(module).__name__}.load_state_dict refused it: {error}\nThe model was put back to what it was."
+        ) from error
+
+
+def _can_fail(module: nn.Module) -> bool:
+    """Whether anything but torch's own code takes part in ``load_state_dict``: what that does nobody can tell beforehand."""
+    for part in module.modules():
+        kind = type(part)
+        own = (kind.load_state_dict, kind._load_from_state_dict, kind.set_extra_state)
+        hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
+        for function in (*own, *(getattr(hook, "hook", hook) for hook in hooks)):
+            if (getattr(function, "__module__", None) or "").partition(".")[0] != "torch":
+                return True
+    return False
+
+
+def _put_back(module: nn.Module, backup: Mapping[str, tuple[Any, Any]]) -> None:
+    with torch.no_grad():
+        for value, copy in backup.values():
+            if isinstance(value, Tensor) and copy is not None:
+                value.copy_(copy)
+    parts = dict(module.named_modules(remove_duplicate=False))
+    for name, (_, copy) in backup.items():
+        path, _, last = name.rpartition(".")
+        if last == _EXTRA and path in parts:
+            parts[path].set_extra_state(copy)
+
+
+def _set_trained(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, bool]) -> list[str]:
+    changed: Counter[bool] = Counter()
+    seen = set()
+    for name, parameter in parameters.items():
+        wanted = trained.get(name)
+        if wanted is not None and id(parameter) not in seen and parameter.requires_grad != wanted:
+            parameter.requires_grad = wanted  # the method does not work on a lazy parameter
+            changed[wanted] += 1
+            seen.add(id(parameter))
+    return [
+        f"{count} parameters are {'trained' if wanted else 'frozen'} again, as they were when the checkpoint was saved"
+        for wanted, count in changed.items()
+    ]

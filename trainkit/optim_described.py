@@ -1,0 +1,178 @@
+"""What a checkpoint says of an optimizer beside its tensors: written down, and read back with suspicion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.errors import CorruptCheckpointError
+
+__all__ = ["Described", "StoredSlots", "copied"]
+
+
+@dataclass
+class StoredSlots:
+    """The slots that an optimizer keeps for one parameter.
+
+    Attributes:
+        tensors: by slot; the n-th of a list is ``<slot>.<n>``.
+        irregular: those that are no single number and not of the parameter's shape, or part of a list.
+        described: ``{"values": {slot: value}, "lists": {slot: {"tuple": bool, "length": n, "values": {position: value}}},
+            "irregular": [slot]}``, each left out if empty; ``{"whole": value}`` if there are no slots but something else.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    irregular: list[str] = field(default_factory=list)
+    described: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, slots: Any, parameter: Tensor) -> StoredSlots:
+        """Take apart what an optimizer's state holds for ``parameter``."""
+        if not isinstance(slots, Mapping):
+            return cls(described={"whole": slots})
+        self = cls()
+        values: dict[Any, Any] = {}
+        lists: dict[str, Any] = {}
+        for slot, value in slots.items():
+            plain = isinstance(slot, str) and "/" not in slot  # else it is no part of a key
+            if plain and isinstance(value, Tensor) and slot not in self.tensors:
+                self.tensors[slot] = value.detach()
+                if value.ndim and value.shape != parameter.shape:
+                    self.irregular.append(slot)
+            elif plain and type(value) in (list, tuple) and not any(str(other).startswith(f"{slot}.") for other in slots):
+                found = {f"{slot}.{n}": item.detach() for n, item in enumerate(value) if isinstance(item, Tensor)}
+                rest = {str(n): item for n, item in enumerate(value) if not isinstance(item, Tensor)}
+                lists[slot] = {"tuple": isinstance(value, tuple), "length": len(value), "values": rest}
+                self.tensors.update(found)
+                self.irregular += found
+            else:
+                values[slot] = value
+        parts = {"values": values, "lists": lists, "irregular": self.irregular}
+        self.described = {key: part for key, part in parts.items() if part}
+        return self
+
+    def rebuilt(self, name: str, own: Callable[[str, str, Tensor], Tensor]) -> Any:
+        """What :meth:`of` took apart; every tensor is what ``own(name, slot, tensor)`` returns."""
+        if "whole" in self.described:
+            return copied(self.described["whole"])
+        lists = self.described.get("lists", {})
+        parts = {f"{slot}.{n}" for slot, about in lists.items() for n in range(about["length"])}
+        slots: dict[Any, Any] = {slot: own(name, slot, tensor) for slot, tensor in self.tensors.items() if slot not in parts}
+        for slot, about in lists.items():
+            items = [
+                copied(about["values"][str(n)]) if str(n) in about["values"] else own(name, slot, self.tensors[f"{slot}.{n}"])
+                for n in range(about["length"])
+            ]
+            slots[slot] = tuple(items) if about["tuple"] else items
+        return {**slots, **copied(self.described.get("values", {}))}
+
+
+@dataclass
+class Described:
+    """What :attr:`trainkit.optim_state.OptimizerState.described` says, its structure checked.
+
+    Attributes:
+        kind: the class.
+        groups: names of the parameters, and the options.
+        state: by name of the parameter, its tensors included.
+        entries: state of the whole optimizer.
+        more: entries of the ``state_dict`` beside state and groups.
+        opaque: a ``state_dict`` of another form than torch's, as it is.
+    """
+
+    kind: str
+    groups: list[tuple[list[str], dict[str, Any]]]
+    state: dict[str, StoredSlots] = field(default_factory=dict)
+    entries: dict[Any, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    opaque: Any = None
+
+    @classmethod
+    def read(cls, described: Any, tensors: Mapping[str, Tensor], index: int, what: str) -> Described:
+        """Check the description and give each parameter its tensors.
+
+        Raises:
+            CorruptCheckpointError: it is malformed, or does not go with the tensors.
+        """
+
+        def need(condition: bool, problem: str) -> None:
+            if not condition:
+                raise CorruptCheckpointError(
+                    f"{what}: the description of optimizer {index} is malformed: {problem}. Use another checkpoint, or restore "
+                    "the rest without it: leave 'optimizer' out of restore={...}."
+                )
+
+        need(isinstance(described, dict), "it is no map")
+        kind, listed = described.get("class"), described.get("groups")
+        need(isinstance(kind, str) and isinstance(listed, list), "it has no class or no groups")
+        self = cls(kind, [], opaque=described.get("opaque"))
+        names: set[str] = set()
+        for group in listed:
+            need(isinstance(group, dict) and isinstance(group.get("options"), dict), "a group without options")
+            need(all(isinstance(key, str) and key != "params" for key in group["options"]), "an option that has no name")
+            own = group.get("parameters")
+            need(isinstance(own, list) and all(isinstance(name, str) for name in own), "a group without names")
+            need(names.isdisjoint(own) and len(set(own)) == len(own), "a parameter in several places")
+            names.update(own)
+            self.groups.append((own, group["options"]))
+        parts = {key: described.get(key, {}) for key in ("state", "entries", "more")}
+        for key, part in parts.items():
+            need(isinstance(part, dict), f"{key!r} is no map")
+        need(not any(isinstance(key, int) for key in parts["entries"]), "an entry that has the number of a parameter")
+        self.entries, self.more = parts["entries"], parts["more"]
+        for name, about in parts["state"].items():
+            need(name in names, f"state for {name!r}, which is in no group")
+            need(_is_sound(about), f"the slots of {name!r}")
+            self.state[name] = StoredSlots(irregular=about.get("irregular", []), described=about)
+        for key, tensor in tensors.items():
+            number, _, rest = key.partition("/")
+            if number == str(index):
+                name, _, slot = rest.rpartition("/")
+                need(name in self.state, f"the tensor {key!r} belongs to nothing")
+                self.state[name].tensors[slot] = tensor
+        for name, stored in self.state.items():
+            for slot, list_about in stored.described.get("lists", {}).items():
+                need(_is_whole(slot, list_about, stored.tensors), f"the list {slot!r} of {name!r} has gaps")
+        return self
+
+
+def _is_sound(about: Any) -> bool:
+    if not isinstance(about, dict) or not isinstance(about.get("values", {}), dict):
+        return False
+    lists, irregular = about.get("lists", {}), about.get("irregular", [])
+    if not isinstance(lists, dict) or not isinstance(irregular, list):
+        return False
+    for item in lists.values():
+        if not isinstance(item, dict) or not isinstance(item.get("tuple"), bool) or not isinstance(item.get("values"), dict):
+            return False
+        length = item.get("length")
+        if type(length) is not int or length < 0:
+            return False
+    return all(isinstance(slot, str) for slot in irregular)
+
+
+def _is_whole(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether every position of a list has a tensor or a value; its length may be any number that somebody wrote."""
+    if about["length"] > len(tensors) + len(about["values"]):
+        return False
+    return all((f"{slot}.{n}" in tensors) != (str(n) in about["values"]) for n in range(about["length"]))
+
+
+def copied(value: Any) -> Any:
+    """The value with its containers and tensors copied, everything else shared.
+
+    Not ``copy.deepcopy``: of a tensor that is a view into a file's buffer that would copy the whole buffer.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        result = value.copy()  # of the same class
+        for key, item in value.items():
+            result[key] = copied(item)
+        return result
+    if type(value) in (list, tuple, set):
+        return type(value)(copied(item) for item in value)
+    return value

@@ -1,0 +1,358 @@
+"""The state of an optimizer as tensors by parameter name, and back: all of it fits, or nothing is changed.
+
+torch's ``state_dict`` numbers the parameters by their place in the groups, and its ``load_state_dict`` believes the numbers.
+Here they are translated to names and back, so that a state never reaches a parameter that it was not made for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from trainkit.errors import StateMismatchError, UnsavableError
+from trainkit.model_fit import castable
+from trainkit.optim_described import Described, StoredSlots, copied
+from trainkit.optimizer import PreparedOptimizer
+
+__all__ = ["OptimizerState", "capture_optimizer", "plan_optimizer", "restore_optimizer"]
+
+# How an optimizer computes, not what: the run that loads has its own answer, which its device may need.
+_EXECUTION = ("foreach", "fused", "capturable")
+
+
+@dataclass
+class OptimizerState:
+    """What a checkpoint holds of an optimizer.
+
+    Attributes:
+        tensors: ``"<index>/<parameter>/<slot>"``, split at the first and the last ``/``; the n-th of a list is ``<slot>.<n>``.
+            After a capture they are the optimizer's own, not copies.
+        described: everything else: the class, the groups' options and parameter names, slots that are no tensors, entries of
+            the whole optimizer. Not all of it is JSON: it goes through tagged JSON.
+        irregular: the keys of tensors that are neither single numbers nor of their parameter's shape, of lists, and
+            ``"<index>//<entry>"`` for entries of the whole optimizer.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    described: dict[str, Any] = field(default_factory=dict)
+    irregular: list[str] = field(default_factory=list)
+
+
+def capture_optimizer(optimizer: Optimizer, index: int, names: Mapping[int, str]) -> OptimizerState:
+    """What is to be saved of an optimizer; no tensor is copied.
+
+    Args:
+        optimizer: its ``state_dict`` is asked, which may be its own.
+        index: its number in the run.
+        names: :func:`trainkit.model_state.parameter_names` of the run's modules.
+
+    Raises:
+        UnsavableError: it holds a parameter that none of the modules has, or one twice.
+    """
+    kind = type(_bare(optimizer)).__name__
+    groups = [[_name(p, names, index, kind) for p in group["params"]] for group in optimizer.param_groups]
+    counts = Counter(name for group in groups for name in group)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise UnsavableError(f"optimizer {index} ({kind}) holds {', '.join(twice)} more than once. Give each parameter once.")
+    whole = optimizer.state_dict()
+    described: dict[str, Any] = {"class": kind, "groups": [{"parameters": own, "options": {}} for own in groups]}
+    result = OptimizerState(described=described)
+    if not _is_usual(whole, groups):
+        described["opaque"] = whole
+        result.irregular.append(f"{index}//")
+        return result
+    numbers: dict[Any, tuple[str, Tensor]] = {}
+    for group, own, packed in zip(optimizer.param_groups, described["groups"], whole["param_groups"], strict=True):
+        own["options"] = {key: value for key, value in packed.items() if key not in ("params", "param_names")}
+        numbers.update(zip(packed["params"], zip(own["parameters"], group["params"], strict=True), strict=True))
+    described["state"], described["entries"] = {}, {}
+    described["more"] = {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
+    for number, slots in whole["state"].items():
+        if number in numbers:
+            name, parameter = numbers[number]
+            stored = StoredSlots.of(slots, parameter)
+            described["state"][name] = stored.described
+            result.tensors.update({f"{index}/{name}/{slot}": tensor for slot, tensor in stored.tensors.items()})
+            result.irregular += [f"{index}/{name}/{slot}" for slot in stored.irregular]
+        else:
+            described["entries"][number] = slots
+    result.irregular += [f"{index}//{key}" for key in [*described["entries"], *described["more"]]]
+    return result
+
+
+def restore_optimizer(
+    optimizer: Optimizer,
+    index: int,
+    names: Mapping[int, str],
+    tensors: Mapping[str, Tensor],
+    described: Mapping[str, Any],
+    parameter_dtypes: Mapping[str, torch.dtype],
+    what: str,
+) -> list[str]:
+    """Put a captured state into an optimizer, through its ``load_state_dict``.
+
+    A slot that had the dtype of its parameter takes the dtype that the parameter has now; any other, every single number and
+    every ``step`` keep their own. Tensors go to the parameter's device, ``step`` to where torch keeps it. The groups' options
+    are the saved ones, but ``foreach``, ``fused`` and ``capturable`` stay as they are here. A saved group that is lacking
+    here is added if its parameters are the modules' and in no other group.
+
+    Args:
+        optimizer: made as the saved one was.
+        index: its number in the run.
+        names: :func:`trainkit.model_state.parameter_names` of the run's modules.
+        tensors: those of all optimizers; they are copied.
+        described: what :attr:`OptimizerState.described` was.
+        parameter_dtypes: name → dtype that the checkpoint holds the parameter in.
+        what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
+
+    Returns:
+        What the user should know, one sentence each.
+
+    Raises:
+        StateMismatchError: another class, other groups or shapes; the message lists everything, and nothing was changed.
+        CorruptCheckpointError: the description is malformed or contradicts the tensors.
+    """
+    return plan_optimizer(optimizer, index, names, tensors, described, parameter_dtypes, what)()
+
+
+def plan_optimizer(
+    optimizer: Optimizer,
+    index: int,
+    names: Mapping[int, str],
+    tensors: Mapping[str, Tensor],
+    described: Mapping[str, Any],
+    parameter_dtypes: Mapping[str, torch.dtype],
+    what: str,
+) -> Callable[[], list[str]]:
+    """The comparison of :func:`restore_optimizer`, with its arguments and errors; what is returned then loads.
+
+    With it everything can be compared before anything is changed.
+    """
+    saved = Described.read(described, tensors, index, what)
+    kind = type(_bare(optimizer)).__name__
+    complaints, lacking = _compare_groups(optimizer, names, saved)
+    if saved.kind != kind:
+        complaints.insert(0, f"it is of {saved.kind}, and this run has {kind}")
+    if not complaints:
+        by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        by_name |= {name: p for group in lacking for name, p in group.items()}
+        complaints = list(_compare_slots(by_name, saved, parameter_dtypes))
+    if complaints:
+        raise StateMismatchError(
+            f"{what}: the state of optimizer {index} does not fit:\n  " + "\n  ".join(complaints) + "\nNothing was changed. "
+            "Build the optimizer as it was when it was saved, or restore the rest without it: leave 'optimizer' out of "
+            "restore={...}."
+        )
+    return lambda: _load(_bare(optimizer), saved, lacking, by_name, parameter_dtypes, f"{what}: optimizer {index} ({kind})")
+
+
+def _bare(optimizer: Optimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+
+
+def _name(parameter: Tensor, names: Mapping[int, str], index: int, kind: str) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        shape = "no shape yet" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
+        raise UnsavableError(
+            f"optimizer {index} ({kind}) holds a parameter of {shape} that no module of the run has, so that it has no name to "
+            "be saved under. Make it a parameter of the module: self.weight = nn.Parameter(...)."
+        )
+    return name
+
+
+def _is_usual(whole: Any, groups: list[list[str]]) -> bool:
+    """Whether a ``state_dict`` is of torch's form and has the groups that the optimizer has."""
+    if not isinstance(whole, Mapping) or not isinstance(whole.get("state"), Mapping):
+        return False
+    packed = whole.get("param_groups")
+    if not isinstance(packed, list) or not all(isinstance(group, Mapping) and "params" in group for group in packed):
+        return False
+    return [len(group["params"]) for group in packed] == [len(group) for group in groups]
+
+
+# --------------------------------------------------------------------------------------------------------- comparing
+
+
+def _compare_groups(
+    optimizer: Optimizer, names: Mapping[int, str], saved: Described
+) -> tuple[list[str], list[dict[str, Tensor]]]:
+    """What does not fit, and the parameters by name of the groups that are to be added."""
+    here = [[names.get(id(p), "a parameter of no module") for p in group["params"]] for group in optimizer.param_groups]
+    known: Mapping[str, Tensor] = getattr(names, "parameters", {})
+    complaints: list[str] = []
+    lacking: list[dict[str, Tensor]] = []
+    for number in range(max(len(here), len(saved.groups))):
+        if number >= len(saved.groups):
+            complaints.append(f"group {number} is not in the checkpoint: {', '.join(here[number])}")
+            continue
+        theirs = saved.groups[number][0]
+        if number >= len(here):
+            taken = {name for group in [*here, *lacking] for name in group}
+            free = {name: known[name] for name in theirs if name in known and name not in taken}
+            if len(free) == len(theirs):
+                lacking.append(free)
+                continue
+            odd = [f"{name} ({'in another group' if name in taken else 'not here'})" for name in theirs if name not in free]
+            complaints.append(f"group {number} is in the checkpoint only and cannot be added: {', '.join(odd)}")
+        elif theirs != here[number]:
+            complaints.append(f"group {number}: {_difference(theirs, here[number])}")
+    return complaints, lacking
+
+
+def _difference(theirs: list[str], ours: list[str]) -> str:
+    only_theirs = [name for name in theirs if name not in set(ours)]
+    only_ours = [name for name in ours if name not in set(theirs)]
+    parts = []
+    if only_theirs:
+        parts.append(f"only in the checkpoint: {', '.join(only_theirs)}")
+    if only_ours:
+        parts.append(f"only here: {', '.join(only_ours)}")
+    return "; ".join(parts) or f"in another order: {', '.join(theirs)} in the checkpoint, {', '.join(ours)} here"
+
+
+def _compare_slots(parameters: Mapping[str, Tensor], saved: Described, dtypes: Mapping[str, torch.dtype]) -> Iterator[str]:
+    for name, stored in saved.state.items():
+        parameter = parameters[name]
+        for slot, tensor in stored.tensors.items():
+            if is_lazy(parameter):
+                continue
+            if tensor.ndim and slot not in stored.irregular and tensor.shape != parameter.shape:
+                yield f"{name}: {slot} has shape {tuple(tensor.shape)}, the parameter has {tuple(parameter.shape)} here"
+            wanted = _wanted_dtype(slot, tensor, parameter, dtypes.get(name))
+            if not castable(tensor, wanted):
+                yield f"{name}: {slot} is {tensor.dtype} in the checkpoint and cannot become {wanted}"
+
+
+def _wanted_dtype(slot: str, tensor: Tensor, parameter: Tensor, before: torch.dtype | None) -> torch.dtype:
+    """A slot that had its parameter's dtype follows it. Counters do not: 257 steps are no bfloat16."""
+    alone = tensor.ndim == 0 and parameter.ndim > 0
+    return parameter.dtype if tensor.dtype == before and slot != "step" and not alone else tensor.dtype
+
+
+# ----------------------------------------------------------------------------------------------------------- loading
+
+
+def _load(
+    optimizer: Optimizer,
+    saved: Described,
+    lacking: list[dict[str, Tensor]],
+    parameters: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    what: str,
+) -> list[str]:
+    undo = _snapshot(optimizer)
+    casts: dict[tuple[torch.dtype, torch.dtype], int] = {}
+
+    def own(name: str, slot: str, tensor: Tensor) -> Tensor:
+        parameter = parameters[name]
+        dtype = _wanted_dtype(slot, tensor, parameter, dtypes.get(name))
+        if dtype != tensor.dtype:
+            casts[tensor.dtype, dtype] = casts.get((tensor.dtype, dtype), 0) + 1
+        if slot == "step":
+            return tensor.to(dtype, copy=True)  # torch moves it, or does not, as its flags say
+        if tensor.shape != parameter.shape:
+            return tensor.to(parameter.device, dtype, copy=True)
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)  # strides as torch makes them
+
+    try:
+        with torch.no_grad():
+            notices = _add_groups(optimizer, saved, lacking)
+            if saved.opaque is not None:
+                optimizer.load_state_dict(copied(saved.opaque))
+                return notices
+            numbers = {name: n for n, name in enumerate(name for group, _ in saved.groups for name in group)}
+            state: dict[Any, Any] = {numbers[name]: s.rebuilt(name, own) for name, s in saved.state.items()}
+            state.update(copied(saved.entries))
+            groups, kept = _groups(optimizer, saved, numbers)
+            optimizer.load_state_dict({**copied(saved.more), "state": state, "param_groups": groups})
+            for name in saved.state:
+                held = optimizer.state.get(parameters[name])
+                if isinstance(held, dict) and isinstance(state[numbers[name]], dict):
+                    for slot, wanted in state[numbers[name]].items():
+                        if slot in held and slot != "step":
+                            held[slot] = _mended(held[slot], wanted)
+    except Exception as error:
+        undo()
+        raise StateMismatchError(
+            f"{what}: load_state_dict refused the state: {type(error).__name__}: {error}\nThe optimizer was put back."
+        ) from error
+    for (before, after), count in casts.items():
+        notices.append(f"{count} tensors of optimizer state were cast from {before} to {after}".replace("torch.", ""))
+    return notices + kept
+
+
+def _add_groups(optimizer: Optimizer, saved: Described, lacking: list[dict[str, Tensor]]) -> list[str]:
+    notices = []
+    for found in lacking:
+        number = len(optimizer.param_groups)
+        options = {key: value for key, value in copied(saved.groups[number][1]).items() if key not in _EXECUTION}
+        named = bool(optimizer.param_groups) and "param_names" in optimizer.param_groups[0]
+        optimizer.add_param_group({**options, "params": list(found.items() if named else found.values())})
+        notices.append(f"parameter group {number} was added to the optimizer, as it was during training: {', '.join(found)}")
+    return notices
+
+
+def _groups(optimizer: Optimizer, saved: Described, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The groups for ``load_state_dict``, and what of this run's is kept."""
+    groups, kept = [], []
+    for number, (group, (names, options)) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
+        taken = copied(options)
+        for key, value in taken.items():
+            if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                taken[key] = value.to(group[key].device)
+        for key in _EXECUTION:
+            if key in group:
+                if key in taken and taken[key] != group[key]:
+                    kept.append(f"group {number} of the optimizer keeps {key}={group[key]!r} (saved: {taken[key]!r})")
+                taken[key] = group[key]
+        groups.append({**group, **taken, "params": [numbers[name] for name in names]})
+    return groups, kept
+
+
+def _mended(held: Any, wanted: Any) -> Any:
+    """What torch's ``load_state_dict`` made of a value, without what it does to it on the way.
+
+    It casts every tensor to the parameter's dtype, whatever it had, and takes a string for a list of its letters.
+    """
+    if isinstance(wanted, Tensor) and isinstance(held, Tensor):
+        if wanted.dtype == held.dtype or wanted.shape != held.shape:
+            return held
+        return wanted.to(held.device)
+    if isinstance(wanted, str):
+        return wanted
+    if isinstance(wanted, dict) and isinstance(held, dict):
+        return {key: _mended(value, wanted.get(key)) for key, value in held.items()}
+    if type(wanted) in (list, tuple) and type(held) is type(wanted) and len(held) == len(wanted):
+        return type(wanted)(_mended(h, w) for h, w in zip(held, wanted, strict=True))
+    return held
+
+
+def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
+    """How to put groups, state and attributes back; loading replaces tensors and does not write into them."""
+    attributes, groups, state = dict(vars(optimizer)), optimizer.param_groups, optimizer.state
+    contents = [(group, dict(group)) for group in groups]
+    slots = [(key, value, dict(value) if isinstance(value, dict) else None) for key, value in state.items()]
+
+    def undo() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        for group, before in contents:
+            group.clear()
+            group.update(before)
+        groups[:] = [group for group, _ in contents]
+        state.clear()
+        for key, value, before_slots in slots:
+            if before_slots is not None:
+                value.clear()
+                value.update(before_slots)
+            state[key] = value
+
+    return undo

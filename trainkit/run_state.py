@@ -1,0 +1,186 @@
+"""The state of a ``Trainer``'s run beside its model and optimizers: counters, metrics, callbacks, loggers, hyper-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainkit.console import notice, warn
+from trainkit.training_state import Parts
+
+if TYPE_CHECKING:
+    from trainkit.callback import Callback
+    from trainkit.trainer import Trainer
+
+__all__ = ["Phase", "capture_run", "consumed", "logger_states", "parts_of", "restore_loop", "restore_run"]
+
+
+class Phase(str, Enum):
+    """What of the present update is done, so that a resumed run does the rest of it and nothing twice."""
+
+    STEP = "step"
+    """All of it: the last window is complete, logged and validated."""
+    UPDATED = "updated"
+    """The parameters are updated; logging and validation come next."""
+    VALIDATING = "validating"
+    """A validation is running. It is repeated whole."""
+    VALIDATED = "validated"
+    """The validation is done; schedulers that wait for it come next."""
+    EPOCH_END = "epoch_end"
+    """The hooks of the epoch's end are running. They are run again."""
+
+
+def parts_of(trainer: Trainer) -> Parts:
+    """What is trained."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return Parts([trainer.lightning_module], trainer.optimizers, schedulers, trainer.precision)
+
+
+def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
+    """Everything that is no tensor file; with ``weights_only`` what the module needs to be built again."""
+    module, datamodule = trainer.lightning_module, trainer.datamodule
+    state: dict[str, Any] = {
+        "hyper_parameters": _hyper_parameters(module),
+        "hyper_parameters_name": getattr(module, "_hparams_name", None),
+        "module": f"{type(module).__module__}.{type(module).__qualname__}",
+    }
+    if weights_only:
+        return state
+    state["loop"] = _capture_loop(trainer)
+    state["metrics"] = trainer.train_metrics.state_dict(trainer.lightning_module)
+    state["results"] = trainer.results.state_dict()
+    state["callbacks"] = {key: callback.state_dict() for key, callback in keyed(trainer.callbacks).items()}
+    state["loggers"] = trainer.states_of_loggers or logger_states(trainer)
+    if datamodule is not None:
+        state["datamodule"] = datamodule.state_dict()
+        state["datamodule_hyper_parameters"] = _hyper_parameters(datamodule)
+    return state
+
+
+def logger_states(trainer: Trainer) -> list[dict[str, Any]]:
+    """Where each logger is in its files."""
+    return [{"kind": type(logger).__name__, "state": logger.state_dict()} for logger in trainer.loggers]
+
+
+def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """The callbacks by the key of their state; a second one with the same key gets a number."""
+    found: dict[str, Callback] = {}
+    for callback in callbacks:
+        key = name = callback.state_key
+        number = 1
+        while key in found:
+            number += 1
+            key = f"{name}#{number}"
+        found[key] = callback
+    return found
+
+
+def _hyper_parameters(owner: Any) -> dict[str, Any]:
+    """The hyper-parameters that are values; classes, functions and modules inside are left out, said once."""
+    left_out: list[str] = []
+    kept = {name: _values(value, name, left_out) for name, value in owner.hparams.items()}
+    if left_out and not getattr(owner, "_left_out_said", False):
+        object.__setattr__(owner, "_left_out_said", True)
+        warn(
+            f"{type(owner).__name__}: the hyper-parameters {', '.join(left_out)} are classes, functions or modules and are "
+            "left out of checkpoints. Give them again: load_from_checkpoint(path, name=value)."
+        )
+    return {name: value for name, value in kept.items() if value is not _LEFT_OUT}
+
+
+_LEFT_OUT = object()
+
+
+def _values(value: Any, path: str, left_out: list[str]) -> Any:
+    if isinstance(value, nn.Module | type) or (callable(value) and not hasattr(value, "items")):
+        left_out.append(path)
+        return _LEFT_OUT
+    if isinstance(value, Mapping):
+        items = {key: _values(item, f"{path}.{key}", left_out) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item is not _LEFT_OUT}
+    if type(value) in (list, tuple):
+        listed = [_values(item, f"{path}[{i}]", left_out) for i, item in enumerate(value)]
+        return type(value)(item for item in listed if item is not _LEFT_OUT)
+    return value
+
+
+def _capture_loop(trainer: Trainer) -> dict[str, Any]:
+    plan, validation = trainer.fit_plan, trainer.val_plan
+    validating = trainer.phase is Phase.VALIDATING
+    return {
+        "global_step": trainer.global_step,
+        "current_epoch": trainer.current_epoch,
+        "phase": trainer.phase.value,
+        "position": plan.loader.position(trainer.current_epoch, consumed(trainer)),
+        "validated": plan.validated,
+        "earlier_batches": plan.earlier_batches,
+        "validation_pending": validating,
+        "validation_batches": 0 if validation is None else validation.began if validating else validation.count,
+        "stop_asked": plan.stop_asked,
+        "stopping": plan.stopping,
+        # asked for and not yet obeyed; what a fit that has ended was told must not end the one that goes on from it
+        "should_stop": trainer.should_stop and not trainer.ended,
+        "computed": dict(trainer.computed),
+    }
+
+
+def consumed(trainer: Trainer) -> int:
+    """The micro-batches of the epoch whose windows are complete."""
+    return trainer.fit_plan.done if trainer.phase in (Phase.STEP, Phase.EPOCH_END) else trainer.batch_idx + 1
+
+
+def restore_loop(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """Counters and position.
+
+    Raises:
+        StateMismatchError: the position does not fit the training loader.
+    """
+    plan = trainer.fit_plan
+    plan.start = plan.done = plan.loader.resume(saved["position"])
+    trainer.global_step, trainer.current_epoch = int(saved["global_step"]), int(saved["current_epoch"])
+    trainer.phase = Phase(saved["phase"])
+    trainer.batch_idx = plan.start - 1
+    plan.validated, plan.earlier_batches = int(saved["validated"]), int(saved["earlier_batches"])
+    plan.stop_asked, plan.stopping = bool(saved["stop_asked"]), bool(saved["stopping"])
+    trainer.should_stop = bool(saved["should_stop"])
+    trainer.computed = {str(name): int(step) for name, step in saved["computed"].items()}
+    if trainer.val_plan is not None:
+        trainer.val_plan.count = int(saved["validation_batches"])
+
+
+def restore_run(trainer: Trainer, state: Mapping[str, Any], wanted: set[str]) -> None:
+    """Metrics, callbacks, loggers and the data module, as far as they are wanted."""
+    if "loop" in wanted:
+        trainer.train_metrics.load_state_dict(state["metrics"], trainer.lightning_module, trainer.device)
+        trainer.results.load_state_dict(state["results"])
+        if trainer.datamodule is not None and state.get("datamodule"):
+            trainer.datamodule.load_state_dict(state["datamodule"])
+    if "callbacks" in wanted:
+        _restore_callbacks(trainer, state["callbacks"])
+    if "loggers" in wanted:
+        _restore_loggers(trainer, state["loggers"])
+
+
+def _restore_callbacks(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    present = keyed(trainer.callbacks)
+    for key, callback in present.items():
+        if saved.get(key):
+            callback.load_state_dict(saved[key])
+    fresh = [key for key, callback in present.items() if key not in saved and callback.state_dict()]
+    if fresh:
+        notice(f"these callbacks were not in the checkpoint and start anew: {', '.join(fresh)}.")
+    gone = [key for key, state in saved.items() if key not in present and state]
+    if gone:
+        notice(f"the checkpoint has the state of callbacks that are not attached: {', '.join(gone)}.")
+
+
+def _restore_loggers(trainer: Trainer, saved: Sequence[Mapping[str, Any]]) -> None:
+    left = list(saved)
+    for logger in trainer.loggers:
+        match = next((entry for entry in left if entry["kind"] == type(logger).__name__), None)
+        if match is not None:
+            left.remove(match)
+            logger.load_state_dict(match["state"])

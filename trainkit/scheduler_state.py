@@ -1,0 +1,172 @@
+"""The state of a learning rate scheduler as plain values, and back.
+
+torch's own ``state_dict`` and ``load_state_dict`` do the work. What is added: functions are left out, since they are code and
+are there already; a failed load changes nothing; schedulers are compared by class, as ``load_state_dict`` takes anything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainkit.errors import CorruptCheckpointError, StateMismatchError
+from trainkit.optim_described import copied
+from trainkit.optimizer import PreparedScheduler
+
+__all__ = ["capture_scheduler", "restore_scheduler"]
+
+_MISSING = object()
+
+
+def capture_scheduler(scheduler: Any) -> dict[str, Any]:
+    """What is to be saved of a scheduler; chained and wrapped ones included.
+
+    Returns:
+        Values that go through tagged JSON. Functions are left out: the scheduler that it is loaded into has its own.
+    """
+    bare = _bare(scheduler)
+    state = bare.state_dict()
+    inner = {key: capture_scheduler(value) for key, value in state.items() if _is_scheduler(value)}
+    return {
+        "class": type(bare).__name__,
+        "chained": _classes(bare),
+        "opt_called": bool(getattr(getattr(bare, "optimizer", None), "_opt_called", False)),
+        "state": {key: _plain(value) for key, value in state.items() if key not in inner and not _holds_code(value)},
+        "inner": inner,
+    }
+
+
+def restore_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the checkpoint") -> None:
+    """Put a captured state into a scheduler, through its ``load_state_dict``.
+
+    The learning rates themselves are in the optimizer's groups: restore that too.
+
+    Args:
+        scheduler: made as the saved one was.
+        state: what :func:`capture_scheduler` returned; it is copied.
+        what: what is loaded, for messages.
+
+    Raises:
+        StateMismatchError: a scheduler of another class or of other parts, or one that refuses the state. Nothing was changed.
+        CorruptCheckpointError: the state is malformed.
+    """
+    _check(scheduler, state, what)
+    undo = _snapshot(_bare(scheduler))
+    try:
+        _load(_bare(scheduler), state)
+    except Exception as error:
+        undo()
+        raise StateMismatchError(
+            f"{what}: {type(_bare(scheduler)).__name__}.load_state_dict refused the saved state: {type(error).__name__}: "
+            f"{error}. The scheduler was put back. Build it as it was when it was saved, or leave 'scheduler' out of "
+            "restore={...}."
+        ) from error
+
+
+def _bare(scheduler: Any) -> Any:
+    return scheduler.scheduler if isinstance(scheduler, PreparedScheduler) else scheduler
+
+
+def _is_scheduler(value: Any) -> bool:
+    methods = ("step", "state_dict", "load_state_dict")
+    return not isinstance(value, Optimizer) and all(callable(getattr(type(value), method, None)) for method in methods)
+
+
+def _parts(scheduler: Any) -> list[Any]:
+    """The schedulers that torch's SequentialLR and ChainedScheduler are made of."""
+    parts = getattr(scheduler, "_schedulers", None)
+    return [part for part in parts if _is_scheduler(part)] if isinstance(parts, list | tuple) else []
+
+
+def _classes(scheduler: Any) -> list[Any]:
+    return [[type(part).__name__, _classes(part)] for part in _parts(scheduler)]
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or isinstance(value, weakref.ref | ModuleType | Optimizer | nn.Module)
+
+
+def _holds_code(value: Any) -> bool:
+    """Whether a value is a function or a list with one: half of a list could not be loaded."""
+    return _is_code(value) or (isinstance(value, list | tuple | set) and any(_holds_code(item) for item in value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        result = value.copy()  # of the same class: MultiStepLR has a Counter
+        for key, item in value.items():
+            if _holds_code(item):
+                del result[key]
+            else:
+                result[key] = _plain(item)
+        return result
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    return value
+
+
+def _check(scheduler: Any, state: Mapping[str, Any], what: str) -> None:
+    sound = isinstance(state, Mapping) and isinstance(state.get("state"), dict) and isinstance(state.get("inner"), dict)
+    if not sound or not isinstance(state.get("class"), str):
+        raise CorruptCheckpointError(
+            f"{what}: the state of a scheduler is malformed. Use another checkpoint, or restore the rest without it: leave "
+            "'scheduler' out of restore={...}."
+        )
+    bare = _bare(scheduler)
+    theirs, ours = (state["class"], state.get("chained")), (type(bare).__name__, _classes(bare))
+    for key in state["inner"]:
+        if not _is_scheduler(getattr(bare, key, None)):
+            theirs = (theirs[0], f"with the scheduler {key!r} in it")
+    if theirs != ours:
+        raise StateMismatchError(
+            f"{what} holds the state of {_spelt(*theirs)}, and this run has {_spelt(*ours)}. Nothing was changed. Build the "
+            "scheduler as it was when it was saved, or restore the rest without it: leave 'scheduler' out of restore={...}."
+        )
+    for key, own in state["inner"].items():
+        _check(getattr(bare, key), own, what)
+
+
+def _spelt(name: str, chained: Any) -> str:
+    if isinstance(chained, list) and chained:
+        return f"{name}({', '.join(_spelt(*part) if isinstance(part, list) and len(part) == 2 else '?' for part in chained)})"
+    return f"{name} {chained}" if chained and isinstance(chained, str) else name
+
+
+def _load(scheduler: Any, state: Mapping[str, Any]) -> None:
+    inner = {key: getattr(scheduler, key) for key in state["inner"]}
+    scheduler.load_state_dict(copied(state["state"]))  # it keeps what it is given
+    for key, part in inner.items():
+        _load(part, state["inner"][key])
+    optimizer = getattr(scheduler, "optimizer", None)
+    if state.get("opt_called") is True and optimizer is not None:
+        optimizer._opt_called = True  # else torch warns that no update came before the scheduler's first step
+
+
+def _snapshot(scheduler: Any) -> Callable[[], None]:
+    """How to put a scheduler and its parts back."""
+    before = dict(vars(scheduler))
+    containers = {key: copied(value) for key, value in before.items() if type(value) in (list, dict)}
+    below = [_snapshot(part) for part in [*_parts(scheduler), *(v for v in before.values() if _is_scheduler(v))]]
+    optimizer = before.get("optimizer", _MISSING)
+    called = getattr(optimizer, "_opt_called", _MISSING)
+
+    def undo() -> None:
+        vars(scheduler).clear()
+        vars(scheduler).update(before)
+        for key, value in containers.items():
+            if isinstance(value, list):
+                before[key][:] = value
+            else:
+                before[key].clear()
+                before[key].update(value)
+        for put_back in below:
+            put_back()
+        if called is not _MISSING:
+            optimizer._opt_called = called
+
+    return undo

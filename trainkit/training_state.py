@@ -1,0 +1,188 @@
+"""Models, optimizers, schedulers and loss scale as a checkpoint holds them, for ``Trainer`` and own loops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.console import notice
+from trainkit.errors import StateMismatchError
+from trainkit.model_state import ModelState, capture_model, parameter_names, plan_model
+from trainkit.optim_state import capture_optimizer, plan_optimizer
+from trainkit.precision import Precision
+from trainkit.scheduler_state import capture_scheduler, restore_scheduler
+
+__all__ = ["Captured", "Parts", "SaveMode", "capture", "configurations", "model_stem", "model_stems", "restore"]
+
+SaveMode = Literal["all", "trainable"]
+
+
+@dataclass
+class Parts:
+    """The user's own objects of one run."""
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[Any]
+    precision: Precision
+
+
+@dataclass
+class Captured:
+    """What was taken of them.
+
+    Attributes:
+        tensors: stem of the file name → name → tensor; they are the process's own, nothing is copied.
+        state: what is no tensor file: extra state, groups, schedulers, the scaler.
+        aliases: stem → name of a tied parameter → the name that it is stored under.
+        irregular: optimizer slots not of their parameter's shape.
+        attachments: further files of the checkpoint.
+    """
+
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    irregular: list[str] = field(default_factory=list)
+    attachments: dict[str, bytes] = field(default_factory=dict)
+
+
+def model_stem(number: int) -> str:
+    """How the files of a model are called: "model", "model_1", …"""
+    return f"model_{number}" if number else "model"
+
+
+def model_stems(files: Collection[str]) -> set[str]:
+    """Those of the models, out of the names of a checkpoint's files."""
+    stems = {name.split(".")[0].split("-")[0] for name in files if name.endswith(".safetensors")}
+    return {stem for stem in stems if stem == "model" or stem.startswith("model_")}
+
+
+def capture(
+    parts: Parts, *, save: SaveMode = "all", weights_only: bool = False, fingerprints: Mapping[int, str] | None = None
+) -> Captured:
+    """What a checkpoint holds of the parts.
+
+    Args:
+        parts: the objects.
+        save: all parameters, or the trainable ones.
+        weights_only: leave out optimizers, schedulers and the loss scale.
+        fingerprints: number of the model → that of its frozen parameters, where it is known already.
+    """
+    taken = Captured()
+    models: list[dict[str, Any]] = []
+    for number, model in enumerate(parts.models):
+        state = capture_model(model, save, (fingerprints or {}).get(number))
+        stem = model_stem(number)
+        taken.tensors[stem], taken.aliases[stem] = state.tensors, state.aliases
+        models.append(
+            {"extra": state.extra, "trained": state.trained, "fingerprint": state.fingerprint, "configs": state.configs}
+        )
+    taken.state["models"] = models
+    if len(models) == 1:
+        taken.attachments = configurations(models[0]["configs"])
+    if weights_only:
+        return taken
+    names = parameter_names(parts.models)
+    tensors = taken.tensors["optimizer"] = {}
+    taken.state["optimizers"] = []
+    for index, optimizer in enumerate(parts.optimizers):
+        own = capture_optimizer(optimizer, index, names)
+        tensors.update(own.tensors)
+        taken.state["optimizers"].append(own.described)
+        taken.irregular += own.irregular
+    taken.state["schedulers"] = [capture_scheduler(scheduler) for scheduler in parts.schedulers]
+    parts.precision.settle()
+    scaler = parts.precision.scaler
+    taken.state["scaler"] = None if scaler is None else scaler.state_dict()
+    return taken
+
+
+def configurations(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+    """The files that make ``transformers`` open the folder, for a model of its own that is no part of another."""
+    own = configs.get("")
+    if own is None or own["kind"] != "transformers":
+        return {}
+    files = {"config.json": own["config"], "generation_config.json": own.get("generation_config")}
+    return {name: json.dumps(value, indent=2).encode() for name, value in files.items() if value is not None}
+
+
+def restore(
+    parts: Parts,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    aliases: Mapping[str, Mapping[str, str]],
+    *,
+    wanted: Collection[str],
+    what: str,
+    strict: bool = True,
+) -> None:
+    """Put back what :func:`capture` took.
+
+    Args:
+        parts: the objects.
+        tensors: stem of the file name → name → tensor.
+        state: what :attr:`Captured.state` was.
+        aliases: likewise.
+        wanted: of "model", "optimizer", "scheduler", "scaler".
+        what: the checkpoint, for messages.
+        strict: names that are missing or not expected in a model are errors.
+
+    Raises:
+        StateMismatchError: something does not fit; the message lists all of it.
+    """
+    # everything is compared before anything is changed
+    loads: list[Callable[[], list[str]]] = []
+    if "model" in wanted:
+        _same_number("models", parts.models, state["models"], what)
+        for number, (model, own) in enumerate(zip(parts.models, state["models"], strict=True)):
+            stem = model_stem(number)
+            # which parameters are trained goes with a run, not with weights; but of an adapter's it says which are there
+            trained = own["trained"] if "optimizer" in wanted or own["fingerprint"] is not None else {}
+            model_state = ModelState(
+                tensors=dict(tensors[stem]), aliases=dict(aliases.get(stem, {})), **{**own, "trained": trained}
+            )
+            loads.append(plan_model(model, model_state, strict=strict, what=what))
+    if "optimizer" in wanted:
+        _same_number("optimizers", parts.optimizers, state["optimizers"], what)
+        names = parameter_names(parts.models)
+        dtypes = {
+            f"{model_stem(n)}/{name}" if n else name: tensor.dtype
+            for n in range(len(parts.models))
+            for name, tensor in tensors[model_stem(n)].items()
+        }
+        for index, (optimizer, described) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
+            slots = tensors.get("optimizer", {})
+            loads.append(plan_optimizer(optimizer, index, names, slots, described, dtypes, what))
+    if "scheduler" in wanted:
+        _same_number("schedulers", parts.schedulers, state["schedulers"], what)
+    said = [text for load in loads for text in load()]
+    if "scheduler" in wanted:
+        for scheduler, own in zip(parts.schedulers, state["schedulers"], strict=True):
+            restore_scheduler(scheduler, own, what)
+    if "scaler" in wanted:
+        said += _restore_scaler(parts.precision, state.get("scaler"))
+    for text in said:
+        notice(text)
+
+
+def _same_number(kind: str, ours: Sequence[Any], theirs: Sequence[Any], what: str) -> None:
+    if len(ours) != len(theirs):
+        one = kind.rstrip("s")
+        raise StateMismatchError(
+            f"{what} holds {len(theirs)} {kind}, and there are {len(ours)} here. Build what the run had, or restore the rest "
+            f"without them: leave {one!r} out of restore={{...}}."
+        )
+
+
+def _restore_scaler(precision: Precision, saved: Any) -> list[str]:
+    if precision.scaler is None:
+        return []
+    if not saved:
+        return ["the checkpoint has no loss scale: 16-mixed starts with its first one."]
+    precision.scaler.load_state_dict(dict(saved))
+    return []
