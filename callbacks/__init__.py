@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
     from trainkit.callbacks.learning_rate_monitor import LearningRateMonitor
+    from trainkit.callbacks.model_checkpoint import ModelCheckpoint
     from trainkit.callbacks.model_summary import ModelSummary
     from trainkit.callbacks.nonfinite_guard import NonFiniteGuard
     from trainkit.callbacks.progress_bar import TQDMProgressBar
@@ -33,6 +34,7 @@ __all__ = [
     "GradientClipping",
     "LambdaCallback",
     "LearningRateMonitor",
+    "ModelCheckpoint",
     "ModelSummary",
     "NonFiniteGuard",
     "TQDMProgressBar",
@@ -45,6 +47,7 @@ _FILES = {
     "GradientClipping": "gradient_clipping",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "learning_rate_monitor",
+    "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "NonFiniteGuard": "nonfinite_guard",
     "TQDMProgressBar": "progress_bar",

@@ -99,13 +99,8 @@ class EarlyStopping(Callback):
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self.log_rank_zero_only = log_rank_zero_only
 
-        self.wait_count = 0
-        self.stopped_epoch = 0
         self.stopping_reason: str | None = None
-        self.best_score = torch.tensor(math.inf if mode == "min" else -math.inf)
-        self._checked = False  # in this fit
-        self._validated = False  # in this fit, the sanity check not counted
-        self._at_train_epoch_end = False
+        self._begin()
         self._warned = False
         self._deferred = False
 
@@ -120,24 +115,49 @@ class EarlyStopping(Callback):
             "stopped_epoch": self.stopped_epoch,
             "best_score": self.best_score,
             "patience": self.patience,
+            "checked": self._checked,
+            "validated": self._validated,
+            "at_train_epoch_end": self._at_train_epoch_end,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.wait_count = int(state_dict["wait_count"])
         self.stopped_epoch = int(state_dict["stopped_epoch"])
         self.best_score = torch.as_tensor(state_dict["best_score"]).detach().cpu()
-        # patience is in the state for whoever reads it; what counts is the constructor's, so that it can be raised on
-        # resume
+        # What counts is the constructor's patience, so that it can be raised on resume; the old one tells who stopped.
+        self._ran_out = self.wait_count >= max(1, int(state_dict.get("patience", self.patience)))
+        self._checked = bool(state_dict.get("checked", False))
+        self._validated = bool(state_dict.get("validated", False))
+        if self.check_on_train_epoch_end is None:
+            self._at_train_epoch_end = bool(state_dict.get("at_train_epoch_end", False))
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit":  # each fit is a new run; one that is resumed loads its state after this
-            self.wait_count = self.stopped_epoch = 0
-            self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
+            self._begin()
+
+    def _begin(self) -> None:
+        """As it is before the first check of a run."""
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
+        self._checked = False  # in this run
+        self._validated = False  # in this run, the sanity check not counted
+        self._at_train_epoch_end = self.check_on_train_epoch_end is True
+        self._ran_out = False  # of patience, before the checkpoint that was loaded
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.stopping_reason = None
-        self._checked = self._validated = self._warned = self._deferred = False
-        self._at_train_epoch_end = self.check_on_train_epoch_end is True
+        self._warned = self._deferred = False
+        raised = self._ran_out and self.wait_count < self.patience
+        self._ran_out = False
+        if raised:
+            self.stopped_epoch = 0
+        if raised and trainer.should_stop:
+            trainer.should_stop = False
+            notice(
+                f"EarlyStopping had stopped after {self.wait_count} checks without an improvement of {self.monitor}; with "
+                f"patience={self.patience} training goes on."
+            )
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.sanity_checking or trainer.stage != "fit":

@@ -133,6 +133,10 @@ class NonFiniteGuard(Callback):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.check_now()
 
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        """No checkpoint is written of a state that is known to be broken."""
+        self.check_now()
+
     def check_now(self) -> None:
         """Read the flag of the latest update now, waiting for the device: before a save, and when training ends.
 
@@ -140,10 +144,12 @@ class NonFiniteGuard(Callback):
             NonFiniteError: that update's loss or gradient was not finite.
         """
         self._read_pending()
+        if self.action != "raise" or self._losses is None:
+            return
+        # of a closure, which runs after the gradients were looked at, or of a window that is not full yet
         losses, self._losses = self._losses, None
-        if self.action == "raise" and losses is not None:  # of a closure, which runs after the gradients were looked at
-            self._pending = _Findings(max(self._update, 1), losses, None, losses, None, [])
-            self._read_pending()
+        self._pending = _Findings(max(self._update, 1), losses, None, losses, None, [])
+        self._read_pending()
 
     def _examine(self, optimizer: Optimizer, update: int) -> _Findings | None:
         """Compute, on the device, whether this update's loss and gradient are finite."""

@@ -162,7 +162,8 @@ class TQDMProgressBar(Callback):
         of = "" if trainer.max_epochs < 0 else f"/{trainer.max_epochs - 1}"
         total: float = trainer.num_training_batches
         if trainer.max_steps >= 0:  # the run may end inside this epoch
-            total = min(total, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+            left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+            total = min(total, trainer.fit_plan.start + left)
         self._train = self._stage(f"Epoch {trainer.current_epoch}{of}", total, 0, leave=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -89,6 +89,11 @@ class Timer(Callback):
         self._start.clear()
         self._end.clear()
 
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit":  # each fit has its whole time; one that is resumed loads, after this, what has been used up
+            for times in (self._before, self._start, self._end):
+                times.pop("train", None)
+
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._stopped = False
         self._begin("train")
@@ -147,11 +152,11 @@ class Timer(Callback):
         return self._end.get(stage, time.monotonic()) - self._start[stage]
 
     def _check(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._stopped or self.duration is None or self.time_elapsed() < self.duration:
+        if self.duration is None or self.time_elapsed() < self.duration:
             return
-        self._stopped = True
-        trainer.should_stop = True
-        if self.verbose:
+        trainer.should_stop = True  # each time: EarlyStopping takes a stop of its own back when its patience was raised
+        said, self._stopped = self._stopped, True
+        if self.verbose and not said:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             module.print(f"Time limit of {timedelta(seconds=self.duration)} reached: training stops after {elapsed}.")
 

@@ -19,7 +19,13 @@ from trainers import make_trainer
 import trainkit.callbacks
 from trainkit import Trainer
 from trainkit.arguments import UNSUPPORTED, limited, pick_device
-from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
+from trainkit.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    TrainkitError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+)
 
 # Every argument of Lightning's Trainer, of version 2 and of those before.
 LIGHTNING_2 = """
@@ -98,8 +104,12 @@ def test_the_verbs_take_lightnings_keywords(verb: str) -> None:
     loaders = {"train_dataloaders": tiny_loader()} if verb == "fit" else {"dataloaders": tiny_loader()}
     run = getattr(make_trainer(), verb)
     run(model=TinyModule(), ckpt_path=None, **loaders)
-    with pytest.raises(UnsupportedArgumentError, match=rf"Trainer\.{verb}\(ckpt_path=\.\.\.\): .*checkpoints are being built"):
+    with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*checkpoints"):
         run(model=TinyModule(), ckpt_path="last", **loaders)
+    with pytest.raises(
+        UnsupportedArgumentError, match=rf"Trainer\.{verb}\(weights_only=\.\.\.\): .*a checkpoint holds no code"
+    ):
+        run(model=TinyModule(), weights_only=True, **loaders)
     with pytest.raises(UnknownNameError, match=rf"Trainer\.{verb} has no argument 'datamodul'. Did you mean 'datamodule'"):
         run(TinyModule(), datamodul=None)
 

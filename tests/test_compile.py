@@ -10,6 +10,8 @@ import torch
 from tiny import TinyModule, tiny_loader
 from trainers import make_trainer
 
+from trainkit.checkpoint import open_checkpoint
+
 # torch's tracer looks at .grad of the loss that goes from a graph into log
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -54,3 +56,10 @@ def test_a_later_fit_of_the_module_itself_is_not_compiled() -> None:
     graphs = backend.graphs
     trainer.fit(module, tiny_loader())
     assert backend.graphs == graphs > 0
+
+
+def test_compiling_leaves_no_trace_in_a_checkpoint() -> None:
+    trainer = make_trainer()
+    trainer.fit(torch.compile(TinyModule(), backend="eager"), tiny_loader())
+    trainer.save_checkpoint("there")
+    assert set(open_checkpoint("there").read().tensors["model"]) == {"layer.weight", "layer.bias"}

@@ -142,8 +142,9 @@ def test_a_classifier() -> None:
     assert list(trainer.test(model, datamodule=data, verbose=False)[0]) == ["test/loss"]
     assert sum(map(len, trainer.predict(model, data))) == 64
     assert trainer.log_dir == "tb/mine/version_0"
-    with pytest.raises(UnsupportedArgumentError, match="ckpt_path"):
-        trainer.test(model, datamodule=data, ckpt_path="best")
+    assert trainer.checkpoint_callback.best_model_path.endswith("step-00000006")
+    again = trainer.test(model, datamodule=data, verbose=False, ckpt_path="best")
+    assert again == trainer.test(Classifier(), datamodule=data, verbose=False, ckpt_path="last")
 
 
 def test_hyper_parameters_of_two_owners_that_differ() -> None:

@@ -166,6 +166,7 @@ SHARED = [
     "detect_anomaly",
     "reload_dataloaders_every_n_epochs",
     "profiler",
+    "enable_checkpointing",
 ]
 
 TRAINER = [
@@ -173,13 +174,13 @@ TRAINER = [
     "val_every_n_steps",
     "global_batch_size",
     "seed",
+    "slurm_requeue",
 ]
 
 # Of Lightning 2.6, from its reference.
 LIGHTNING = {
     *SHARED,
     "num_nodes",
-    "enable_checkpointing",
     "use_distributed_sampler",
     "barebones",
     "plugins",
@@ -200,10 +201,13 @@ def test_the_trainers_arguments_are_frozen() -> None:
 
 
 def test_the_verbs_arguments_are_frozen() -> None:
-    assert arguments_of(Trainer.fit) == ["model", "train_dataloaders", "val_dataloaders", "datamodule"]
+    loaders = ["model", "train_dataloaders", "val_dataloaders", "datamodule"]
+    assert arguments_of(Trainer.fit) == [*loaders, "ckpt_path", "restore", "overrides"]
     for verb in (Trainer.validate, Trainer.test):
-        assert arguments_of(verb) == ["model", "dataloaders", "datamodule", "verbose"]
-    assert arguments_of(Trainer.predict) == ["model", "dataloaders", "datamodule", "return_predictions"]
+        assert arguments_of(verb) == ["model", "dataloaders", "datamodule", "verbose", "ckpt_path"]
+    assert arguments_of(Trainer.predict) == ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path"]
+    assert arguments_of(Trainer.save_checkpoint) == ["filepath", "weights_only", "blocking"]
+    assert arguments_of(TinyModule.load_from_checkpoint) == ["map_location", "strict"]  # after the path
     assert arguments_of(Accelerator.__init__) == ["strategy", "precision", "gradient_accumulation_steps", "even_batches"]
 
 

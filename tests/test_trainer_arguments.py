@@ -100,11 +100,13 @@ def test_a_modules_own_clipping_is_called() -> None:
 def test_what_arguments_attach() -> None:
     trainer = Trainer(logger=False, accelerator="cpu", gradient_clip_val=1.0, max_time={"hours": 1}, max_epochs=1)
     names = [type(callback).__name__ for callback in trainer.callbacks]
-    assert names == ["TQDMProgressBar", "ModelSummary", "Timer", "GradientClipping"]
+    assert names == ["TQDMProgressBar", "ModelSummary", "Timer", "GradientClipping", "ModelCheckpoint"]
     assert type(trainer.progress_bar_callback).__name__ == "TQDMProgressBar"
     assert trainer.early_stopping_callback is None
     stopping, bar = EarlyStopping("x"), TQDMProgressBar()
-    trainer = Trainer(logger=False, accelerator="cpu", callbacks=[stopping, bar], enable_model_summary=False, max_epochs=1)
+    trainer = Trainer(
+        logger=False, accelerator="cpu", callbacks=[stopping, bar], enable_model_summary=False, enable_checkpointing=False
+    )
     assert trainer.callbacks == [stopping, bar]
     assert trainer.early_stopping_callback is stopping
     assert Trainer(logger=False, callbacks=stopping, enable_progress_bar=False, max_epochs=1).callbacks[0] is stopping

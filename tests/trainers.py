@@ -90,10 +90,11 @@ class Seen(TinyModule):
 
 
 def make_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
-    """A Trainer on the CPU that prints nothing, logs nowhere and checks nothing before training."""
+    """A Trainer on the CPU that prints nothing, logs and saves nowhere and checks nothing before training."""
     defaults = {
         "accelerator": "cpu",
         "logger": False,
+        "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,

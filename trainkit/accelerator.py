@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from trainkit.accelerator_state import StateVerbs
 from trainkit.arguments import refuse_unknown
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
@@ -26,7 +28,7 @@ from trainkit.strategy import Strategy
 __all__ = ["Accelerator"]
 
 
-class Accelerator:
+class Accelerator(StateVerbs):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
     Args:
@@ -80,12 +82,16 @@ class Accelerator:
         self.seed = resolve_seed(None)
         self.optimizer_step_was_skipped = False
         self.updates = 0
+        self.updating = False
         self.before_step: Callable[[Optimizer], None] | None = None
         self.skip_asked = False
         self._updated: dict[int, bool] = {}
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
+        self.registered: list[Any] = []
+        self.run_id = secrets.token_hex(8)
 
     @property
     def device(self) -> torch.device:
@@ -111,6 +117,16 @@ class Accelerator:
     def optimizers(self) -> list[Optimizer]:
         """The prepared optimizers, as torch's own objects."""
         return [prepared.optimizer for prepared in self._optimizers]
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """The prepared schedulers, as the user's own objects."""
+        return [prepared.scheduler for prepared in self._schedulers]
+
+    @property
+    def loaders(self) -> list[PreparedLoader]:
+        """The prepared loaders."""
+        return list(self._loaders)
 
     def prepare(self, *objects: Any) -> Any:
         """Models, optimizers, loaders and schedulers, ready for this accelerator, in the order they were given.
@@ -154,7 +170,9 @@ class Accelerator:
 
     def _prepare_other(self, item: Any, place: int) -> Any:
         if hasattr(item, "step") and hasattr(item, "state_dict"):
-            return PreparedScheduler(item, self)
+            prepared = PreparedScheduler(item, self)
+            self._schedulers.append(prepared)
+            return prepared
         several = isinstance(item, list | tuple) and any(isinstance(o, nn.Module | Optimizer | DataLoader) for o in item)
         if several or isinstance(item, str | bytes | Mapping):
             raise ConfigurationError(
@@ -235,7 +253,9 @@ class Accelerator:
             self.strategy.precision.discard(own)
             updated = self.skip_asked = False
         else:
+            self.updating = True  # stays so if an error leaves the parameters between two steps
             updated = self.strategy.optimizer_step(own, closure)
+            self.updating = False
         self.optimizer_step_was_skipped = not updated
         self._updated[id(own)] = updated
         self.updates += updated
@@ -302,7 +322,7 @@ class Accelerator:
         """
         for loader in self._loaders:
             loader.close()
-        self._models, self._optimizers, self._loaders, self._updated = [], [], [], {}
+        self._models, self._optimizers, self._schedulers, self._loaders, self._updated = [], [], [], [], {}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None if len(objects) == 1 else tuple(None for _ in objects)

@@ -29,11 +29,10 @@ UNSUPPORTED: dict[str, str] = {
     "automatic_optimization": "set self.automatic_optimization in __init__ of the TrainModule",
     "barebones": "leave it out: what is not attached costs nothing here; turn off the rest with logger=False, "
     "enable_progress_bar=False, enable_model_summary=False",
-    "checkpoint_callback": "is not in this version; checkpoints are being built",
+    "checkpoint_callback": "use enable_checkpointing, or callbacks=[ModelCheckpoint(...)]",
     "distributed_backend": "use strategy= to choose it",
     "early_stop_callback": "use callbacks=[EarlyStopping('val_loss')]",
     "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
-    "enable_checkpointing": "is not in this version; checkpoints are being built",
     "flush_logs_every_n_steps": "use an argument of the logger",
     "gpus": "use accelerator='gpu', devices=1",
     "ipus": "IPUs are not supported",
@@ -51,7 +50,7 @@ UNSUPPORTED: dict[str, str] = {
     "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
     "reload_dataloaders_every_epoch": "use reload_dataloaders_every_n_epochs=1",
     "replace_sampler_ddp": _LATER,
-    "resume_from_checkpoint": "is not in this version; checkpoints are being built",
+    "resume_from_checkpoint": "give the path to fit, as its ckpt_path",
     "row_log_interval": "use log_every_n_steps",
     "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
     "sync_batchnorm": _LATER,
@@ -70,10 +69,9 @@ UNSUPPORTED: dict[str, str] = {
 
 # Those of Lightning's fit, validate, test and predict.
 _UNSUPPORTED_IN_CALLS: dict[str, str] = {
-    "ckpt_path": "is not in this version; checkpoints are being built",
     "test_dataloaders": "use dataloaders=",
     "train_dataloader": "use train_dataloaders=",
-    "weights_only": "is not in this version; checkpoints are being built",
+    "weights_only": "leave it out: a checkpoint holds no code. For weights alone: fit(..., ckpt_path=..., restore={'model'})",
 }
 
 # Those of Accelerate's Accelerator.
@@ -104,17 +102,13 @@ _UNSUPPORTED_IN_ACCELERATOR: dict[str, str] = {
 def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse arguments that ``where`` does not have: "Trainer", one of its verbs ("Trainer.fit"), or "Accelerator".
 
-    ``ckpt_path=None`` asks for nothing and is let through.
-
     Raises:
         UnsupportedArgumentError: Lightning or Accelerate has it; the message names the replacement.
         UnknownNameError: with the nearest name.
     """
     tables = {"Trainer": UNSUPPORTED, "Accelerator": _UNSUPPORTED_IN_ACCELERATOR}
     table = tables.get(where, _UNSUPPORTED_IN_CALLS)
-    for name, value in given.items():
-        if name == "ckpt_path" and value is None and table is _UNSUPPORTED_IN_CALLS:
-            continue
+    for name in given:
         if name in table:
             raise UnsupportedArgumentError(f"{where}({name}=...): {table[name]}.")
         raise UnknownNameError(f"{where} has no argument {name!r}.{nearest(name, [*known, *table])}")
@@ -122,7 +116,15 @@ def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -
 
 def check_switches(given: Mapping[str, Any]) -> None:
     """Refuse a switch of the Trainer that is neither on nor off, such as the string "no"."""
-    for name in ("enable_progress_bar", "enable_model_summary", "inference_mode", "detect_anomaly", "benchmark"):
+    for name in (
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+        "slurm_requeue",
+        "inference_mode",
+        "detect_anomaly",
+        "benchmark",
+    ):
         value = given[name]
         if not (value is None and name == "benchmark") and (isinstance(value, str) or value not in (True, False)):
             raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
@@ -155,6 +157,7 @@ class TrainerArguments:
     reload_dataloaders_every_n_epochs: int
     deterministic: bool | str | None
     default_root_dir: str | Path | None
+    slurm_requeue: bool
 
     def __post_init__(self) -> None:
         self.ends_by_default = False  # nothing said when training ends

@@ -20,9 +20,9 @@ __all__ = ["attach_callbacks", "attach_loggers", "merge_module_callbacks"]
 
 
 def attach_callbacks(
-    trainer: Trainer, given: Callback | Sequence[Callback] | None, progress_bar: bool, summary: bool
+    trainer: Trainer, given: Callback | Sequence[Callback] | None, progress_bar: bool, summary: bool, checkpoints: bool
 ) -> list[Callback]:
-    """The user's callbacks, then the progress bar, the summary, the timer and the clipping that were asked for.
+    """The user's callbacks, then those that the Trainer's arguments ask for.
 
     Raises:
         HookError: something that is no callback, or has a hook that cannot be called.
@@ -52,6 +52,11 @@ def attach_callbacks(
     clip = arguments.gradient_clip_val
     algorithm = arguments.gradient_clip_algorithm or "norm"
     attach("gradient_clipping", clip is not None, "gradient_clip_val", clip, algorithm)
+    if not checkpoints and any(isinstance(callback, load_callback("model_checkpoint")) for callback in callbacks):
+        raise ConfigurationError(
+            "enable_checkpointing=False and a ModelCheckpoint in callbacks contradict each other. Give one."
+        )
+    attach("model_checkpoint", checkpoints and not trainer.fast_dev_run, "enable_checkpointing")
     return callbacks
 
 

@@ -34,5 +34,12 @@ class DataModule(HyperParametersMixin, DataHooks):
 
     trainer: Trainer | None = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave; called after ``setup``."""
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "trainer": None}

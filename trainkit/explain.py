@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from trainkit.running import checkpoint_folders
+
 if TYPE_CHECKING:
     from trainkit.module import TrainModule
     from trainkit.trainer import Trainer
@@ -28,6 +30,7 @@ def _where(trainer: Trainer) -> list[str]:
         f"  seed           {trainer.seed}",
         f"  folder         {trainer.arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",
+        f"  checkpoints    {', '.join(map(str, checkpoint_folders(trainer))) if trainer.checkpoint_callbacks else 'none'}",
     ]
 
 

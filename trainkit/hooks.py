@@ -287,7 +287,7 @@ def check_datamodule(datamodule: object, base: type) -> None:
     Raises:
         HookError: with the expected signature.
     """
-    methods = {**_DATA_METHODS, "setup": ("stage",), "teardown": ("stage",)}
+    methods = {**_DATA_METHODS, **_STATE, "setup": ("stage",), "teardown": ("stage",)}
     check_names(datamodule, base, methods)
     _check_signatures(datamodule, base, methods)
 

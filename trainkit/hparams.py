@@ -36,6 +36,7 @@ class HyperParametersMixin:
 
     _hparams: HyperParameters | None = None
     _hparams_initial: HyperParameters | None = None
+    _hparams_name: str | None = None  # of the argument that holds all of them
     _log_hyperparams: bool = True
 
     @property
@@ -72,10 +73,12 @@ class HyperParametersMixin:
             UnknownNameError: a name that is no argument of ``__init__``.
             ConfigurationError: an argument that is neither a name nor holds hyper-parameters.
         """
+        caller = frame or (inspect.currentframe() or _no_frame()).f_back
         if len(args) == 1 and not isinstance(args[0], str):
             collected = _as_mapping(args[0])
+            object.__setattr__(self, "_hparams_name", _name_of(args[0], caller))
         else:
-            collected = _arguments(self, frame or (inspect.currentframe() or _no_frame()).f_back)
+            collected = _arguments(self, caller)
             collected = {name: _named(name, collected) for name in args} if args else collected
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         kept = {name: value for name, value in collected.items() if name not in ignored}
@@ -118,6 +121,15 @@ def _init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
         frame = frame.f_back
     collected.pop("__class__", None)
     return collected
+
+
+def _name_of(value: Any, frame: FrameType | None) -> str | None:
+    """The argument of ``__init__`` that is this very object, ``None`` if it is made from others."""
+    if frame is None or frame.f_code.co_name != "__init__":
+        return None
+    code = frame.f_code
+    names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+    return next((name for name in names if frame.f_locals.get(name) is value), None)
 
 
 def _as_mapping(value: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@
 
     train_epoch(trainer):
         on_train_epoch_start
+        what a resumed step had left to do
         for batch in loader:                       # on the device, the generators seeded for it
             on_train_batch_start
             if first of its window: on_before_zero_grad; zero_grad
@@ -17,8 +18,9 @@
             on_before_backward; backward; on_after_backward
             if last of its window: on_before_optimizer_step; step; schedulers
             on_train_batch_end
-            if due: log; validate; stop
+            if due: log; validate; save; stop
         on_train_epoch_end
+        if due: save
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from torch import Tensor, nn
 from trainkit.console import warn
 from trainkit.errors import LossError, MissingMetricError, nearest
 from trainkit.metrics import Scope
+from trainkit.run_state import Phase
 
 if TYPE_CHECKING:
     from trainkit.optimizer_config import SchedulerConfig
@@ -47,9 +50,11 @@ def fit(trainer: Trainer) -> None:
     hooks, metrics = trainer.hooks, trainer.metrics
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_start")
+    trainer.signals.working = True
     while not trainer.finished:
         trainer.refresh_loaders()
         train_epoch(trainer)
+    trainer.ended = True
     metrics.scope = Scope.NOWHERE  # nothing is left that could be given to the loggers
     hooks.run("on_train_end")
 
@@ -62,9 +67,11 @@ def train_epoch(trainer: Trainer) -> None:
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_start")
     metrics.scope = Scope.TRAIN_BATCH
+    if trainer.phase is not Phase.STEP and finish_step(trainer):
+        return
     has_loss = complete = exhausted = False
-    for batch_idx, batch in enumerate(plan.batches(trainer.current_epoch)):
-        trainer.batch_idx, metrics.batch = batch_idx, batch
+    for batch_idx, batch in enumerate(plan.batches(trainer.current_epoch), plan.start):
+        trainer.batch_idx, metrics.stamp, metrics.batch = batch_idx, batch_idx, batch
         if window.first:
             trainer.should_log = trainer.log_due(trainer.global_step + 1)
         skip = False
@@ -100,7 +107,7 @@ def train_epoch(trainer: Trainer) -> None:
                 plan.step(optimizer)
         updated = engine.updates != updates or (plan.without_optimizer and window.full)
         if updated:
-            trainer.global_step += 1
+            trainer.global_step, trainer.phase = trainer.global_step + 1, Phase.UPDATED
             if plan.schedulers:
                 advance_schedulers(trainer, "step", trainer.global_step)
         if hooks.on_train_batch_end:
@@ -115,6 +122,28 @@ def train_epoch(trainer: Trainer) -> None:
     end_of_epoch(trainer, complete, exhausted)
 
 
+def finish_step(trainer: Trainer) -> bool:
+    """What the step of the checkpoint that training goes on from had left to do; returns whether that ends the epoch."""
+    phase, plan = trainer.phase, trainer.fit_plan
+    trainer.phase = Phase.STEP
+    if phase is Phase.EPOCH_END:
+        end_of_epoch(trainer, complete=True, exhausted=False)
+        return True
+    last = plan.start - 1
+    if phase is Phase.UPDATED:
+        trainer.should_log = trainer.log_due(trainer.global_step)
+        stop = after_window(trainer, last, True)
+    else:
+        if phase is Phase.VALIDATING:
+            validate(trainer)
+        else:
+            advance_plateaus(trainer)
+        stop = end_step(trainer, last, validated=True)
+    if stop:
+        end_of_epoch(trainer, plan.is_last(last), False)
+    return stop
+
+
 def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
     """Log and validate if they are due; returns whether training ends here."""
     plan, metrics = trainer.fit_plan, trainer.metrics
@@ -123,14 +152,26 @@ def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
     trainer.accelerator.skip_asked = False  # asked for in a window that had no loss
     if updated and trainer.should_log:
         metrics.flush_step()
-    stop = plan.stop_asked and trainer.may_stop  # asked for in the step before this one
+    plan.stopping = plan.stop_asked and trainer.may_stop  # asked for in the step before this one
     plan.stop_asked = trainer.should_stop
-    if trainer.validation_due(batch_idx, updated):
+    validated = trainer.validation_due(batch_idx, updated)
+    if validated:
         validate(trainer)
-        stop = stop or (trainer.should_stop and trainer.may_stop)
     elif updated and plan.schedulers and trainer.val_plan is None:
         advance_plateaus(trainer)
-    return stop or trainer.steps_done
+    return end_step(trainer, batch_idx, validated)
+
+
+def end_step(trainer: Trainer, batch_idx: int, validated: bool) -> bool:
+    """The step is complete: save and obey signals if there is cause to; returns whether training ends here."""
+    plan = trainer.fit_plan
+    if validated:
+        plan.stopping = plan.stopping or (trainer.should_stop and trainer.may_stop)
+    plan.done, plan.updates = batch_idx + 1, trainer.accelerator.updates
+    trainer.phase = Phase.STEP
+    if trainer.attention or trainer.global_step >= trainer.next_save_step:
+        trainer.checkpointing.attend()
+    return plan.stopping or trainer.steps_done
 
 
 def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
@@ -145,28 +186,39 @@ def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
     if trainer.batch_idx < 0:
         plan.refuse_empty()
     if exhausted and not trainer.steps_done and trainer.validation_due_at_end():
-        validate(trainer)
+        validate(trainer, at_end=True)
+    trainer.phase = Phase.EPOCH_END
     plan.start_epoch(trainer.batch_idx + 1, trainer.arguments.check_val_every_n_epoch is None)
     metrics.batch = None
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_end")
-    metrics.flush_epoch()  # what callbacks that run last have logged
+    trainer.note_computed(metrics.flush_epoch())  # what callbacks that run last have logged
     if complete:
         advance_schedulers(trainer, "epoch", trainer.current_epoch + 1)
         trainer.current_epoch += 1
+        plan.start = plan.done = 0
     trainer.batch_idx = -1
+    trainer.phase = Phase.STEP
+    if trainer.attention:
+        trainer.checkpointing.attend()
 
 
-def validate(trainer: Trainer) -> None:
-    """The validation inside a fit."""
+def validate(trainer: Trainer, at_end: bool = False) -> None:
+    """The validation inside a fit.
+
+    Args:
+        trainer: the trainer.
+        at_end: at the end of an epoch whose length was not known. A run that resumes in it comes here again by itself.
+    """
     plan = trainer.val_plan
     if plan is None:
         return
-    trainer.validating = True
+    trainer.begin_validation(plan, at_end)
     try:
         evaluate(trainer, plan)
     finally:
         trainer.validating = False
+    trainer.states_of_loggers = None
     advance_plateaus(trainer)
 
 
@@ -221,13 +273,14 @@ def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
         hooks.run(f"on_{name}_epoch_end")
         plan.finish()
         metrics.scope = Scope.NOWHERE  # the evaluation's metrics are complete
+        trainer.evaluated(plan)
         hooks.run(f"on_{name}_end")
     return plan.by_loader()
 
 
 def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches: Iterator[Any]) -> None:
     """All batches of one loader."""
-    hooks, metrics, step = trainer.hooks, plan.metrics, plan.step
+    hooks, metrics, step, signals = trainer.hooks, plan.metrics, plan.step, trainer.signals
     before: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_start")
     after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_end")
     if plan.logs:
@@ -244,6 +297,8 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches:
         plan.count += 1
         if metrics.pending:
             metrics.flush_step()
+        if signals.received is not None:
+            raise signals.ending(f"at step {trainer.global_step}, in the {plan.name}")
     if batch_idx < 0:
         plan.refuse_empty(index)
 

@@ -6,16 +6,17 @@ stacked and read once; the values of an epoch are reduced at its end, means in f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.data.nested import batch_size as size_of
 from trainkit.errors import MetricError
+from trainkit.metric_state import adopt, capture, capture_objects, fill, restore_objects, stored, unstored, without_it
 from trainkit.metric_values import alike, is_metric_object, number_of, one_element, read, reduction_of, stacked, weight_of
 
 __all__ = ["MetricResults", "MetricStore", "Scope"]
@@ -37,8 +38,8 @@ class Scope(Enum):
 class _Metric:
     """One name: its options, the value of the step, and what is needed for the value of the epoch."""
 
-    __slots__ = ("fresh", "logger", "name", "on_epoch", "on_step", "prog_bar", "reduce_fx", "signature", "step_value", "suffix",
-                 "torchmetric", "total", "updated", "values", "weight", "weights")  # fmt: skip
+    __slots__ = ("awaits", "fresh", "logger", "name", "on_epoch", "on_step", "prog_bar", "reduce_fx", "signature", "stamp",
+                 "step_value", "suffix", "torchmetric", "total", "updated", "values", "weight", "weights")  # fmt: skip
 
     def __init__(self, key: tuple[str, str], signature: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
         self.name, self.suffix = key
@@ -54,6 +55,8 @@ class _Metric:
         self.weights: list[float] = []
         self.total: Tensor | None = None
         self.weight = 0.0
+        self.stamp = 0  # of the store, when the last value came
+        self.awaits: dict[str, Any] | None = None  # restored, and not logged again yet: what has to come back
 
     @property
     def full_name(self) -> str:
@@ -117,6 +120,10 @@ class _Metric:
         self.values, self.weights, self.total, self.weight, self.updated = [], [], None, 0.0, False
 
     def epoch_value(self) -> Tensor | None:
+        if self.awaits is not None:
+            ended, value = without_it(self)
+            if ended:
+                return value
         if self.torchmetric is not None:
             if not self.updated:
                 return None
@@ -143,6 +150,22 @@ class MetricResults:
     progress_bar: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and tensors by name, for a checkpoint."""
+        callback = {name: stored(value) for name, value in self.callback.items()}
+        return {"callback": callback, "progress_bar": dict(self.progress_bar), "logged": dict(self.logged)}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | None = None) -> None:
+        """Take back what :meth:`state_dict` gave, onto ``device`` what was on one; in place, as many hold this object."""
+        callback = {name: unstored(value, device) for name, value in state["callback"].items()}
+        for mine, others in (
+            (self.callback, callback),
+            (self.progress_bar, state["progress_bar"]),
+            (self.logged, state["logged"]),
+        ):
+            mine.clear()
+            mine.update(others)
+
 
 class MetricStore:
     """The metrics of one stage.
@@ -157,6 +180,7 @@ class MetricStore:
         scope: where in the run the loop is.
         batch: what the loop is working on, to weigh an epoch's values by samples.
         suffix: of the evaluation loader, where there are several.
+        stamp: a number that the loop sets, kept with each value: see :meth:`logged_at`.
     """
 
     def __init__(
@@ -170,6 +194,7 @@ class MetricStore:
         self.batch: Any = None
         self._size: tuple[Any, int] = (None, 0)
         self.suffix = ""
+        self.stamp = 0
 
     def _log(
         self,
@@ -193,6 +218,7 @@ class MetricStore:
         if metric is None or metric.signature != signature:
             metric = self._declare(key, metric, signature, value)
         metric.updated = True
+        metric.stamp = self.stamp
         if metric.torchmetric is not None:
             metric.take(value)
             return
@@ -234,6 +260,14 @@ class MetricStore:
             raise MetricError(
                 f"log({name!r}): every row that the loggers get has a {name!r} already. Use another name, or logger=False."
             )
+        if known is not None and known.awaits is not None:
+            if adopt(known, signature, on_step, on_epoch, value):
+                return known
+            if known.has_values:
+                raise MetricError(
+                    f"log({name!r}) had other options before the checkpoint, in the epoch that goes on. Log it as before until "
+                    "the epoch ends, or resume from a checkpoint of an epoch's end."
+                )
         if known is not None and known.has_values:
             raise MetricError(
                 f"log({name!r}) was called twice in one epoch with different options or from hooks of different kinds. Use one "
@@ -304,6 +338,51 @@ class MetricStore:
                 values[metric.full_name] = values[metric.step_name] = metric.step_value
         return values
 
+    def logged_at(self, name: str) -> int | None:
+        """The stamp of the value that :meth:`step_values` has under a name; None if there is none."""
+        for metric in self._metrics.values():
+            if metric.updated and metric.step_value is not None and name in (metric.full_name, metric.step_name):
+                return metric.stamp
+        return None
+
+    def state_dict(self, module: nn.Module | None = None, before: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """What the epoch has gathered so far: numbers, tensors, lists and dicts; tensors as they are, not copied.
+
+        Args:
+            module: where torchmetrics objects are attributes: all of them that hold anything are in the state, logged or not.
+            before: see :func:`trainkit.metric_state.capture_objects`.
+        """
+        objects = {} if module is None else capture_objects(module, before)
+        paths = {} if module is None else {id(module.get_submodule(path)): path for path in objects}
+        metrics = [capture(metric, paths.get(id(metric.torchmetric))) for metric in self._metrics.values()]
+        return {"stamp": self.stamp, "metrics": metrics, "objects": objects}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], module: nn.Module | None = None, device: torch.device | None = None
+    ) -> None:
+        """Go on with the epoch of :meth:`state_dict`.
+
+        Args:
+            state: what it gave.
+            module: its torchmetrics objects get their states now. Without it, those that are logged again do so then.
+            device: where tensors go that were not on the CPU.
+        """
+        objects = {} if module is None else restore_objects(module, state["objects"])
+        self.stamp = int(state["stamp"])
+        self._metrics = {}
+        for entry in state["metrics"]:
+            # a signature that no call has, so that the next one is looked at
+            options = (entry["prog_bar"], entry["logger"], entry["on_step"], entry["on_epoch"], entry["reduce_fx"] or _unknown)
+            key = (entry["name"], entry["suffix"])
+            metric = _Metric(key, (*options, Scope(entry["scope"]), None), entry["on_step"], entry["on_epoch"])
+            fill(metric, entry, device, objects)
+            self._metrics[key] = metric
+
     def discard(self) -> None:
         """Forget what was logged in this epoch (after the sanity check, or when an epoch is left)."""
         self._metrics = {}
+
+
+def _unknown(values: Tensor) -> Tensor:
+    """Stands for a function of the user's that has not come back yet."""
+    raise AssertionError(values)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from trainkit.trainer import Trainer
 
 __all__ = ["TrainModule"]
+
+M = TypeVar("M", bound="TrainModule")
 
 
 class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
@@ -313,6 +316,30 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
                 "self.all_gather(data)"
             )
         return self.trainer.strategy.all_gather(data, sync_grads=sync_grads)
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[M],
+        checkpoint_path: str | PathLike[str],
+        map_location: torch.device | str | None = None,
+        strict: bool = True,
+        **overrides: Any,
+    ) -> M:
+        """A module made with the hyper-parameters of a checkpoint, with its weights.
+
+        Args:
+            checkpoint_path: the folder of the checkpoint.
+            map_location: the device that the module is moved to (default: where ``__init__`` makes it).
+            strict: names that are missing or not expected are errors.
+            **overrides: arguments of ``__init__`` that differ from the saved ones, or were not saved.
+
+        Raises:
+            CheckpointError: missing, damaged, or an argument of ``__init__`` is neither in it nor given.
+            StateMismatchError: the weights do not fit.
+        """
+        from trainkit.loading import build_from_checkpoint
+
+        return build_from_checkpoint(cls, checkpoint_path, map_location, strict, overrides)
 
     def freeze(self) -> None:
         """No parameter is trained any more, and the module is in eval mode."""

@@ -34,6 +34,10 @@ class FitPlan:
         schedulers: those that the loop advances.
         validate_every: validate after this many micro-batches; ``None``: at the end of an epoch.
         stop_asked: ``should_stop`` was set in the step before this one.
+        stopping: training ends with this step.
+        start: the micro-batch that the epoch begins with: not the first one after a resume.
+        done: micro-batches of the epoch whose windows are complete, logged and validated.
+        updates: the accelerator's count of updates at that point.
         validated: how many times ``validate_every`` has been reached, in this epoch or since ``earlier_batches`` was 0.
         earlier_batches: micro-batches of earlier epochs, where validation counts across epochs.
     """
@@ -50,6 +54,10 @@ class FitPlan:
     profiler: Profiler | None
     validate_every: int | None = None
     stop_asked: bool = False
+    stopping: bool = False
+    start: int = 0
+    done: int = 0
+    updates: int = 0
     validated: int = 0
     earlier_batches: int = 0
 
@@ -59,8 +67,8 @@ class FitPlan:
         return self.loader.length
 
     def batches(self, epoch: int) -> Iterator[Any]:
-        """The batches of an epoch."""
-        batches = self.loader.iterate(epoch)
+        """The batches of an epoch, from :attr:`start` on."""
+        batches = self.loader.iterate(epoch, self.start)
         return batches if self.profiler is None else self.profiler.iterated("next training batch", batches)
 
     def start_epoch(self, batches: int, across_epochs: bool) -> None:
@@ -94,6 +102,7 @@ class EvaluationPlan:
         logs: metrics may be logged (not in prediction).
         keeps: outputs are kept (prediction).
         count: batches of this stage since the run began, the step of what is logged by batch.
+        began: what ``count`` was when the evaluation that is running began.
     """
 
     name: str
@@ -103,6 +112,7 @@ class EvaluationPlan:
     logs: bool = True
     keeps: bool = False
     count: int = 0
+    began: int = 0
     outputs: list[list[Any]] = field(default_factory=list)
     results: dict[str, float] = field(default_factory=dict)
 

@@ -24,6 +24,7 @@ CALLBACKS: dict[str, str] = {
     "early_stopping": "trainkit.callbacks.early_stopping:EarlyStopping",
     "gradient_clipping": "trainkit.callbacks.gradient_clipping:GradientClipping",
     "learning_rate_monitor": "trainkit.callbacks.learning_rate_monitor:LearningRateMonitor",
+    "model_checkpoint": "trainkit.callbacks.model_checkpoint:ModelCheckpoint",
     "model_summary": "trainkit.callbacks.model_summary:ModelSummary",
     "progress_bar": "trainkit.callbacks.progress_bar:TQDMProgressBar",
     "timer": "trainkit.callbacks.timer:Timer",

@@ -29,6 +29,7 @@ __all__ = [
     "resolve_seed",
     "seed_everything",
     "seed_generators",
+    "seed_was_given",
     "set_seed",
 ]
 
@@ -202,6 +203,11 @@ def resolve_seed(seed: int | None) -> int:
     if _process_seed is not None:
         return _process_seed
     return torch.initial_seed() & _MASK
+
+
+def seed_was_given(seed: int | None) -> bool:
+    """Whether the user chose the seed of a run by its argument or by :func:`seed_everything`."""
+    return seed is not None or _process_seed is not None
 
 
 def _checked(seed: object) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,21 +12,50 @@ from typing import TYPE_CHECKING, Any
 from trainkit import loop
 from trainkit.accelerator import Accelerator
 from trainkit.attach import merge_module_callbacks
+from trainkit.checkpointing import Checkpointing
 from trainkit.console import notice
 from trainkit.datamodule import DataModule
-from trainkit.errors import ConfigurationError, DataError, MissingMethodError, ModuleError
+from trainkit.errors import ConfigurationError, DataError, MissingMethodError, ModuleError, Preempted
 from trainkit.flags import torch_flags
 from trainkit.hooks import HookTable, check_datamodule, check_module
 from trainkit.metrics import MetricResults, MetricStore, Scope
 from trainkit.module import TrainModule
 from trainkit.plans import EvaluationPlan
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
+from trainkit.run_state import Phase
 from trainkit.setup_run import evaluation_plan, refuse_incomplete
+from trainkit.signals import Signals, requeue
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
 
-__all__ = ["build_hooks", "check_sanity", "plan_evaluation", "refuse_evaluation", "running"]
+__all__ = [
+    "build_hooks",
+    "check_sanity",
+    "checkpoint_folders",
+    "interruptible",
+    "plan_evaluation",
+    "refuse_evaluation",
+    "running",
+]
+
+
+@contextmanager
+def interruptible(trainer: Trainer) -> Iterator[None]:
+    """Within it SIGTERM, SIGUSR1 and Ctrl-C let the step be finished and saved first."""
+    trainer.signals = Signals(trainer.look)
+    try:
+        with trainer.signals:
+            yield
+    except Preempted:
+        if trainer.arguments.slurm_requeue:
+            requeue()
+        raise
+    except RuntimeError as error:
+        # a signal to the whole process group has ended the loader's workers too, before this process was asked to stop
+        if trainer.signals.received is not None and "DataLoader worker" in str(error):
+            raise trainer.signals.ending(f"at step {trainer.global_step}") from error
+        raise
 
 
 @contextmanager
@@ -103,7 +133,13 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
     trainer.plans = {}
     trainer.results = MetricResults()
     trainer.metrics = MetricStore(trainer.emit, trainer.results, compiled=trainer.compiler is not None)
+    trainer.train_metrics = trainer.metrics
     if stage == "fit":
+        trainer.global_step = trainer.current_epoch = 0
+        trainer.phase, trainer.attention, trainer.ended = Phase.STEP, False, False
+        trainer.next_save_step = math.inf
+        trainer.computed, trainer.states_of_loggers = {}, None
+        trainer.checkpointing = Checkpointing(trainer)
         trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], []
         trainer.__dict__.pop("fit_plan", None)  # what is asked of it before there is a new one must not be the old one's
         trainer.precision.reset()
@@ -120,9 +156,17 @@ def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
     if trainer.datamodule is not None:
         trainer.datamodule.setup(stage)
     trainer.hooks.run("setup", stage)
-    with trainer.precision.init_context():
-        module.configure_model()
+    if not module.__dict__.pop("_built", False):  # by load_from_checkpoint
+        with trainer.precision.init_context():
+            module.configure_model()
     trainer.wrapped_module = trainer.strategy.prepare_module(module)
+
+
+def checkpoint_folders(trainer: Trainer) -> list[Path]:
+    """Where "auto", "last" and "best" look: where this run saves."""
+    own: list[Any] = list(trainer.checkpoint_callbacks)
+    folders = [Path(callback.folder_in(trainer)) for callback in own]
+    return list(dict.fromkeys(folders)) or [Path(trainer.default_root_dir) / "checkpoints"]
 
 
 def build_hooks(trainer: Trainer) -> None:
@@ -192,6 +236,8 @@ def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
     parts: list[Callable[[], Any]] = [partial(hook, stage) for hook in trainer.hooks.teardown]
     if trainer.datamodule is not None:
         parts.append(partial(trainer.datamodule.teardown, stage))
+    if stage == "fit":
+        parts.append(trainer.checkpointing.close)
     parts += [partial(logger.finalize, status) for logger in trainer.loggers]
     parts += [trainer.accelerator.free_memory, trainer.strategy.teardown]
     if trainer.profiler is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,19 @@ from trainkit.callback import Callback
 from trainkit.console import notice, warn
 from trainkit.datamodule import DataModule
 from trainkit.errors import ConfigurationError
-from trainkit.explain import explain, results_table
+from trainkit.evaluating import Evaluating
+from trainkit.explain import explain
 from trainkit.hooks import HookTable
 from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
 from trainkit.precision import Precision
 from trainkit.profiler import Profiler, make_profiler
 from trainkit.registry import make_strategy
-from trainkit.rng import resolve_seed
-from trainkit.running import build_hooks, check_sanity, plan_evaluation, refuse_evaluation, running
+from trainkit.resume import check_restore, find_checkpoint, restore_fit, take_over
+from trainkit.rng import resolve_seed, seed_was_given
+from trainkit.running import build_hooks, check_sanity, checkpoint_folders, interruptible, plan_evaluation, running
 from trainkit.setup_run import finish_fit_plan, fit_plan, overrides, train_loader, validate_every
 from trainkit.strategy import Strategy
-from trainkit.trainer_state import TrainerState
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Trainer"]
 
 
-class Trainer(TrainerState):
+class Trainer(Evaluating):
     """Runs a :class:`~trainkit.TrainModule`: ``fit``, ``validate``, ``test``, ``predict``. All arguments are keywords.
 
     **Where it runs**
@@ -84,10 +85,13 @@ class Trainer(TrainerState):
 
         logger: ``True`` (TensorBoard if installed, else CSV), ``False``, a logger or a list.
         callbacks: a callback or a list.
-        default_root_dir: where logs go (default ``./trainkit_runs``).
+        default_root_dir: where logs and checkpoints go (default ``./trainkit_runs``).
         log_every_n_steps: optimizer updates between log boundaries; 0: log epochs only.
         enable_progress_bar: attach ``TQDMProgressBar``.
         enable_model_summary: attach ``ModelSummary``.
+        enable_checkpointing: attach ``ModelCheckpoint``, unless ``callbacks`` has one: the two newest checkpoints are kept in
+            ``<default_root_dir>/checkpoints``, written at the end of each epoch, every 30 minutes and when training ends.
+        slurm_requeue: after SIGTERM or SIGUSR1, when the checkpoint is written, ask SLURM to run the job again.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a ``Profiler``.
         detect_anomaly: autograd names the forward operation of a NaN gradient (slow).
 
@@ -127,6 +131,8 @@ class Trainer(TrainerState):
         log_every_n_steps: int | None = None,
         enable_progress_bar: bool = True,
         enable_model_summary: bool = True,
+        enable_checkpointing: bool = True,
+        slurm_requeue: bool = False,
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
         inference_mode: bool = True,
@@ -148,12 +154,12 @@ class Trainer(TrainerState):
             self.strategy.use_precision(precision)
         self.accelerator = Accelerator(strategy=self.strategy)
         self.seed = self.accelerator.seed = resolve_seed(seed)
-        self.inference_mode = inference_mode
+        self.seed_given, self.inference_mode = seed_was_given(seed), inference_mode
         self.profiler = make_profiler(profiler)
         self.flags = (deterministic, benchmark, detect_anomaly)
         self.metrics = MetricStore(self.emit, self.results)
         self.loggers = attach_loggers(self, logger)
-        self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary)
+        self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
 
     def fit(
         self,
@@ -161,9 +167,13 @@ class Trainer(TrainerState):
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        *,
+        restore: Collection[str] | None = None,
+        overrides: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        """Train a module. Each call is a new run from step 0, with the module's parameters as they are.
+        """Train a module: a new run from step 0 with the module's parameters as they are, or one that goes on.
 
         Args:
             model: what to train.
@@ -171,16 +181,33 @@ class Trainer(TrainerState):
                 ``DataModule``.
             val_dataloaders: one loader or a list.
             datamodule: instead of loaders.
+            ckpt_path: go on from a checkpoint: ``"auto"``, the newest good one of the folder that this run saves to, or a fresh
+                start if there is none; ``"last"``, likewise, but an error if there is none; ``"best"``, that of
+                ``ModelCheckpoint``; or a path. A damaged one is named and the next older one taken; one named by its path is
+                an error.
+            restore: only these parts of it, of "model", "optimizer", "scheduler", "scaler", "loop" (counters, position in the
+                data, metrics), "callbacks", "loggers" (default: all).
+            overrides: options of the optimizer to be put over the restored ones, such as ``{"lr": 1e-4}``; under a schedule
+                ``lr`` is what the schedule starts from, and what is left of it is scaled.
 
         Raises:
             ModuleError, DataError, ConfigurationError: something that the module or the data lacks; before training starts.
+            CheckpointError: the checkpoint is missing, damaged, or does not fit; before training starts. Or: three saves in a
+                row have failed.
+            Preempted: SIGTERM or SIGUSR1 came; the run was saved. It is a ``SystemExit`` with code 143.
+            KeyboardInterrupt: Ctrl-C; the step was finished and the run saved.
         """
-        refuse_unknown("Trainer.fit", unknown, ["model", "train_dataloaders", "val_dataloaders", "datamodule"])
+        known = ["model", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "restore", "overrides"]
+        refuse_unknown("Trainer.fit", unknown, known)
         if isinstance(train_dataloaders, DataModule) and datamodule is None:
             train_dataloaders, datamodule = None, train_dataloaders
-        with running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders):
-            self.global_step = self.current_epoch = 0
-            self._given = train_dataloaders, val_dataloaders
+        wanted = check_restore(ckpt_path, restore, overrides)
+        self._given = train_dataloaders, val_dataloaders
+        with interruptible(self), running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders):
+            whole = not wanted <= {"model"}
+            found = None if ckpt_path is None else find_checkpoint(self, ckpt_path, checkpoint_folders(self), whole=whole)
+            if found is not None:
+                take_over(self, found, wanted)
             loader = train_loader(self, train_dataloaders)
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
@@ -189,98 +216,36 @@ class Trainer(TrainerState):
             self.val_plan = plan_evaluation(self, "validation", val_dataloaders)
             build_hooks(self)
             finish_fit_plan(self)
+            if found is not None:
+                restore_fit(self, found, wanted, overrides or {})
+            self._loaded_in = self.current_epoch
             self._start_loggers()
+            self.checkpointing.begin()
             if self.arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
             notice(f"fit on {self.device}, {self.precision.name}, seed {self.seed}.")
             self.hooks.run("on_fit_start")
-            check_sanity(self, val_dataloaders)
+            if found is None:
+                check_sanity(self, val_dataloaders)
             loop.fit(self)
             self.hooks.run("on_fit_end")
 
-    def validate(
-        self,
-        model: TrainModule | None = None,
-        dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        verbose: bool = True,
-        **unknown: Any,
-    ) -> list[dict[str, float]]:
-        """Run the validation loop once.
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, blocking: bool = True) -> None:
+        """Write a checkpoint of this moment to a folder of your choice; a checkpoint that is there is replaced.
+
+        It can be called from any hook and after ``fit``. In the middle of an accumulation window, what is saved is the
+        position at its start: a run that resumes repeats the window.
 
         Args:
-            model: default: the one that this trainer ran last.
-            dataloaders: one loader, a list, or a ``DataModule``.
-            datamodule: instead of loaders.
-            verbose: print the metrics.
+            filepath: the folder that the checkpoint becomes.
+            weights_only: leave out optimizers, schedulers, counters, callbacks.
+            blocking: return when it is complete on the disk; ``False``: when it is copied, an error then comes as a warning.
 
-        Returns:
-            The metrics of each loader.
+        Raises:
+            CheckpointError: it cannot be written, or ``filepath`` is something else than a checkpoint.
+            UnsavableError: a value that cannot be stored, with the path to it.
         """
-        refuse_unknown("Trainer.validate", unknown, ["model", "dataloaders", "datamodule", "verbose"])
-        return self._evaluate("validate", "validation", model, dataloaders, datamodule, verbose)
-
-    def test(
-        self,
-        model: TrainModule | None = None,
-        dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        verbose: bool = True,
-        **unknown: Any,
-    ) -> list[dict[str, float]]:
-        """Run the test loop once; arguments and result as of :meth:`validate`."""
-        refuse_unknown("Trainer.test", unknown, ["model", "dataloaders", "datamodule", "verbose"])
-        return self._evaluate("test", "test", model, dataloaders, datamodule, verbose)
-
-    def predict(
-        self,
-        model: TrainModule | None = None,
-        dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        return_predictions: bool = True,
-        **unknown: Any,
-    ) -> list[Any] | None:
-        """What ``predict_step`` returns for each batch; with several loaders, a list of that for each.
-
-        Args:
-            model: default: the one that this trainer ran last.
-            dataloaders: one loader, a list, or a ``DataModule``.
-            datamodule: instead of loaders.
-            return_predictions: ``False`` keeps nothing, for callbacks that write the predictions.
-        """
-        refuse_unknown("Trainer.predict", unknown, ["model", "dataloaders", "datamodule", "return_predictions"])
-        self._keep_predictions = return_predictions
-        self._evaluate("predict", "predict", model, dataloaders, datamodule, False)
-        plan = self.plans.get("predict")
-        if not return_predictions or plan is None:
-            return None
-        outputs, plan.outputs = plan.outputs, []
-        return outputs[0] if len(outputs) == 1 else outputs
-
-    def _evaluate(
-        self,
-        stage: str,
-        name: str,
-        module: TrainModule | None,
-        dataloaders: Any,
-        datamodule: DataModule | None,
-        verbose: bool,
-    ) -> list[dict[str, float]]:
-        module = self.lightning_module if module is None else module
-        if isinstance(dataloaders, DataModule) and datamodule is None:
-            dataloaders, datamodule = None, dataloaders
-        with running(self, stage, module, datamodule, dataloaders):
-            plan = plan_evaluation(self, name, dataloaders)
-            if plan is None:
-                refuse_evaluation(self, stage, name)
-                return []
-            plan.keeps = name == "predict" and self._keep_predictions
-            build_hooks(self)
-            self.validating = stage == "validate"
-            results = loop.evaluate(self, plan)
-            if verbose and self.is_global_zero:
-                self.print(results_table(stage, results))
-            return results
+        self.checkpointing_now(weights_only).save_to(Path(filepath), weights_only=weights_only, blocking=blocking)
 
     def explain(self, module: TrainModule | None = None) -> str:
         """Print, and return, who handles which hook, what runs when, and how the arguments were resolved."""
@@ -309,14 +274,14 @@ class Trainer(TrainerState):
     def finish_metrics(self) -> None:
         """Reduce what was logged in the epoch that ends, before the callbacks that run last."""
         if self.active_plan is None:
-            self.metrics.flush_epoch()
+            self.note_computed(self.metrics.flush_epoch())
         else:
             self.active_plan.finish()
 
     def refresh_loaders(self) -> None:
         """Ask for the loaders of a fit anew where ``reload_dataloaders_every_n_epochs`` says so."""
         every, plan = self.arguments.reload_dataloaders_every_n_epochs, self.fit_plan
-        if not every or self.current_epoch == 0 or self.current_epoch % every:
+        if not every or self.current_epoch == self._loaded_in or self.current_epoch % every:
             return
         self.accelerator.release_loader(plan.loader)
         plan.loader = train_loader(self, self._given[0])

@@ -235,6 +235,9 @@ def test_state_comes_back(trainer, module) -> None:
         "stopped_epoch": int,
         "best_score": torch.Tensor,
         "patience": int,
+        "checked": bool,
+        "validated": bool,
+        "at_train_epoch_end": bool,
     }
     second = EarlyStopping("val_loss", patience=2)
     second.load_state_dict({**state, "stopped_epoch": 6})
@@ -244,20 +247,104 @@ def test_state_comes_back(trainer, module) -> None:
     assert validate(second, trainer, module, 2.0)
 
 
-def test_a_second_fit_starts_with_what_is_known_but_says_everything_anew(trainer, module) -> None:
+def test_a_second_fit_starts_anew_and_says_everything_anew(trainer, module) -> None:
     callback = EarlyStopping("val_loss", patience=1, strict=False)
     for _ in range(2):
+        callback.setup(trainer, module, "fit")
         callback.on_train_start(trainer, module)
         assert callback.stopping_reason is None
         trainer.callback_metrics.clear()
         callback.on_validation_end(trainer, module)
         with pytest.warns(TrainkitWarning, match="not logged"):
             callback.on_train_epoch_end(trainer, module)
+        callback.setup(trainer, module, "fit")
         callback.on_train_start(trainer, module)
         validate(callback, trainer, module, 1.0)
         validate(callback, trainer, module, 1.0)
         assert callback.stopping_reason is not None
-    assert callback.wait_count == 3
+    assert callback.wait_count == 1
+
+
+def resumed(state: dict[str, Any], trainer: Any, module: Any, **arguments: Any) -> EarlyStopping:
+    """Another process that goes on from a checkpoint."""
+    callback = EarlyStopping(**{"monitor": "val_loss", **arguments})
+    callback.setup(trainer, module, "fit")
+    callback.load_state_dict(state)
+    callback.on_train_start(trainer, module)
+    return callback
+
+
+@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize("monitor, when", [("val_loss", None), ("train_loss", None), ("train_loss", True), ("val_loss", False)])
+def test_a_resume_at_any_moment_decides_as_if_there_had_been_none(
+    trainer, module, monitor: str, when: bool | None, at: int
+) -> None:
+    def events(callback: EarlyStopping, numbers: range) -> list[Any]:
+        seen: list[Any] = []
+        for number in numbers:
+            end_of_epoch = number % 2 == 1
+            if monitor == "val_loss" or end_of_epoch:
+                trainer.callback_metrics[monitor] = torch.tensor(1.0 + number)
+            (callback.on_train_epoch_end if end_of_epoch else callback.on_validation_end)(trainer, module)
+            seen.append((callback.wait_count, callback.best_score.item(), trainer.should_stop))
+            trainer.should_stop = False
+        return seen
+
+    arguments: dict[str, Any] = {"patience": 3, "check_on_train_epoch_end": when}
+    whole = EarlyStopping(monitor, **arguments)
+    whole.setup(trainer, module, "fit")
+    whole.on_train_start(trainer, module)
+    expected = events(whole, range(8))
+    assert expected[-1][0]
+    trainer.callback_metrics.clear()
+    first = EarlyStopping(monitor, **arguments)
+    first.setup(trainer, module, "fit")
+    first.on_train_start(trainer, module)
+    before = events(first, range(at))
+    second = resumed(first.state_dict(), trainer, module, monitor=monitor, **arguments)
+    assert before + events(second, range(at, 8)) == expected
+
+
+def test_a_state_of_before_these_flags_is_taken(trainer, module) -> None:
+    state = {"wait_count": 1, "stopped_epoch": 0, "best_score": torch.tensor(1.0), "patience": 3}
+    callback = resumed(state, trainer, module, patience=2)
+    assert not validate(callback, trainer, module, 0.5)
+    assert callback.wait_count == 0
+
+
+def test_the_constructor_says_when_it_is_checked(trainer, module) -> None:
+    state = {**EarlyStopping("val_loss").state_dict(), "at_train_epoch_end": True}
+    assert validate(resumed(state, trainer, module, patience=0, check_on_train_epoch_end=False), trainer, module, math.nan)
+    trainer.should_stop = False
+    state["at_train_epoch_end"] = False
+    assert not validate(resumed(state, trainer, module, patience=0, check_on_train_epoch_end=True), trainer, module, math.nan)
+
+
+@pytest.mark.parametrize("patience, goes_on", [(2, False), (1, False), (3, True)])
+def test_a_run_that_had_stopped_goes_on_with_more_patience(trainer, module, caplog, patience: int, goes_on: bool) -> None:
+    caplog.set_level("INFO", "trainkit")
+    first = EarlyStopping("val_loss", patience=2)
+    first.on_train_start(trainer, module)
+    trainer.current_epoch = 4
+    assert [validate(first, trainer, module, value) for value in (1.0, 2.0, 2.0)] == [False, False, True]
+    second = resumed(first.state_dict(), trainer, module, patience=patience)  # the trainer comes back with should_stop, too
+    assert trainer.should_stop is not goes_on
+    assert second.stopped_epoch == (0 if goes_on else 4)
+    expected = "EarlyStopping had stopped after 2 checks without an improvement of val_loss; with patience=3 training goes on."
+    assert caplog.messages == ([expected] if goes_on else [])
+    assert validate(second, trainer, module, 2.0)
+
+
+@pytest.mark.parametrize("arguments", [{"stopping_threshold": 0.5}, {"check_finite": True}])
+def test_a_stop_for_another_reason_stays(trainer, module, arguments: dict[str, Any]) -> None:
+    first = EarlyStopping("val_loss", patience=2, **arguments)
+    first.on_train_start(trainer, module)
+    assert validate(first, trainer, module, 0.25 if "stopping_threshold" in arguments else math.nan)
+    resumed(first.state_dict(), trainer, module, patience=9, **arguments)
+    assert trainer.should_stop
+    never = EarlyStopping("val_loss", patience=0).state_dict()  # somebody else's stop
+    resumed(never, trainer, module, patience=9)
+    assert trainer.should_stop
 
 
 def test_before_any_check() -> None:

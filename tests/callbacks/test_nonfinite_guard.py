@@ -83,6 +83,27 @@ def test_check_now_reads_at_once(trainer, module) -> None:
         callback.check_now()
 
 
+def test_no_checkpoint_is_written_of_what_is_known_to_be_broken(trainer, module) -> None:
+    callback = NonFiniteGuard()
+    callback.on_train_start(trainer, module)
+    update(callback, trainer, module, [1.0])
+    checkpoint: dict[str, Any] = {}
+    callback.on_save_checkpoint(trainer, module, checkpoint)
+    update(callback, trainer, module, [NAN])
+    with pytest.raises(NonFiniteError, match="in update 2: the loss"):
+        callback.on_save_checkpoint(trainer, module, checkpoint)
+    assert checkpoint == {}
+
+
+def test_a_checkpoint_within_a_window_forgets_no_loss(trainer, module) -> None:
+    callback = NonFiniteGuard(action="skip")
+    callback.on_train_start(trainer, module)
+    callback.on_before_backward(trainer, module, torch.tensor(NAN))
+    callback.on_save_checkpoint(trainer, module, {})
+    update(callback, trainer, module, [1.0])
+    assert callback.skipped_updates == 1
+
+
 def test_the_loss_of_a_closure_is_read_when_training_ends(trainer, module) -> None:
     callback = NonFiniteGuard()
     callback.on_train_start(trainer, module)

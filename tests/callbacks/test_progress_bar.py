@@ -362,7 +362,9 @@ def test_an_epoch_that_max_steps_will_cut_short(terminal: Any, trainer: Any, mod
     trainer.max_steps, trainer.global_step, trainer.accumulate_grad_batches = 12, 10, 3
     bar = TQDMProgressBar()
     bar.setup(trainer, module, "fit")
-    bar.on_train_epoch_start(trainer, module)
-    assert bar._train is not None
-    assert bar._train.total == 6
+    for start, total in ((0, 6), (3, 9)):  # of a run that goes on in the middle of the epoch
+        trainer.fit_plan = SimpleNamespace(start=start)
+        bar.on_train_epoch_start(trainer, module)
+        assert bar._train is not None
+        assert bar._train.total == total
     bar.teardown(trainer, module, "fit")

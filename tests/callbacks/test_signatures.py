@@ -16,6 +16,12 @@ SIGNATURES = {
     "GradientClipping": "gradient_clip_val, gradient_clip_algorithm='norm', norm_type=2.0, log_norm=True",
     "LambdaCallback": "**hooks",
     "LearningRateMonitor": "logging_interval=None, log_momentum=False, log_weight_decay=False",
+    "ModelCheckpoint": (
+        "dirpath=None, filename=None, monitor=None, verbose=False, save_last=None, save_top_k=1, save_on_exception=True, "
+        "save_weights_only=False, mode='min', auto_insert_metric_name=True, every_n_train_steps=None, "
+        "train_time_interval=None, every_n_epochs=None, save_on_train_epoch_end=None, enable_version_counter=True, "
+        "keep_last=2, save=None"
+    ),
     "ModelSummary": "max_depth=1",
     "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
     "TQDMProgressBar": "refresh_rate=1, process_position=0, leave=False",

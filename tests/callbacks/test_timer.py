@@ -130,6 +130,51 @@ def test_a_resumed_run_has_the_time_that_was_left(trainer, module, clock) -> Non
     assert trainer.should_stop
 
 
+def test_a_chain_of_resumes_counts_every_second_once(trainer, module, clock) -> None:
+    state: dict[str, Any] = {"time_elapsed": {}}
+    for fit in range(1, 5):
+        clock.now += 1e5
+        callback = Timer("00:00:01:00", verbose=False)
+        callback.setup(trainer, module, "fit")
+        callback.load_state_dict(state)
+        callback.on_sanity_check_start(trainer, module)
+        clock.now += 0.5
+        callback.on_sanity_check_end(trainer, module)
+        callback.on_train_start(trainer, module)
+        clock.now += 7.125
+        callback.on_validation_start(trainer, module)
+        clock.now += 1.25
+        callback.on_validation_end(trainer, module)
+        state = callback.state_dict()
+        clock.now += 3  # of the killed process, after its checkpoint
+        assert state == {"time_elapsed": {"train": fit * 8.375, "validate": fit * 1.25, "sanity_check": fit * 0.5}}
+    assert not trainer.should_stop
+
+
+def test_a_new_fit_with_a_timer_that_had_resumed_one_has_the_whole_time(trainer, module, clock) -> None:
+    callback = Timer("00:00:00:10", verbose=False)
+    callback.load_state_dict({"time_elapsed": {"train": 7.0, "validate": 2.0}})
+    callback.on_train_start(trainer, module)
+    clock.now += 2
+    callback.on_train_end(trainer, module)
+    callback.setup(trainer, module, "validate")
+    assert callback.time_elapsed() == 9.0
+    callback.setup(trainer, module, "fit")
+    assert (callback.time_remaining(), callback.time_elapsed("validate")) == (10.0, 2.0)
+    assert callback.state_dict() == {"time_elapsed": {"validate": 2.0}}
+
+
+def test_a_stop_that_was_taken_back_is_asked_for_again(trainer, module, clock) -> None:
+    callback = Timer("00:00:00:10")
+    callback.on_train_start(trainer, module)
+    clock.now += 10
+    for batch in range(3):
+        trainer.should_stop = False  # as EarlyStopping does with its own, when its patience was raised
+        callback.on_train_batch_end(trainer, module, None, None, batch)
+        assert trainer.should_stop
+    assert len(module.printed) == 1
+
+
 def test_a_loaded_state_takes_the_place_of_what_was_measured(trainer, module, clock) -> None:
     callback = Timer()
     callback.on_train_start(trainer, module)

@@ -19,8 +19,10 @@ from trainkit.errors import TrainkitError, UnknownNameError, nearest
 __all__ = ["main", "options"]
 
 _SUBCOMMANDS = {
+    "checkpoint": ("trainkit.cli.checkpoint", "list, show, verify, compare and export checkpoints"),
     "demo": ("trainkit.cli.demo", "train a small language model on Python's own source code"),
     "plot": ("trainkit.cli.plot", "draw the metrics of a run to a PNG file"),
+    "verify-resume": ("trainkit.cli.verify_resume", "kill a script's training, resume it, and tell whether it goes on exactly"),
 }
 
 _FAILED = 2
@@ -79,11 +81,19 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 
 def options() -> dict[str, list[str]]:
     """Every subcommand with its options and positional arguments, sorted; "" is ``trainkit`` itself."""
-    parsers = {"": _parser()} | {name: _subparser(name) for name in _SUBCOMMANDS}
-    return {
-        name: sorted(string for action in parser._actions for string in action.option_strings or [_metavar(action)])
-        for name, parser in parsers.items()
-    }
+    found: dict[str, list[str]] = {}
+
+    def add(name: str, parser: argparse.ArgumentParser) -> None:
+        found[name] = sorted(string for action in parser._actions for string in action.option_strings or [_metavar(action)])
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner, subparser in action.choices.items():
+                    add(f"{name} {inner}", subparser)
+
+    add("", _parser())
+    for name in _SUBCOMMANDS:
+        add(name, _subparser(name))
+    return found
 
 
 def _metavar(action: argparse.Action) -> str:

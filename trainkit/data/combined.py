@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from trainkit.data.nested import batch_size
 from trainkit.data.sampling import CYCLE
 from trainkit.data.stream import Stream, open_stream
+from trainkit.data.trail import Trail
 from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.rng import Stage
 
@@ -101,6 +102,12 @@ class CombinedStream:
             raise EmptyLoaderError("a loader inside a CombinedLoader has no batch. Remove it, or fill its dataset.")
         self.length = self._length()
         self.sizes = self._sizes()
+        samples = [stream.samples for stream in self._streams]
+        self.samples = None if None in samples else sum(count for count in samples if count is not None)
+
+    def trails(self) -> list[Trail]:
+        """None: batch m of the whole is not batch m of each, so what cannot start in the middle is skipped through."""
+        return []
 
     def _length(self) -> int | None:
         known = [stream.length for stream in self._streams]

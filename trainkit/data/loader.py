@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from math import gcd
 from typing import Any
 
 import torch
 
+from trainkit.console import warn
 from trainkit.data.combined import CombinedLoader, CombinedStream
 from trainkit.data.nested import batch_size, move
 from trainkit.data.prefetch import to_device
 from trainkit.data.stream import Stream, open_stream
 from trainkit.data.window import MicroBatch, Window, windows
+from trainkit.errors import StateMismatchError
 from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 
 __all__ = ["PreparedLoader"]
@@ -72,6 +75,10 @@ class PreparedLoader:
         self.limit = limit
         self._epoch = 0
         self._next_epoch = 0
+        self._next_start = 0
+        self._given = 0  # micro-batches of the epoch that have been given out
+        for trail in self._stream.trails():
+            trail.keep(4 + (0 if window is None else window.size))
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # not set yet: an object that is being copied or unpickled
@@ -103,16 +110,89 @@ class PreparedLoader:
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration gives this epoch."""
+        """The next iteration gives this epoch, from its first batch unless it is the one that a checkpoint was taken in."""
+        if epoch != self._next_epoch:
+            self._next_start = 0
         self._next_epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._epoch = self._next_epoch
-        self._next_epoch = epoch + 1
-        return self.iterate(epoch)
+        epoch, start = self._next_epoch, self._next_start
+        self._epoch, self._next_epoch, self._next_start = epoch, epoch + 1, 0
+        return self.iterate(epoch, start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of a loop that reads this loader: the epoch, and the samples and micro-batches whose windows are full.
+
+        What has been fetched ahead does not count, nor does a window that is being worked on: it is repeated whole.
+        """
+        done = self._given
+        if self._window is not None and done and not self._window.full:
+            done = self._window_start
+        if done and done == self.length:
+            return self.position(self._epoch + 1, 0)
+        return self.position(self._epoch if done or self._given else self._next_epoch, done)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next iteration goes on where :meth:`state_dict` was.
+
+        Raises:
+            StateMismatchError: the position is not the start of a micro-batch of this loader.
+        """
+        self._next_epoch = self._epoch = int(state_dict["epoch"])
+        self._next_start = self.resume(state_dict)
+        self._given = 0
+
+    def position(self, epoch: int, batches: int) -> dict[str, Any]:
+        """What a checkpoint keeps of a position: after ``batches`` micro-batches of ``epoch``.
+
+        Returns:
+            ``epoch``; ``batches``; ``samples`` (``None`` where only the batches themselves tell their sizes); ``dataset``,
+            the number of samples there are; ``iterable``, the state of an iterable that has one.
+        """
+        sizes, length = self._stream.sizes, self._stream.length
+        samples = None
+        if sizes is not None:
+            samples = batches * sizes[0] - (sizes[0] - sizes[1] if batches and batches == length else 0)
+        states = [trail.at(batches) for trail in self._stream.trails()]
+        return {
+            "epoch": epoch,
+            "batches": batches,
+            "samples": samples,
+            "dataset": self._stream.samples,
+            "iterable": next((state for state in states if state is not None), None),
+        }
+
+    def resume(self, position: Mapping[str, Any]) -> int:
+        """The micro-batch that follows a position, in the size that this loader's have.
+
+        Raises:
+            StateMismatchError: the position lies inside a micro-batch.
+        """
+        start, samples, sizes = int(position["batches"]), position["samples"], self._stream.sizes
+        there, here = position["dataset"], self._stream.samples
+        if start and None not in (there, here) and there != here:
+            warn(
+                f"the dataset has {here} samples, and had {there} when the checkpoint was written: the rest of the epoch comes "
+                "from another order, in which samples that were seen may come again. From the next epoch on all is regular."
+            )
+        if samples is not None and sizes is not None and samples != there:
+            start, rest = divmod(samples, sizes[0])
+            if rest:
+                raise StateMismatchError(
+                    f"the checkpoint was written after {samples} samples of the epoch, which lies inside a micro-batch of "
+                    f"{sizes[0]}. Use a batch_size that divides {samples}, such as {gcd(samples, sizes[0])}, or a checkpoint "
+                    "from the end of an epoch."
+                )
+        elif samples is not None and samples == there and self._stream.length is not None:
+            start = self._stream.length  # the epoch was complete, whatever its last micro-batch
+        if position["iterable"] is not None:
+            for trail in self._stream.trails():
+                trail.resume(start, position["iterable"])
+        return start
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch from micro-batch ``start`` on; nothing before it is fetched from a map-style dataset."""
+        self._given = self._window_start = start
         raw = iter(self._stream.batches(epoch, start, self.limit))
         keys = KeyStream(self._seed, self._stage, Purpose.FORWARD, epoch)
         if self._window is None or (self._window.size == 1 and self._weigh is None):
@@ -131,6 +211,7 @@ class PreparedLoader:
             # move itself where it is all that self._transfer does: at every step, a call counts
             batch = move(batch, device) if moves else transfer(batch, m)
             seed_generators(keys(m), generators)
+            self._given = m + 1
             yield batch if finish is None else finish(batch)
         if self._window is not None:
             self._window.driven = False  # what is read next may be a loader that was not prepared
@@ -146,6 +227,9 @@ class PreparedLoader:
         for m, item in enumerate(items, start):
             batch = transfer(item.batch, m)
             window.take(item)
+            self._given = m + 1
+            if window.first:
+                self._window_start = m
             seed_generators(keys(m), self._generators)
             yield batch if self._finish is None else self._finish(batch)
         window.driven = False

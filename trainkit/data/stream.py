@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.console import notice, warn
 from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
+from trainkit.data.trail import Trail
 from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.rng import KeyStream, Purpose, mix, seed_generators
 
@@ -31,6 +32,11 @@ class Stream(Protocol):
     """Samples of each micro-batch but the last, and of the last; ``None`` if only the batches tell."""
     exact: bool
     """The length is certain; else it is what a dataset or sampler of the user's says of itself."""
+    samples: int | None
+    """Samples of the dataset, where it has a length; the order depends on it."""
+
+    def trails(self) -> list[Trail]:
+        """Where the iterables in it were, for those that can be resumed by a state of their own."""
 
     def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
         """The micro-batches ``start``, ``start + 1``, … (before ``limit``) of an epoch, on the CPU."""
@@ -95,6 +101,8 @@ class LoaderStream:
         if loader.num_workers > 1 and not loader.in_order:
             changes["in_order"] = True
             notice("in_order=False is not used: which batch came first would be a matter of time, in each run another.")
+        self.samples: int | None = None if self._iterable else _length_of(loader.dataset)
+        self._trail = Trail(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
         # What a worker has seen of earlier epochs must not matter: one that reads a stream, or whose dataset is told the
         # epoch (here, in the main process), starts anew in each.
         self._fresh_workers = self._iterable or hasattr(loader.dataset, "set_epoch")
@@ -121,20 +129,27 @@ class LoaderStream:
             self._batches.epoch, self._batches.start, self._batches.limit = epoch, start, limit
         elif loader.batch_size is not None:
             self._slots.epoch = epoch
+            self._slots.start = start if self._trail is not None and self._trail.resumes(start) else 0
+        skipped = start if self._trail is None else self._trail.begin(start)
         iterator = self._running = iter(loader)
         try:
-            yield from self._from_start(iterator, epoch, start, limit)
+            yield from self._from_start(iterator, epoch, start, skipped, limit)
         finally:
             if not loader.persistent_workers:
                 _end_workers(iterator)
 
-    def _from_start(self, iterator: Iterator[Any], epoch: int, start: int, limit: int | None) -> Iterator[Any]:
+    def trails(self) -> list[Trail]:
+        """See :class:`Stream`."""
+        return [] if self._trail is None else [self._trail]
+
+    def _from_start(self, iterator: Iterator[Any], epoch: int, start: int, skipped: int, limit: int | None) -> Iterator[Any]:
         """What is asked for of an iterator over the copy of the loader."""
-        if self._batches is not None:
+        if self._trail is None:
             return iterator  # starts where it should
+        first = start - skipped  # the number of the batch that the iterator gives first
         if self._source.batch_size is None and self._source.num_workers == 0:
-            iterator = _seeded(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch))
-        return islice(iterator, start, limit)
+            iterator = _seeded(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
+        return self._trail.follow(islice(iterator, skipped, None if limit is None else max(limit - first, 0)), start)
 
     def close(self) -> None:
         """End the workers, persistent ones and those of an epoch that an error has left."""
@@ -154,11 +169,11 @@ class _Slots:
 
     def __init__(self, size: int, seed: int, stage: int) -> None:
         self._size, self._seed, self._stage = size, seed, stage
-        self.epoch = 0
+        self.epoch = self.start = 0
 
     def __iter__(self) -> Iterator[KeyedSlots]:
         keys = KeyStream(self._seed, self._stage, Purpose.FETCH, self.epoch)
-        m = 0
+        m = self.start
         while True:
             yield KeyedSlots(keys(m), self._size)
             m += 1
@@ -168,9 +183,11 @@ class IterableStream:
     """Any iterable of batches, used as it is."""
 
     sizes: tuple[int, int] | None = None
+    samples: int | None = None
 
     def __init__(self, source: Iterable[Any], seed: int, stage: int) -> None:
         self._source = source
+        self._trail = Trail(source, readable=True)
         self._seed, self._stage = seed, stage
         self._ready = isinstance(source, list | tuple)
         self._one_shot, self._read = isinstance(source, Iterator), False
@@ -178,8 +195,9 @@ class IterableStream:
         self.exact = self._ready
         if not self._ready:
             notice(
-                f"{type(source).__name__} is iterated as it is: its order is its own (no keyed shuffling) and a resumed run "
-                "has to skip through it. Wrap the data in a Dataset and a DataLoader to get both."
+                f"{type(source).__name__} is iterated as it is: its order is its own (no keyed shuffling)"
+                + ("." if self._trail.active else " and a resumed run has to skip through it.")
+                + " Wrap the data in a Dataset and a DataLoader to get both."
             )
 
     def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
@@ -196,15 +214,21 @@ class IterableStream:
             return islice(iter(self._source), start, limit)
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
         keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
-        return islice(_seeded(iter(self._source), keys), start, limit)
+        skipped = self._trail.begin(start)
+        first = start - skipped
+        batches = islice(_seeded(iter(self._source), keys, first), skipped, None if limit is None else max(limit - first, 0))
+        return self._trail.follow(batches, start)
+
+    def trails(self) -> list[Trail]:
+        """See :class:`Stream`."""
+        return [self._trail]
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-def _seeded(batches: Iterator[Any], keys: KeyStream) -> Iterator[Any]:
-    """The batches of an iterator, the generators seeded by key before each is fetched."""
-    m = 0
+def _seeded(batches: Iterator[Any], keys: KeyStream, m: int) -> Iterator[Any]:
+    """The batches of an iterator, of which ``m`` is the first, the generators seeded by key before each is fetched."""
     while True:
         seed_generators(keys(m))
         try:

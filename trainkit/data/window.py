@@ -32,10 +32,11 @@ class Window:
         share: the part of the window's total weight that the current micro-batch has. Scaled by it, the mean losses of the
             micro-batches add up to the mean over the global batch.
         empty: the total weight of the window is 0, so there is nothing to learn from it.
+        counted: micro-batches that :meth:`count` has counted.
         driven: a prepared loader has set this state and ``accumulate`` has not yet taken it.
     """
 
-    __slots__ = ("_count", "driven", "empty", "first", "full", "share", "size")
+    __slots__ = ("counted", "driven", "empty", "first", "full", "share", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -44,7 +45,7 @@ class Window:
         self.share = 1.0
         self.empty = False
         self.driven = False
-        self._count = 0
+        self.counted = 0
 
     def take(self, micro: MicroBatch) -> None:
         """Work on this micro-batch now."""
@@ -57,8 +58,8 @@ class Window:
 
     def count(self) -> None:
         """Work on the next of ``size`` equal micro-batches: for loops whose loader was not prepared."""
-        place = self._count % self.size
-        self._count += 1
+        place = self.counted % self.size
+        self.counted += 1
         self.take(MicroBatch(None, place == 0, place == self.size - 1, 1.0 / self.size))
 
 

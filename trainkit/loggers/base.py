@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,8 @@ from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
 from trainkit.loggers.files import replace_file
 from trainkit.loggers.folder import RunFolder, check_name, check_save_dir, check_version
-from trainkit.loggers.values import as_array, as_images, number, plain
+from trainkit.loggers.resume import folder_state, go_on
+from trainkit.loggers.values import as_array, as_images, as_step, number, plain
 
 __all__ = ["Logger", "NullExperiment", "is_installed"]
 
@@ -69,8 +69,9 @@ class Logger:
     """Takes the metrics, hyper-parameters and media of a run; the base of all loggers, also of your own.
 
     A subclass defines ``write_metrics(metrics, step)``, and as it needs ``write_hyperparams``, ``write_image``,
-    ``write_text``, ``write_histogram``, ``open_experiment``, ``close_experiment`` and ``save``. They are called on the
-    main process only. A logger works with a ``Trainer`` or alone::
+    ``write_text``, ``write_histogram``, ``open_experiment``, ``close_experiment`` and ``save``; for files that are to go on
+    after a kill, ``mark_files``, ``is_log_of`` and ``cut_files``. They are called on the main process only. A logger works
+    with a ``Trainer`` or alone::
 
         logger = CSVLogger("runs", name="digits")
         logger.log_metrics({"loss": 0.5}, step=1)
@@ -206,7 +207,7 @@ class Logger:
             values[key if plain_key else f"{self._prefix}-{key}"] = number(key, value)
         if "step" in values:
             step = int(values.pop("step"))
-        self._last_step = self._last_step + 1 if step is None else _as_step(step)
+        self._last_step = self._last_step + 1 if step is None else as_step(step)
         if values:
             self.write_metrics(values, self._last_step)
 
@@ -268,7 +269,7 @@ class Logger:
             self.write_histogram(key, finite, self._media_step(step))
 
     def save(self) -> None:
-        """Hand everything logged so far to the operating system."""
+        """Hand everything logged so far to the operating system; called before each checkpoint, too."""
 
     def finalize(self, status: str = "success") -> None:
         """End of a run: give writers, threads and descriptors back. The next use opens them again.
@@ -283,7 +284,36 @@ class Logger:
         if experiment is not None:
             self.close_experiment(experiment, status)
 
+    # ------------------------------------------------------------------ what a checkpoint holds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this log stands, in plain values; makes no folder."""
+        return {"last_step": self._last_step, **folder_state(self)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the log of ``state`` stood, before anything is logged: what was written there later is cut off.
+
+        A log that cannot be found again is a warning, and a new one begins.
+        """
+        if self._experiment is not None:
+            self.finalize("success")
+        self._last_step = int(state.get("last_step", -1))
+        if "folder" in state:
+            go_on(self, state)
+
     # ------------------------------------------------------------------ what a subclass defines
+
+    def mark_files(self, folder: Path) -> dict[str, Any]:
+        """How much of the files in ``folder`` is written: plain values, empty where there is nothing."""
+        return {}
+
+    def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
+        """Whether ``folder`` holds the log that ``mark_files`` was asked about, and not that of another run."""
+        return True
+
+    def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
+        """Cut off what was written after ``mark_files`` gave ``files``; in words, what is missing before it."""
+        return []
 
     def open_experiment(self) -> Any:
         """Make the raw writer. Called on first use and again after ``finalize``."""
@@ -334,7 +364,7 @@ class Logger:
         self._guard = weakref.finalize(self, close)
 
     def _media_step(self, step: int | None) -> int:
-        return max(self._last_step, 0) if step is None else _as_step(step)
+        return max(self._last_step, 0) if step is None else as_step(step)
 
     def _require(self, what: str, default: Any, bound: Any) -> None:
         if getattr(bound, "__func__", None) is default:
@@ -361,12 +391,3 @@ def _claim(folder: RunFolder) -> Path:
             f"The log folder {folder.root} cannot be made: {error}. "
             "Fix: give a folder that can be written, save_dir='runs' or Trainer(default_root_dir='runs')"
         ) from error
-
-
-def _as_step(step: Any) -> int:
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise ConfigurationError(
-            f"step: expected a whole number, got {step!r}. Fix: log_metrics(metrics, step=trainer.global_step)"
-        ) from None

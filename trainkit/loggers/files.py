@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import TextIOWrapper
 from pathlib import Path
 
-__all__ = ["AppendFile", "replace_file"]
+__all__ = ["AppendFile", "complete_lines", "replace_file"]
 
 
 class AppendFile:
@@ -62,6 +62,14 @@ def _cut_torn_line(path: Path, block: int = 65536) -> None:
             keep = start
         if keep < end:
             file.truncate(keep)
+
+
+def complete_lines(path: Path) -> Iterator[str]:
+    """The lines of a file with their ends, but for one that a kill left without its end."""
+    with path.open(encoding="utf-8", newline="") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield line
 
 
 def replace_file(path: Path, write: Callable[[TextIOWrapper], object]) -> None:

@@ -10,8 +10,11 @@ from typing import Any
 
 from trainkit.loggers.base import Logger
 from trainkit.loggers.files import AppendFile
+from trainkit.loggers.resume import cut_file, is_same_file, mark_of
 
 __all__ = ["JSONLLogger", "JSONLWriter"]
+
+_FILES = ("metrics.jsonl", "text.jsonl")
 
 
 class JSONLLogger(Logger):
@@ -47,6 +50,20 @@ class JSONLLogger(Logger):
         writer = JSONLWriter(Path(self.log_dir or self.root_dir) / "text.jsonl")  # rare, so no descriptor is kept
         writer.write({"step": step, "key": key, "text": text})
         writer.close()
+
+    def mark_files(self, folder: Path) -> dict[str, Any]:
+        """The size of both files in bytes."""
+        marks = {name: mark_of(folder / name) for name in _FILES}
+        return {name: mark for name, mark in marks.items() if mark is not None}
+
+    def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
+        """Whether the files go on from where they ended, or are a part of that."""
+        return all(is_same_file(folder / name, mark) for name, mark in files.items())
+
+    def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
+        """Cut both files to the size that they had."""
+        found = [cut_file(folder / name, files[name]["bytes"] if name in files else 0) for name in _FILES]
+        return [problem for problem in found if problem is not None]
 
 
 class JSONLWriter:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ConfigurationError, TrainkitError, missing_package
+from trainkit.loggers.files import complete_lines
 
 __all__ = ["Series", "find_run", "read_metrics"]
 
@@ -100,15 +101,8 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, Series]:
     return metrics
 
 
-def _complete_lines(path: Path) -> Iterable[str]:
-    with path.open(encoding="utf-8", newline="") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield line
-
-
 def _read_csv(path: Path) -> dict[str, Series]:
-    rows = csv.reader(_complete_lines(path))
+    rows = csv.reader(complete_lines(path))
     header = next(rows, [])
     if header and "step" not in header:
         raise TrainkitError(f"{path}: expected a column 'step', got {', '.join(header)}. Fix: name the column 'step'")
@@ -127,7 +121,7 @@ def _read_csv(path: Path) -> dict[str, Series]:
 
 def _read_jsonl(path: Path) -> dict[str, Series]:
     metrics: dict[str, Series] = {}
-    for number, line in enumerate(_complete_lines(path), start=1):
+    for number, line in enumerate(complete_lines(path), start=1):
         try:
             record: dict[str, Any] = json.loads(line)
             step = int(record.pop("step"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainkit.errors import UnsupportedArgumentError, missing_package
 from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.event_files import cut_event_files, event_files, last_step_in
 from trainkit.loggers.folder import check_name
 from trainkit.loggers.values import flatten, number
 
@@ -114,6 +115,27 @@ class TensorBoardLogger(Logger):
         super().write_hyperparams(params)
         self._hparams.update(flatten(params))
 
+    def mark_files(self, folder: Path) -> dict[str, Any]:
+        """The sizes of all event files, and the HPARAMS page that is in them."""
+        sizes = event_files(folder, self._sub_dir)
+        page = None if self._page is None else list(self._page)
+        return {"sizes": sizes, "hparams": dict(self._hparams), "page": page} if sizes else {}
+
+    def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
+        """Whether one of the event files is there: their names tell time, host and process."""
+        return not files or any((folder / name).is_file() for name in files["sizes"])
+
+    def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
+        """Cut the event files to the sizes they had, and remove later ones; a TensorBoard that is running does so, too."""
+        sizes = files.get("sizes", {})
+        missing = cut_event_files(folder, self._sub_dir, sizes)
+        self._hparams = dict(files.get("hparams", {}))
+        self._page = tuple(files["page"]) if files.get("page") else None
+        if self._purge_step is None and sizes:
+            # not the step of the checkpoint: what is kept may count otherwise, such as batches of validation
+            self._purge_step = 1 + max(last_step_in(folder / name) for name in sizes)
+        return missing
+
     def _write_hparams_page(self, metrics: dict[str, int | float]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
@@ -122,11 +144,13 @@ class TensorBoardLogger(Logger):
         page = (dict(self._hparams), metrics)
         if page == self._page:
             return  # a second fit of the same run
+        known = {} if self._page is None else self._page[1]
         self._page = page
         for summary in hparams(self._hparams, metrics):
             self.experiment.file_writer.add_summary(summary)
         for key, value in metrics.items():
-            self.experiment.add_scalar(key, value, 0)
+            if known.get(key) != value:  # once: a resume with another learning rate is no other result
+                self.experiment.add_scalar(key, value, 0)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
         """Write images; those of a list are called ``<key>/0``, ``<key>/1``, …"""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import operator
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["as_array", "as_images", "flatten", "number", "plain"]
+__all__ = ["as_array", "as_images", "as_step", "flatten", "number", "plain"]
 
 
 def number(name: Any, value: Any) -> int | float:
@@ -61,6 +62,16 @@ def as_array(value: Any) -> npt.NDArray[Any]:
             value = value.float()  # numpy knows no bfloat16
         value = value.numpy()
     return np.asarray(value)
+
+
+def as_step(step: Any) -> int:
+    """``step`` as a plain whole number; anything else is a ``ConfigurationError``."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise ConfigurationError(
+            f"step: expected a whole number, got {step!r}. Fix: log_metrics(metrics, step=trainer.global_step)"
+        ) from None
 
 
 def as_images(key: str, image: Any) -> list[npt.NDArray[np.uint8]]:

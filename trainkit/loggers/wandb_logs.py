@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainkit.console import warn
+from trainkit.console import notice, warn
 from trainkit.errors import (
     ConfigurationError,
     UnknownNameError,
@@ -48,6 +50,10 @@ class WandbLogger(Logger):
     the same one; it ends when the program ends, or when another ``WandbLogger`` starts a run. After one that failed it
     ends at once, marked as failed. Used again after its end, the logger resumes the run by its id. A run that you
     started is yours to end.
+
+    After a resume from a checkpoint the run keeps its id and counts its rows on. What has been sent cannot be taken back, so
+    rows that the run got after the checkpoint are not logged again. Offline, where each process writes a file of its own,
+    they are in both files under the same number.
 
     Args:
         name: What the run is called on the page of the project.
@@ -99,6 +105,9 @@ class WandbLogger(Logger):
         self._options = _checked_options(kwargs, offline)
         self._given = experiment
         self._idle = False
+        self._rows = 0  # of the run, when it was closed or when the checkpoint was made
+        self._resumed_at: int | None = None  # the last step of the checkpoint, until something is logged
+        self._repeats, self._until = 0, math.inf  # rows still to come that the run has already, and the last step of those
 
     # ------------------------------------------------------------------ where
 
@@ -204,14 +213,58 @@ class WandbLogger(Logger):
         ours = [started for started in self._started if started.run is experiment]
         for started in ours:
             self._started.remove(started)
+            self._rows = int(experiment.step)
             experiment.finish(exit_code=0 if status == "success" else 1)
+
+    # ------------------------------------------------------------------ what a checkpoint holds
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run's id, and how many rows it has; starts no run."""
+        state: dict[str, Any] = {"last_step": self._last_step}
+        if self.is_main_process and self.version is not None:
+            known = self._experiment is not None and self._resumed_at is None
+            state.update(id=self.version, rows=int(self._experiment.step) - self._repeats if known else self._rows)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the run of ``state``. Nothing can be removed from it: rows that it has already are not logged again."""
+        self._last_step = int(state.get("last_step", -1))
+        if "id" not in state or not self.is_main_process:
+            return
+        wandb = sys.modules.get("wandb")
+        active = None if wandb is None else wandb.run  # by wandb.init(), or left open by a logger
+        users = active is not None and all(started.run is not active for started in self._started)
+        known = self.version or (active.id if active is not None and users else None)
+        if known not in (None, state["id"]):
+            notice(f"WandbLogger logs to the run {known}, not to {state['id']}, to which the run that is resumed has logged.")
+            return
+        self._rows, self._resumed_at, self._repeats = int(state["rows"]), self._last_step, 0
+        if self._given is None:
+            self._id = str(state["id"])
 
     # ------------------------------------------------------------------ what is logged
 
+    def _log(self, row: Mapping[str, Any], step: int) -> None:
+        """Log a row, with the step as one more, unless the run has it from before a resume."""
+        self._idle = False
+        run = self.experiment
+        position: dict[str, Any] = {}
+        if self._resumed_at is not None:
+            self._repeats = max(int(run.step) - self._rows, 0)
+            last = run.summary.get(_STEP) if self._repeats else None
+            self._until = last if isinstance(last, int | float) and last >= self._resumed_at else math.inf
+            self._resumed_at = None
+            # an offline run begins a new file, in which the rows are to be counted on
+            position = {"step": self._rows, "commit": True} if run.step < self._rows else {}
+        if self._repeats and step <= self._until:
+            self._repeats -= 1
+            return
+        self._repeats = 0
+        run.log({**row, _STEP: step}, **position)
+
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
         """Log the metrics, with the step as one more."""
-        self._idle = False
-        self.experiment.log({**metrics, _STEP: step})
+        self._log(metrics, step)
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add to the run's config."""
@@ -225,19 +278,19 @@ class WandbLogger(Logger):
         import wandb
 
         gray_as_2d = [image[..., 0] if image.shape[-1] == 1 else image for image in images]
-        self.experiment.log({key: [wandb.Image(image) for image in gray_as_2d], _STEP: step})
+        self._log({key: [wandb.Image(image) for image in gray_as_2d]}, step)
 
     def write_text(self, key: str, text: str, step: int) -> None:
         """Log a table of one row."""
         import wandb
 
-        self.experiment.log({key: wandb.Table(columns=["step", "text"], data=[[step, text]]), _STEP: step})
+        self._log({key: wandb.Table(columns=["step", "text"], data=[[step, text]])}, step)
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
         """Log a histogram of 64 bins."""
         import wandb
 
-        self.experiment.log({key: wandb.Histogram(values), _STEP: step})
+        self._log({key: wandb.Histogram(values)}, step)
 
     def watch(self, model: torch.nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
         """Log gradients and parameters of ``model`` as histograms, as ``wandb.watch`` does.

@@ -1,0 +1,155 @@
+"""The arguments of ``ModelCheckpoint``: checks, and the template of a name: ``"{epoch:02d}-{val_loss:.2f}"``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from string import Formatter
+from typing import Any
+
+from trainkit.callbacks._checks import check_int
+from trainkit.errors import ConfigurationError, MissingMetricError, nearest
+
+__all__: list[str] = []
+
+COUNTERS = ("epoch", "step")
+DEFAULT_TEMPLATE = "step-{step:08d}"
+_FIX = "Write, for example: ModelCheckpoint(filename='{epoch:02d}-{val_loss:.2f}')"
+
+
+def check_template(template: Any) -> None:
+    """``template`` can be filled, and what comes of it is a plain name in a folder.
+
+    Raises:
+        ConfigurationError: it is not so.
+    """
+    if not isinstance(template, str) or not template:
+        raise ConfigurationError(f"ModelCheckpoint(filename=...) expected a template or None, got {template!r}. {_FIX}")
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigurationError(f"ModelCheckpoint(filename={template!r}): {error}. {_FIX}") from error
+    for literal, name, spec, conversion in parts:
+        if "/" in literal or "\\" in literal or ".." in literal:
+            raise ConfigurationError(
+                f"ModelCheckpoint(filename={template!r}) expected a plain name, got one that leads to another folder. "
+                f"The folder is dirpath. {_FIX}"
+            )
+        if name is not None:
+            _check_field(template, name, spec or "", conversion)
+    sample = fill(template, {name: 0 if name in COUNTERS else 0.5 for name in names_in(template)}, insert=False)
+    if sample == "last" or sample.startswith("."):
+        reason = "'last' is the pointer of save_last" if sample == "last" else "a name that starts with '.' is hidden"
+        raise ConfigurationError(f"ModelCheckpoint(filename={template!r}): {reason}. {_FIX}")
+
+
+def _check_field(template: str, name: str, spec: str, conversion: str | None) -> None:
+    example: int | float = 0 if name in COUNTERS else 0.5
+    kind = "a whole number" if name in COUNTERS else "a float"
+    try:
+        if not name or conversion or "{" in spec:
+            raise ValueError("a field is a name and, after a colon, a format")
+        format(example, spec)
+    except ValueError as error:
+        field = name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+        raise ConfigurationError(
+            f"ModelCheckpoint(filename={template!r}): {{{field}}} cannot be filled with {kind}: {error}. {_FIX}"
+        ) from error
+
+
+def names_in(template: str) -> list[str]:
+    """The metrics and counters that the template asks for, each once."""
+    return list(dict.fromkeys(name for _, name, _, _ in Formatter().parse(template) if name is not None))
+
+
+def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Iterable[str] = ()) -> str:
+    """The name that the template gives with these values.
+
+    Args:
+        template: one that :func:`check_template` has let through.
+        values: numbers, or tensors of one, by name.
+        insert: whether each value is preceded by ``name=``.
+        known: for the message, what else has been logged.
+
+    Raises:
+        MissingMetricError: a value that the template asks for is not there.
+    """
+    text = ""
+    for literal, name, spec, _ in Formatter().parse(template):
+        text += literal
+        if name is None:
+            continue
+        if name not in values:
+            logged = sorted({*values, *known})
+            raise MissingMetricError(
+                f"ModelCheckpoint(filename={template!r}) needs {name!r}, which was not logged. Known: "
+                f"{', '.join(map(repr, logged)) or 'nothing'}.{nearest(name, logged)} Log it, self.log({name!r}, value), "
+                "or leave it out of filename."
+            )
+        number = int(values[name]) if name in COUNTERS else float(values[name])
+        text += (f"{name}=" if insert else "") + format(number, spec or "")
+    return "".join("_" if character in "/\\" or ord(character) < 32 else character for character in text)
+
+
+def missing(monitor: str, logged: Iterable[str]) -> MissingMetricError:
+    """The error for a monitor that was never logged."""
+    known = sorted(logged)
+    return MissingMetricError(
+        f"ModelCheckpoint monitors {monitor!r}, which was not logged. Logged so far: "
+        f"{', '.join(map(repr, known)) or 'nothing'}.{nearest(monitor, known)} Log it, in validation_step or training_step: "
+        f"self.log({monitor!r}, value); or monitor another one."
+    )
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The folder, wherever the process goes later."""
+    return os.path.abspath(os.path.expanduser(os.fspath(path)))
+
+
+def check_folder(dirpath: Any) -> None:
+    """``dirpath`` names a folder of this machine, or is None."""
+    is_path = isinstance(dirpath, str | os.PathLike) and os.fspath(dirpath) != ""
+    if dirpath is not None and (not is_path or "://" in os.fsdecode(dirpath)):
+        raise ConfigurationError(
+            f"ModelCheckpoint(dirpath=...) expected a folder of a local or mounted file system, or None, got {dirpath!r}. "
+            "Write, for example: ModelCheckpoint(dirpath='runs/checkpoints')"
+        )
+
+
+def check_kept(monitor: Any, save_top_k: Any, keep_last: Any, save_last: Any) -> None:
+    """What is kept can be told, and is not nothing."""
+    if monitor is not None and (not isinstance(monitor, str) or not monitor):
+        raise ConfigurationError(
+            f"ModelCheckpoint(monitor=...) expected the name of a logged metric or None, got {monitor!r}. "
+            "Write: ModelCheckpoint(monitor='val_loss'), and in validation_step: self.log('val_loss', loss)"
+        )
+    check_int("ModelCheckpoint", "save_top_k", save_top_k, -1)
+    check_int("ModelCheckpoint", "keep_last", keep_last, -1)
+    if save_last not in (None, True, False):
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_last=...) expected True, False or None, got {save_last!r}. Write save_last=True: the file "
+            "'last' then names the newest checkpoint, and nothing is copied."
+        )
+    if monitor is None and save_top_k > 1:
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_top_k={save_top_k}) expected a monitor that says which are the best. Write "
+            f"monitor='val_loss' or, to keep the newest, keep_last={save_top_k}."
+        )
+    if keep_last == 0 and (save_top_k == 0 or (monitor is None and save_top_k != -1)):
+        raise ConfigurationError(
+            "ModelCheckpoint(keep_last=0) keeps nothing but the best, and without a monitor and save_top_k there are none. "
+            "Write keep_last=1 to keep the newest, or monitor='val_loss'."
+        )
+
+
+def check_interval(interval: Any) -> timedelta | None:
+    """``train_time_interval``; 0 is None."""
+    if interval is None or (type(interval) is int and interval == 0):
+        return None
+    if not isinstance(interval, timedelta) or interval <= timedelta(0):
+        raise ConfigurationError(
+            f"ModelCheckpoint(train_time_interval=...) expected a timedelta longer than 0, or None, got {interval!r}. Write, "
+            "for example: ModelCheckpoint(train_time_interval=timedelta(hours=1)); after each update: every_n_train_steps=1"
+        )
+    return interval

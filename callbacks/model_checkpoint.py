@@ -1,0 +1,394 @@
+"""``ModelCheckpoint``: save the run while it trains, keep the best and the last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from trainkit.callbacks._checkpoint_arguments import (
+    DEFAULT_TEMPLATE,
+    absolute,
+    check_folder,
+    check_interval,
+    check_kept,
+    check_template,
+    fill,
+    missing,
+    names_in,
+)
+from trainkit.callbacks._checkpoint_books import CheckpointBooks, Save, score_of
+from trainkit.callbacks._checks import check_choice, check_int
+from trainkit.console import notice, warn
+from trainkit.errors import ConfigurationError, Preempted, nearest
+from trainkit.model_state import has_adapters
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["ModelCheckpoint"]
+
+_DEFAULT_INTERVAL = timedelta(minutes=30)
+_ENDINGS = ("end", "exception")  # of the reasons for a save, which are also "steps", "time", "validation" and "epoch"
+
+
+class ModelCheckpoint(CheckpointBooks):
+    """Saves a checkpoint when one is due, and deletes old ones. ``Trainer`` attaches ``ModelCheckpoint()`` by itself.
+
+    A checkpoint is a folder ``<dirpath>/<filename>`` that holds all that a run needs to go on exactly where it was. It
+    is due after every ``every_n_train_steps`` updates, every ``every_n_epochs`` epochs and every
+    ``train_time_interval``; where none of the three is given, at every epoch and every 30 minutes. Each one that is
+    given counts; 0 or None turns it off. The last state is saved at the end of training, on SIGTERM, on Ctrl-C and on
+    an error. Training goes on while a checkpoint is written. Nothing is saved in the sanity check and under
+    ``fast_dev_run``.
+
+    **What is kept**: the ``save_top_k`` best of ``monitor``, and the ``keep_last`` newest of the rest. Others are deleted
+    once a newer one is complete, but only those that this callback has saved in this run. A checkpoint is ranked by
+    a value of its own step: one that was measured earlier does not count.
+
+    Args:
+        dirpath: the folder; default: ``<default_root_dir>/checkpoints``.
+        filename: name of a checkpoint, with metrics, ``epoch`` (from 0) and ``step`` in braces:
+            ``"{epoch:02d}-{val_loss:.2f}"``. Default: ``"step-{step:08d}"``. A ``/`` in it becomes ``_``. A name that is
+            taken gets ``-v1``, ``-v2``, …
+        monitor: the metric, as given to ``self.log``, that says which checkpoints are the best.
+        verbose: whether each save is printed.
+        save_last: True: a file ``last`` in the folder holds the name of the newest checkpoint.
+        save_top_k: that many best checkpoints are never deleted; -1: none is ever deleted, 0: the best are nothing
+            special. Counts only with ``monitor``, but for -1.
+        save_on_exception: whether the last complete step is saved when an error ends training; when SIGTERM or Ctrl-C do,
+            it always is.
+        save_weights_only: whether only the model is saved, which nothing can be resumed from.
+        mode: ``"min"`` when smaller is better, ``"max"`` when larger is.
+        auto_insert_metric_name: whether names stand before values: ``epoch=02-val_loss=0.31``.
+        every_n_train_steps: updates from one save to the next.
+        train_time_interval: time from one save to the next.
+        every_n_epochs: epochs from one save to the next.
+        save_on_train_epoch_end: True: what is due by epochs is saved at the end of the training epoch, False: after
+            each validation in it. None: after each validation if ``monitor`` is given and logged by then, else at the
+            end of the epoch.
+        enable_version_counter: False: a checkpoint whose name is taken replaces the one that has it, unless that is one
+            of the best and stays so.
+        keep_last: that many of the newest checkpoints that are not among the best are kept; -1: all of them. 0: only the
+            best are saved.
+        save: ``"all"`` of the model, or ``"trainable"``: parameters that are trained, buffers and a fingerprint of the
+            rest. None: ``"trainable"`` for a model with PEFT adapters.
+
+    Attributes:
+        best_k_models: path → value of ``monitor`` of the ``save_top_k`` best checkpoints, the best first; scalar tensors.
+        last_model_path: the newest checkpoint, be it complete or being written; "" if there is none.
+        current_score: the value of ``monitor`` that the newest was ranked by, None if it was not.
+
+    Raises:
+        ConfigurationError: an argument out of its range.
+        MissingMetricError: ``monitor``, or a metric in ``filename``, was never logged; raised while training.
+
+    Example::
+
+        best = ModelCheckpoint(monitor="val_loss", filename="{epoch}-{val_loss:.3f}", save_top_k=3)
+        Trainer(callbacks=[best]).fit(module)
+        print(best.best_model_path, float(best.best_model_score))
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = True,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+        keep_last: int = 2,
+        save: Literal["all", "trainable"] | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("ModelCheckpoint", "mode", mode, ("min", "max"))
+        check_choice("ModelCheckpoint", "save", save, ("all", "trainable"), optional=True)
+        check_int("ModelCheckpoint", "every_n_train_steps", every_n_train_steps, 0, optional=True)
+        check_int("ModelCheckpoint", "every_n_epochs", every_n_epochs, 0, optional=True)
+        check_folder(dirpath)
+        if filename is not None:
+            check_template(filename)
+        check_kept(monitor, save_top_k, keep_last, save_last)
+        nothing_given = every_n_train_steps is None and every_n_epochs is None and train_time_interval is None
+        self.dirpath = None if dirpath is None else absolute(dirpath)
+        self.filename = filename
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.mode = mode
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.every_n_train_steps = every_n_train_steps or 0
+        self.train_time_interval = _DEFAULT_INTERVAL if nothing_given else check_interval(train_time_interval)
+        self.every_n_epochs = 1 if nothing_given else every_n_epochs or 0
+        self.save_on_train_epoch_end = save_on_train_epoch_end
+        self.enable_version_counter = enable_version_counter
+        self.keep_last = keep_last
+        self.save = save
+
+        self._default_dirpath = dirpath is None
+        self._default_triggers = nothing_given
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._open_books()
+        self._saved: tuple[Any, ...] | None = None  # where the run was when the newest was saved
+        self._postponed: str | None = None  # why a save is due at the end of the epoch
+        self._epoch = 0  # that began last
+        self._begun = self._validates = self._validated = self._epoch_ended = False  # in this fit, but for the sanity check
+        self._at_train_epoch_end = self._decided = False
+        self._content = self.save
+        self._told: set[str] = set()
+
+    @property
+    def state_key(self) -> str:
+        """What its state is kept under and its checkpoints are known by: two with other triggers or metrics are two."""
+        names = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "train_time_interval")
+        return f"ModelCheckpoint{ {name: getattr(self, name) for name in names} }"
+
+    def format_checkpoint_name(self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None) -> str:
+        """The path that a checkpoint would get.
+
+        Args:
+            metrics: by name, ``epoch`` and ``step`` among them; numbers, or tensors of one.
+            filename: another template.
+            ver: the number that makes a taken name another.
+
+        Raises:
+            MissingMetricError: the template needs a metric that is not there.
+        """
+        template = filename or self.filename
+        name = fill(template or DEFAULT_TEMPLATE, metrics, insert=template is not None and self.auto_insert_metric_name)
+        return os.path.join(self.dirpath or "", name if ver is None else f"{name}-v{ver}")
+
+    # ------------------------------------------------------------------------------------------------ when one is due
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.dirpath = self.folder_in(trainer)
+        if stage != "fit":
+            return
+        self._start_over()  # each fit is a new run; one that is resumed loads its state after this
+        twins = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.state_key == self.state_key]
+        if any(twin is not self and twin.folder_in(trainer) == self.dirpath for twin in twins):
+            raise ConfigurationError(
+                f"two callbacks are {self.state_key} and save to {self.dirpath}: each would delete what the other has saved. "
+                "Give one of them another dirpath, monitor or every_n_train_steps."
+            )
+        if not trainer.fast_dev_run:
+            trainer.checkpointing.use_folder(Path(self.dirpath))
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._epoch = trainer.current_epoch
+        self._validates = any(count > 0 for count in trainer.num_val_batches)
+        wanted = self.save_on_train_epoch_end
+        self._at_train_epoch_end = not self._validates or (self.monitor is None if wanted is None else wanted)
+        self._decided = wanted is not None or self._at_train_epoch_end
+        if trainer.fast_dev_run:
+            return
+        if self.save is None and has_adapters(module):
+            self._content = "trainable"
+            self._tell(
+                "ModelCheckpoint: the model has PEFT adapters, so only what is trained is saved, with a fingerprint of the "
+                "rest. To save all of it: ModelCheckpoint(save='all')"
+            )
+        checkpointing = trainer.checkpointing
+        self._begun, self._saved = True, checkpointing.position  # nothing has changed yet
+        if self.every_n_train_steps:
+            checkpointing.every_n_steps(self.every_n_train_steps, partial(self._due, trainer, "steps"))
+        if self.train_time_interval is not None:
+            checkpointing.every(self.train_time_interval, partial(self._due, trainer, "time"))
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._epoch = trainer.current_epoch
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.sanity_checking or trainer.stage != "fit":
+            return
+        self._validated = True
+        if trainer.fast_dev_run or self._at_train_epoch_end:
+            return
+        if not self._decided and self.monitor is not None:
+            found = trainer.checkpointing.metric(self.monitor)
+            if found is None or not found[1]:
+                self._tell(
+                    f"ModelCheckpoint: {self.monitor!r} was not logged before the end of validation, so it is looked for "
+                    f"at the end of the training epoch.{nearest(self.monitor, trainer.callback_metrics)}"
+                )
+                return
+            self._decided = True
+        if self._counts(trainer):
+            self._ask(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._epoch_ended = True
+        if trainer.fast_dev_run:
+            return
+        if not self._decided:  # the first time that it can be told: after a validation that did not have the metric
+            self._at_train_epoch_end = self._decided = self._validated
+        why, self._postponed = self._postponed, None
+        if self._at_train_epoch_end and self._counts(trainer):
+            why = "epoch"
+        if why is not None:
+            trainer.checkpointing.request(partial(self._save, trainer, why))
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.fast_dev_run:
+            trainer.checkpointing.wait()  # a save in flight may still fail
+            self._save(trainer, "end")
+        if self.monitor is not None and self.monitor not in trainer.callback_metrics and self._all_logged:
+            raise missing(self.monitor, trainer.callback_metrics)  # training ended before this could be told
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if trainer.stage != "fit" or not self._begun or not self._saves_at(trainer, exception):
+            return
+        reason = trainer.checkpointing.why_not_savable()
+        if reason is None:
+            trainer.checkpointing.wait()
+            self._save(trainer, "exception")
+        newest = f"the newest checkpoint is {self.last_model_path}" if self.last_model_path else "there is no checkpoint"
+        notice(f"{type(exception).__name__}: " + ("" if reason is None else f"nothing is saved now, as {reason}; ") + newest)
+
+    def _saves_at(self, trainer: Trainer, exception: BaseException) -> bool:
+        """One checkpoint to go on from is enough: the first callback that would save one does."""
+        always = isinstance(exception, Preempted | KeyboardInterrupt)
+        able = (one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and not one.save_weights_only)
+        return next((one for one in able if always or one.save_on_exception), None) is self
+
+    def _due(self, trainer: Trainer, why: str) -> None:
+        """Called at a safe point. After the last batch of an epoch its end is waited for: one checkpoint, not two."""
+        if trainer.is_last_batch:
+            self._postponed = why if self._postponed in (None, "time") else self._postponed
+        else:
+            self._save(trainer, why)
+
+    def _ask(self, trainer: Trainer, why: str) -> None:
+        """Called in a hook."""
+        if trainer.is_last_batch:
+            self._postponed = why
+        else:
+            trainer.checkpointing.request(partial(self._save, trainer, why))
+
+    def _counts(self, trainer: Trainer) -> bool:
+        """Whether the epoch is one of every ``every_n_epochs``."""
+        return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+
+    # -------------------------------------------------------------------------------------------------------- saving
+
+    def _save(self, trainer: Trainer, why: str) -> None:
+        checkpointing = trainer.checkpointing
+        save = Save(checkpointing.position, None)
+        if save.position == self._saved:
+            return
+        save.score = self._score(trainer, why)
+        if self.keep_last == 0 and why != "exception" and "" not in self._best_with("", save.score):
+            return
+        checkpointing.wait()  # so that a save in flight that fails is taken back before this one is entered
+        name, folder = self._name(trainer, why), Path(self.folder_in(trainer))
+        values = {metric: checkpointing.metric(metric) for metric in trainer.callback_metrics}
+        try:
+            path = checkpointing.save(
+                folder,
+                name,
+                weights_only=self.save_weights_only,
+                save=self._content,
+                saved_by=self.state_key,
+                metrics={metric: found[0] for metric, found in values.items() if found is not None and found[1]},
+                replace=self._may_replace(str(folder / name), save.score),
+                blocking=why in _ENDINGS,
+                before_capture=partial(self._entered, save),
+                committed=partial(self._clean_up, save, checkpointing.run_id),
+                failed=partial(self._failed, save),
+            )
+        except BaseException:
+            self._failed(save)
+            raise
+        if self.verbose and save.path:
+            score, best = save.score, self.best_model_score
+            value = "" if score is None else f", {self.monitor} = {float(score):.6g}"
+            value += "" if best is None else f" (best: {float(best):.6g})"
+            notice(f"epoch {self._epoch}, step {trainer.global_step}{value}: saving to {path}")
+
+    def _entered(self, save: Save, path: Path) -> None:
+        self._enter(save, path)
+        self._saved = save.position
+
+    def _failed(self, save: Save, *_: Exception) -> None:
+        if self._take_back(save) and self._saved == save.position:
+            self._saved = None  # the next that is due tries again
+
+    def _may_replace(self, path: str, score: Tensor | None) -> bool:
+        """Whether the checkpoint at ``path`` may give way: one of the best does not for a worse one."""
+        stays = path in self.best_k_models and path in self._best_with("", score)
+        return not self.enable_version_counter and not stays
+
+    @property
+    def _all_logged(self) -> bool:
+        """Whether what the run logs has been logged: an epoch has ended, and a validation if there are any."""
+        return self._epoch_ended and (self._validated or not self._validates)
+
+    def _score(self, trainer: Trainer, why: str) -> Tensor | None:
+        """The monitor's value of the very step that is saved, None if there is none."""
+        if self.monitor is None:
+            return None
+        found = trainer.checkpointing.metric(self.monitor)
+        if found is None:
+            if why in _ENDINGS or not self._all_logged:
+                return None
+            raise missing(self.monitor, trainer.callback_metrics)
+        if found[1]:
+            return score_of(found[0])
+        if why not in _ENDINGS and not (why == "time" and self._default_triggers) and "stale" not in self._told:
+            self._told.add("stale")
+            warn(
+                f"ModelCheckpoint: {self.monitor!r} was logged before step {trainer.global_step}, which is saved now, and not "
+                "in it. Such a checkpoint is not ranked; it is one of keep_last. Save where the metric is measured: "
+                "every_n_epochs=1 saves after each validation, save_on_train_epoch_end=True at the end of each training "
+                "epoch. Or measure where you save: Trainer(val_every_n_steps=...)."
+            )
+        return None
+
+    def _name(self, trainer: Trainer, why: str) -> str:
+        values: dict[str, float] = {"epoch": self._epoch, "step": trainer.global_step}
+        template = self.filename or DEFAULT_TEMPLATE
+        for name in names_in(template):
+            found = None if name in values else trainer.checkpointing.metric(name)
+            if found is not None:
+                values[name] = found[0]
+        unknown = [name for name in names_in(template) if name not in values]
+        if unknown and (why in _ENDINGS or not self._all_logged):
+            self._tell(f"ModelCheckpoint: {', '.join(unknown)} of filename not being known yet, the name is the default.")
+            template = DEFAULT_TEMPLATE
+        insert = template is self.filename and self.auto_insert_metric_name
+        return fill(template, values, insert=insert, known=trainer.callback_metrics)
+
+    def folder_in(self, trainer: Trainer) -> str:
+        """The folder that it saves to, under a trainer."""
+        if self._default_dirpath or self.dirpath is None:
+            return absolute(Path(trainer.default_root_dir) / "checkpoints")
+        return self.dirpath
+
+    def _tell(self, text: str) -> None:
+        """A notice, once in a fit."""
+        if text not in self._told:
+            self._told.add(text)
+            notice(text)

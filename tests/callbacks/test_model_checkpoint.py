@@ -1,0 +1,1026 @@
+"""``ModelCheckpoint`` hook by hook, against a stand-in for ``trainer.checkpointing`` that writes real, small checkpoints.
+
+Whole runs are in ``test_model_checkpoint_runs.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit.callbacks import ModelCheckpoint, model_checkpoint
+from trainkit.checkpoint.commit import commit
+from trainkit.checkpoint.draft import Content, Draft
+from trainkit.checkpoint.folder import free_name, list_checkpoints, read_pointer
+from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.console import TrainkitWarning
+from trainkit.errors import CheckpointWriteError, ConfigurationError, MissingMetricError, Preempted, UnsavableError
+
+
+class Checkpointing:
+    """Commits at once, or, while ``hold`` is set, when told: a save in flight. ``fail`` makes the next save fail."""
+
+    def __init__(self, trainer: Any, run_id: str = "a" * 16) -> None:
+        self.trainer, self.run_id = trainer, run_id
+        self.folders: list[Path] = []
+        self.saves: list[dict[str, Any]] = []
+        self.values: dict[str, tuple[float, int]] = {}
+        self.batches = 0
+        self.reason: str | None = None
+        self.hold = self.fail = self.break_capture = False
+        self._requests: list[Callable[[], None]] = []
+        self._steps: list[tuple[int, Callable[[], None]]] = []
+        self.intervals: list[tuple[timedelta, Callable[[], None]]] = []
+        self._in_flight: Callable[[], None] | None = None
+
+    def use_folder(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder not in self.folders:
+            self.folders.append(folder)
+
+    def every_n_steps(self, n: int, due: Callable[[], None]) -> None:
+        self._steps.append((n, due))
+
+    def every(self, interval: timedelta, due: Callable[[], None]) -> None:
+        self.intervals.append((interval, due))
+
+    def request(self, due: Callable[[], None]) -> None:
+        self._requests.append(due)
+
+    def attend(self, updated: bool) -> None:
+        requests, self._requests = self._requests, []
+        due = requests + [due for n, due in self._steps if updated and self.trainer.global_step % n == 0]
+        for call in due:
+            call()
+
+    def metric(self, name: str) -> tuple[float, bool] | None:
+        if name not in self.values:
+            return None
+        value, step = self.values[name]
+        return value, step == self.trainer.global_step
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        return self.trainer.global_step, self.trainer.current_epoch, self.batches
+
+    def why_not_savable(self) -> str | None:
+        return self.reason
+
+    def wait(self) -> None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight()
+
+    def save(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        weights_only: bool,
+        save: str | None,
+        saved_by: str,
+        metrics: dict[str, float],
+        replace: bool,
+        blocking: bool,
+        before_capture: Callable[[Path], None],
+        committed: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> Path:
+        self.wait()
+        path = folder / (name if replace else free_name(folder, name))
+        before_capture(path)
+        if self.break_capture:
+            raise UnsavableError("state['x']")
+        trainer = self.trainer
+        self.saves.append(
+            {"step": trainer.global_step, "path": path, "weights_only": weights_only, "save": save, "blocking": blocking}
+            | {"metrics": metrics, "replace": replace}
+        )
+        about: dict[str, Any] = {
+            "run_id": self.run_id,
+            "save_counter": len(self.saves),
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "position": {},
+            "seed": 1,
+            "order_version": 1,
+            "key_version": 1,
+            "world_size": 1,
+            "strategy": "single",
+            "precision": "32-true",
+            "contents": {},
+            "aliases": {},
+            "irregular": [],
+            "metrics": metrics,
+            "saved_by": saved_by,
+        }
+        state = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
+        draft = Draft(Content({"model": {"weight": torch.zeros(1)}}, state, about))
+        fails, self.fail = self.fail, False
+
+        def finish() -> None:
+            if fails:
+                failed(CheckpointWriteError("disk full"))
+                return
+            commit(draft, path, replace=replace)
+            committed()
+
+        if self.hold and not blocking:
+            self._in_flight = finish
+        else:
+            finish()
+        return path
+
+
+class Run:
+    """A fit, moved on by hand: ten batches in an epoch, one update each."""
+
+    def __init__(
+        self, trainer: Any, module: Any, *callbacks: ModelCheckpoint, run_id: str = "a" * 16, start: bool = True
+    ) -> None:
+        self.trainer, self.module, self.callbacks = trainer, module, callbacks
+        self.checkpointing = trainer.checkpointing = Checkpointing(trainer, run_id)
+        trainer.callbacks, trainer.callback_metrics = list(callbacks), {}
+        trainer.default_root_dir, trainer.is_last_batch = "runs", False
+        trainer.global_step = trainer.current_epoch = 0
+        for callback in callbacks:
+            callback.setup(trainer, module, "fit")
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        self.hook("on_train_start")
+        self.hook("on_train_epoch_start")
+
+    def hook(self, name: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, name)(self.trainer, self.module, *arguments)
+
+    def log(self, **values: float) -> None:
+        for name, value in values.items():
+            self.trainer.callback_metrics[name] = torch.tensor(value)
+            self.checkpointing.values[name] = (value, self.trainer.global_step)
+
+    def step(self, count: int = 1, validation: dict[str, float] | None = None, **values: float) -> None:
+        """Updates, the last of them with a validation that logs what is given."""
+        for index in range(count):
+            self.trainer.global_step += 1
+            self.checkpointing.batches += 1
+            self.trainer.is_last_batch = self.checkpointing.batches == 10
+            self.log(**values)
+            if validation is not None and index == count - 1:
+                self.log(**validation)
+                self.hook("on_validation_end")
+            self.checkpointing.attend(updated=True)
+
+    def epoch(self, validation: dict[str, float] | None = None, **values: float) -> None:
+        """The rest of the epoch, the validation and the values of the epoch at its end."""
+        self.step(10 - self.checkpointing.batches, validation)
+        self.log(**values)
+        self.hook("on_train_epoch_end")
+        self.trainer.current_epoch += 1
+        self.checkpointing.batches, self.trainer.is_last_batch = 0, False
+        self.checkpointing.attend(updated=False)
+        self.hook("on_train_epoch_start")
+
+    @property
+    def names(self) -> list[str]:
+        """What is in the folders."""
+        return sorted(path.name for folder in self.checkpointing.folders for path in folder.iterdir())
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there."""
+        found = [found for folder in self.checkpointing.folders for found in list_checkpoints(folder)]
+        return sorted(found.manifest.step for found in found if found.manifest is not None)
+
+    @property
+    def saved(self) -> list[int]:
+        """The steps of all that were ever saved."""
+        return [save["step"] for save in self.checkpointing.saves]
+
+
+@pytest.fixture
+def begin(trainer, module) -> Callable[..., Run]:
+    def begin(*callbacks: ModelCheckpoint, **options: Any) -> Run:
+        return Run(trainer, module, *callbacks, **options)
+
+    return begin
+
+
+def names_of(callback: ModelCheckpoint) -> dict[str, float]:
+    return {Path(path).name: score.item() for path, score in callback.best_k_models.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"monitor": ""}, ["monitor='val_loss'", "self.log"]),
+        ({"monitor": 3}, ["name of a logged metric"]),
+        ({"mode": "maximum"}, ["'min', 'max'", "Did you mean 'max'"]),
+        ({"save": "trainabel"}, ["'all', 'trainable' or None", "Did you mean 'trainable'"]),
+        ({"save_last": "link"}, ["save_last=True", "nothing is copied"]),
+        ({"save_top_k": -2}, ["save_top_k", "at least -1"]),
+        ({"save_top_k": 3}, ["monitor='val_loss'", "keep_last=3"]),
+        ({"keep_last": -2}, ["keep_last", "at least -1"]),
+        ({"keep_last": True}, ["keep_last", "True"]),
+        ({"keep_last": 0}, ["keeps nothing but the best", "keep_last=1", "monitor='val_loss'"]),
+        ({"keep_last": 0, "monitor": "a", "save_top_k": 0}, ["keep_last=1"]),
+        ({"every_n_train_steps": -1}, ["every_n_train_steps"]),
+        ({"every_n_epochs": 1.5}, ["every_n_epochs", "1.5"]),
+        ({"train_time_interval": 60}, ["timedelta(hours=1)", "60"]),
+        ({"train_time_interval": timedelta(0)}, ["longer than 0", "every_n_train_steps=1"]),
+        ({"dirpath": "s3://bucket/x"}, ["local or mounted", "s3://"]),
+        ({"dirpath": ""}, ["dirpath"]),
+        ({"dirpath": 3}, ["dirpath"]),
+        ({"filename": ""}, ["a template or None"]),
+        ({"filename": "a/b"}, ["plain name", "dirpath"]),
+        ({"filename": "a\\b"}, ["plain name"]),
+        ({"filename": "..{epoch}"}, ["plain name"]),
+        ({"filename": ".hidden"}, ["hidden"]),
+        ({"filename": "last"}, ["pointer of save_last"]),
+        ({"filename": "{epoch"}, ["expected '}'"]),
+        ({"filename": "{}"}, ["a field is a name"]),
+        ({"filename": "{epoch!r}"}, ["{epoch!r}", "a field is a name"]),
+        ({"filename": "{loss:{width}}"}, ["a field is a name"]),
+        ({"filename": "{val_loss:d}"}, ["{val_loss:d}", "a float", "{val_loss:.2f}"]),
+        ({"filename": "{epoch:x.y}"}, ["{epoch:x.y}", "a whole number"]),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_fix(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ModelCheckpoint(**arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given, steps, epochs, interval",
+    [
+        ({}, 0, 1, timedelta(minutes=30)),
+        ({"every_n_train_steps": 5}, 5, 0, None),
+        ({"every_n_epochs": 2}, 0, 2, None),
+        ({"every_n_epochs": 0}, 0, 0, None),
+        ({"train_time_interval": timedelta(hours=1)}, 0, 0, timedelta(hours=1)),
+        ({"train_time_interval": 0, "every_n_train_steps": 0, "every_n_epochs": 3}, 0, 3, None),
+        ({"every_n_train_steps": 5, "every_n_epochs": 1, "train_time_interval": timedelta(1)}, 5, 1, timedelta(1)),
+    ],
+)
+def test_when_saves_are_due(given: dict[str, Any], steps: int, epochs: int, interval: timedelta | None) -> None:
+    callback = ModelCheckpoint(**given)
+    assert (callback.every_n_train_steps, callback.every_n_epochs, callback.train_time_interval) == (steps, epochs, interval)
+
+
+def test_state_keys_tell_callbacks_apart_and_know_nothing_of_the_machine() -> None:
+    same = {ModelCheckpoint(dirpath=path, filename="x", save_last=True).state_key for path in ("a", "b", None)}
+    assert len(same) == 1
+    arguments: list[dict[str, Any]] = [
+        {"monitor": "a"},
+        {"monitor": "a", "mode": "max"},
+        {"every_n_train_steps": 5},
+        {"every_n_epochs": 5},
+        {"train_time_interval": timedelta(1)},
+    ]
+    assert len({ModelCheckpoint(**given).state_key for given in [{}, *arguments]}) == 6
+    assert ModelCheckpoint(monitor="a", every_n_epochs=2).state_key == (
+        "ModelCheckpoint{'monitor': 'a', 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 2, "
+        "'train_time_interval': None}"
+    )
+
+
+@pytest.mark.parametrize(
+    "filename, insert, expected",
+    [
+        (None, True, "step-00000120"),
+        ("{epoch}", True, "epoch=3"),
+        ("{epoch:03d}-{step}", True, "epoch=003-step=120"),
+        ("{epoch:03d}-{val_loss:.2f}", True, "epoch=003-val_loss=0.31"),
+        ("e{epoch}-l{val_loss:.3f}", False, "e3-l0.312"),
+        ("{val/acc:.1f}", True, "val_acc=0.9"),
+        ("{val.f1:.1f}", True, "val.f1=0.5"),
+        ("best-{epoch_loss:.1f}-{epoch}", True, "best-epoch_loss=2.0-epoch=3"),
+        ("{val_loss:/>6.2f}", False, "__0.31"),
+        ("plain", True, "plain"),
+        ("{{x}}{epoch}", False, "{x}3"),
+    ],
+)
+def test_names(filename: str | None, insert: bool, expected: str) -> None:
+    metrics = {"epoch": 3, "step": torch.tensor(120), "val_loss": torch.tensor(0.3125), "val/acc": 0.9, "val.f1": 0.5}
+    callback = ModelCheckpoint(filename=filename, auto_insert_metric_name=insert)
+    assert callback.format_checkpoint_name({**metrics, "epoch_loss": 2.0}) == expected
+    assert callback.format_checkpoint_name({**metrics, "epoch_loss": 2.0}, ver=2) == f"{expected}-v2"
+
+
+def test_a_name_has_the_folder_and_may_have_another_template(run_dir) -> None:
+    callback = ModelCheckpoint("some/folder", "{epoch}")
+    assert callback.format_checkpoint_name({"epoch": 1, "a": 0.5}, "{a}") == str(run_dir / "some" / "folder" / "a=0.5")
+
+
+def test_a_name_without_its_metric_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(MissingMetricError) as caught:
+        ModelCheckpoint(filename="{val_los:.2f}").format_checkpoint_name({"epoch": 1, "val_loss": 0.5})
+    for word in ("'val_los'", "'epoch', 'val_loss'", "Did you mean 'val_loss'?", "self.log('val_los', value)"):
+        assert word in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------- when and what
+
+
+def test_by_default_the_ends_of_epochs_are_saved_and_the_two_newest_kept(begin, run_dir) -> None:
+    callback = ModelCheckpoint()
+    run = begin(callback)
+    assert run.checkpointing.folders == [run_dir / "runs" / "checkpoints"]
+    assert [interval for interval, _ in run.checkpointing.intervals] == [timedelta(minutes=30)]
+    for _ in range(4):
+        run.epoch({"val_loss": 1.0})
+    assert run.saved == [10, 20, 30, 40]
+    assert run.names == ["step-00000030", "step-00000040"]
+    newest = str(run_dir / "runs" / "checkpoints" / "step-00000040")
+    assert callback.last_model_path == callback.best_model_path == newest
+    assert (callback.best_model_score, callback.current_score, callback.best_k_models) == (None, None, {})
+    assert not any(save["blocking"] for save in run.checkpointing.saves)
+
+
+def test_each_trigger_counts_and_one_place_is_saved_once(begin) -> None:
+    run = begin(ModelCheckpoint(every_n_train_steps=4, every_n_epochs=2, train_time_interval=timedelta(1), keep_last=-1))
+    due = run.checkpointing.intervals[0][1]
+    run.step(5)
+    due()
+    due()
+    run.epoch()
+    run.step(2)
+    due()
+    run.epoch()
+    assert run.saved == [4, 5, 8, 12, 16, 20]
+    assert run.names == [f"step-{step:08d}" for step in (4, 5, 8, 12, 16, 20)]  # 20 was due for two reasons
+
+
+def test_what_is_due_at_the_last_batch_waits_for_the_end_of_the_epoch(begin) -> None:
+    callback = ModelCheckpoint(every_n_train_steps=5, keep_last=-1)
+    run = begin(callback)
+    run.step(10)
+    assert run.saved == [5]
+    run.epoch()
+    assert run.saved == [5, 10]
+    assert open_checkpoint(callback.last_model_path).manifest.epoch == 1
+    run.epoch()
+    assert run.saved == [5, 10, 15, 20]
+
+
+@pytest.mark.parametrize(
+    "arguments, saved",
+    [
+        ({}, [10, 20]),
+        ({"save_on_train_epoch_end": False}, [5, 10, 15, 20]),
+        ({"monitor": "val_loss"}, [5, 10, 15, 20]),
+        ({"monitor": "val_loss", "every_n_epochs": 2}, [15, 20]),
+        ({"monitor": "val_loss", "save_on_train_epoch_end": True}, [10, 20]),
+        ({"monitor": "val_loss", "every_n_train_steps": 10}, [10, 20]),
+        ({"monitor": "val_loss", "every_n_epochs": 0}, []),
+    ],
+)
+def test_where_in_an_epoch(begin, arguments: dict[str, Any], saved: list[int]) -> None:
+    run = begin(ModelCheckpoint(keep_last=-1, **arguments))
+    for _ in range(2):
+        run.step(5, {"val_loss": 1.0})
+        run.epoch({"val_loss": 1.0})
+    assert run.saved == saved
+
+
+@pytest.mark.parametrize("batches", [[], [0]])
+@pytest.mark.parametrize("wanted", [None, False, True])
+def test_without_validation_it_is_the_end_of_the_epoch(begin, trainer, batches: list[int], wanted: bool | None) -> None:
+    trainer.num_val_batches = batches
+    run = begin(ModelCheckpoint(monitor="loss", save_on_train_epoch_end=wanted))
+    run.epoch(loss=1.0)
+    assert run.saved == [10]
+
+
+def test_nothing_is_saved_in_the_sanity_check_and_outside_of_a_fit(begin, trainer) -> None:
+    run = begin(ModelCheckpoint(monitor="val_loss"))
+    for stage, sanity in (("fit", True), ("validate", False)):
+        trainer.stage, trainer.sanity_checking = stage, sanity
+        run.log(val_loss=1.0)
+        run.hook("on_validation_end")
+        run.checkpointing.attend(updated=False)
+    assert run.saved == []
+
+
+def test_fast_dev_run_touches_no_disk_but_tells_of_a_missing_metric(begin, trainer, run_dir) -> None:
+    trainer.fast_dev_run = True
+    run = begin(ModelCheckpoint(monitor="val_loss", every_n_train_steps=1))
+    run.step()
+    run.epoch({"val_loss": 1.0})
+    run.hook("on_train_end")
+    run.hook("on_exception", KeyboardInterrupt())
+    assert (run.saved, list(run_dir.iterdir())) == ([], [])
+    run = begin(ModelCheckpoint(monitor="valloss"))
+    run.epoch({"val_loss": 1.0})
+    with pytest.raises(MissingMetricError, match="Did you mean 'val_loss'"):
+        run.hook("on_train_end")
+
+
+@pytest.mark.parametrize(
+    "given, adapters, content",
+    [(None, False, None), (None, True, "trainable"), ("all", True, "all"), ("trainable", False, "trainable")],
+)
+def test_what_of_the_model_is_saved(begin, monkeypatch, caplog, given, adapters: bool, content: str | None) -> None:
+    caplog.set_level("INFO", "trainkit")
+    monkeypatch.setattr(model_checkpoint, "has_adapters", lambda module: adapters)
+    run = begin(ModelCheckpoint(save=given, save_weights_only=True))
+    run.epoch()
+    run.epoch()
+    assert [(save["save"], save["weights_only"]) for save in run.checkpointing.saves] == [(content, True)] * 2
+    assert len(caplog.messages) == (given is None and adapters)
+    assert all("ModelCheckpoint(save='all')" in message for message in caplog.messages)
+
+
+def test_verbose_says_what_was_saved(begin, caplog, run_dir) -> None:
+    caplog.set_level("INFO", "trainkit")
+    run = begin(ModelCheckpoint("c", monitor="val_loss", verbose=True))
+    run.epoch({"val_loss": 0.5})
+    run.epoch({"val_loss": 0.75})
+    assert caplog.messages == [
+        f"epoch 0, step 10, val_loss = 0.5 (best: 0.5): saving to {run_dir / 'c' / 'step-00000010'}",
+        f"epoch 1, step 20, val_loss = 0.75 (best: 0.5): saving to {run_dir / 'c' / 'step-00000020'}",
+    ]
+
+
+def test_names_of_a_run(begin) -> None:
+    run = begin(ModelCheckpoint(filename="{epoch}-{step}-{val_loss:.2f}", monitor="val_loss", keep_last=-1))
+    run.step(5, {"val_loss": 0.75})
+    run.epoch({"val_loss": 0.5})
+    run.epoch({"val_loss": math.nan})
+    assert run.names == [
+        "epoch=0-step=10-val_loss=0.50",
+        "epoch=0-step=5-val_loss=0.75",
+        "epoch=1-step=20-val_loss=nan",
+    ]
+
+
+def test_the_metrics_of_the_step_are_in_the_manifest(begin) -> None:
+    callback = ModelCheckpoint(every_n_train_steps=5)
+    run = begin(callback)
+    run.step(4, old=1.0)
+    run.step(1, loss=2.0)
+    assert open_checkpoint(callback.last_model_path).manifest.metrics == {"loss": 2.0}
+
+
+# ------------------------------------------------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize(
+    "mode, values, best, kept",
+    [
+        ("min", [5, 1, 4, 2, 3], {2: 1, 4: 2}, [1, 2, 3, 4, 5]),
+        ("min", [5, 1, 4, 2, 3, 6], {2: 1, 4: 2}, [2, 3, 4, 5, 6]),
+        ("max", [5, 1, 4, 2, 3, 6], {6: 6, 1: 5}, [1, 3, 4, 5, 6]),
+        ("min", [3, 3, 3, 3, 3, 3], {1: 3, 2: 3}, [1, 2, 4, 5, 6]),
+        ("min", [math.nan, math.nan, math.inf, 9, math.nan, 8], {6: 8, 4: 9}, [2, 3, 4, 5, 6]),
+        ("max", [math.nan, -math.inf, math.nan], {2: -math.inf, 1: math.nan}, [1, 2, 3]),
+    ],
+)
+def test_the_best_are_kept_and_the_newest_of_the_rest(begin, mode: str, values: list[float], best, kept) -> None:
+    callback = ModelCheckpoint("c", "{step}", "val_loss", save_top_k=2, keep_last=3, mode=mode)
+    run = begin(callback)
+    for value in values:
+        run.epoch({"val_loss": float(value)})
+    found = names_of(callback)
+    assert list(found) == [f"step={10 * step}" for step in best]
+    assert [math.isnan(value) or value for value in found.values()] == [math.isnan(value) or value for value in best.values()]
+    assert run.steps == [10 * step for step in kept]
+    assert Path(callback.best_model_path).name == next(iter(found))
+    assert Path(callback.kth_best_model_path).name == list(found)[-1]
+    first, score = next(iter(found.values())), callback.best_model_score
+    assert score is not None
+    assert (score.item() == first or math.isnan(first), score.dtype, score.ndim) == (True, torch.float64, 0)
+
+
+@pytest.mark.parametrize(
+    "arguments, kept",
+    [
+        ({"keep_last": -1}, [10, 20, 30, 40]),
+        ({"save_top_k": -1}, [10, 20, 30, 40]),
+        ({"keep_last": 1}, [40]),
+        ({"save_top_k": 0, "keep_last": 1}, [40]),
+        ({"monitor": "val_loss", "save_top_k": -1, "keep_last": 0}, [10, 20, 30, 40]),
+        ({"monitor": "val_loss", "save_top_k": 0, "keep_last": 1}, [40]),
+        ({"monitor": "val_loss", "save_top_k": 1, "keep_last": 1}, [10, 40]),
+        ({"monitor": "val_loss", "save_top_k": 1, "keep_last": 0}, [10]),
+    ],
+)
+def test_how_many_are_kept(begin, arguments: dict[str, Any], kept: list[int]) -> None:
+    run = begin(ModelCheckpoint(**arguments))
+    for index in range(4):
+        run.epoch({"val_loss": 1.0 + index})
+    assert run.steps == kept
+
+
+def test_without_a_rest_only_the_best_are_saved_but_an_ending_still_is(begin) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", keep_last=0)
+    run = begin(callback)
+    for value in (3.0, 4.0, 2.0, 5.0):
+        run.epoch({"val_loss": value})
+    run.hook("on_train_end")
+    assert (run.saved, run.steps) == ([10, 30], [30])
+    run.step()
+    run.hook("on_exception", Preempted())
+    assert (run.saved, run.steps) == ([10, 30, 41], [30, 41])
+    run.epoch({"val_loss": 1.0})
+    assert run.steps == [50]
+
+
+def test_a_checkpoint_is_deleted_when_a_newer_one_is_complete_and_not_before(begin) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", keep_last=1)
+    run = begin(callback)
+    run.epoch({"val_loss": 2.0})
+    run.epoch({"val_loss": 3.0})
+    run.checkpointing.hold = True
+    run.epoch({"val_loss": 1.0})
+    assert (run.steps, Path(callback.best_model_path).name) == ([10, 20], "step-00000030")
+    run.checkpointing.wait()
+    assert run.steps == [20, 30]  # 10 is neither the best nor the newest of the rest any more
+
+
+def test_only_what_this_callback_saved_in_this_run_is_deleted(begin, run_dir) -> None:
+    first = begin(ModelCheckpoint(filename="{epoch}"))
+    first.epoch()
+    first.epoch()
+    second = begin(ModelCheckpoint(keep_last=1), ModelCheckpoint(every_n_train_steps=5, keep_last=1), run_id="b" * 16)
+    folder = run_dir / "runs" / "checkpoints"
+    (folder / "mine").mkdir()
+    second.epoch()
+    damaged = folder / "step-00000010"
+    (damaged / "state.json").unlink()
+    second.epoch()
+    second.epoch()
+    assert second.names == ["epoch=0", "epoch=1", "mine", "step-00000010", "step-00000030", "step-00000030-v1"]
+
+
+def test_one_that_cannot_be_deleted_or_pointed_to_does_not_undo_the_save(begin, run_dir, caplog) -> None:
+    caplog.set_level("INFO", "trainkit")
+    (run_dir / "c" / "last").mkdir(parents=True)  # in the way of the pointer
+    callback = ModelCheckpoint("c", save_last=True)
+    run = begin(callback)
+    run.epoch()
+    assert Path(callback.last_model_path).is_dir()
+    assert "step-00000010 is saved, but: " in caplog.messages[0]
+
+
+def test_the_pointer_names_the_newest(begin, run_dir) -> None:
+    run = begin(ModelCheckpoint("c", save_last=True, keep_last=1))
+    run.epoch()
+    assert read_pointer(run_dir / "c") == "step-00000010"
+    run.epoch()
+    assert read_pointer(run_dir / "c") == "step-00000020"
+    run = begin(ModelCheckpoint("d"))
+    run.epoch()
+    assert run.names == ["step-00000010"]
+
+
+def test_without_version_counter_a_name_is_used_again(begin) -> None:
+    run = begin(ModelCheckpoint(filename="newest", enable_version_counter=False))
+    run.epoch()
+    run.epoch()
+    assert (run.names, run.steps) == (["newest"], [20])
+
+
+def test_a_name_that_is_used_again_does_not_take_the_place_of_a_better_one(begin) -> None:
+    callback = ModelCheckpoint(filename="best", monitor="val_loss", enable_version_counter=False, keep_last=1)
+    run = begin(callback)
+    both = ["best", "best-v1"]
+    for value, names in [(3.0, ["best"]), (4.0, both), (2.0, both), (5.0, ["best", "best-v2"])]:
+        run.epoch({"val_loss": value})
+        assert run.names == names
+    assert open_checkpoint(callback.best_model_path).manifest.step == 30
+    assert names_of(callback) == {"best": 2.0}
+    run.checkpointing.fail = True
+    run.epoch({"val_loss": 1.0})
+    assert open_checkpoint(callback.best_model_path).manifest.step == 30
+    assert names_of(callback) == {"best": 2.0}
+
+
+def test_two_callbacks_that_would_delete_each_others_checkpoints(begin) -> None:
+    with pytest.raises(ConfigurationError, match="two callbacks are ModelCheckpoint.*another dirpath"):
+        begin(ModelCheckpoint(), ModelCheckpoint("runs/checkpoints", filename="x"))
+    begin(ModelCheckpoint(), ModelCheckpoint("elsewhere"), ModelCheckpoint(every_n_train_steps=1))
+
+
+# ---------------------------------------------------------------------------------------------------------- the metric
+
+
+def test_a_value_of_an_earlier_step_is_not_ranked_which_is_said_once(begin) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=3)
+    run = begin(callback)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.step(3, {"val_loss": 1.0})
+    assert callback.current_score is not None
+    with pytest.warns(TrainkitWarning, match="'val_loss' was logged before step 6.*every_n_epochs=1.*val_every_n_steps"):
+        run.step(3)
+    assert callback.current_score is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.step(3)
+    assert names_of(callback) == {"step-00000003": 1.0}
+    assert run.steps == [3, 6, 9]
+
+
+def test_the_half_hourly_save_and_the_last_one_are_not_ranked_without_a_word(begin) -> None:
+    callback = ModelCheckpoint(monitor="val_loss")
+    run = begin(callback)
+    run.epoch({"val_loss": 1.0})
+    run.step(2)
+    run.checkpointing.intervals[0][1]()
+    run.step(1)
+    run.hook("on_train_end")
+    assert run.saved == [10, 12, 13]
+    assert names_of(callback) == {"step-00000010": 1.0}
+
+
+def test_the_last_save_is_ranked_if_its_step_has_the_metric(begin) -> None:
+    callback = ModelCheckpoint(monitor="loss", every_n_epochs=0)
+    run = begin(callback)
+    run.step(3, loss=1.0)
+    run.hook("on_train_end")
+    assert names_of(callback) == {"step-00000003": 1.0}
+
+
+def test_a_missing_metric_is_an_error_once_it_could_have_been_logged(begin) -> None:
+    callback = ModelCheckpoint(monitor="valloss", every_n_train_steps=3, every_n_epochs=1)
+    run = begin(callback)
+    run.step(3)
+    run.step(3, {"val_loss": 1.0})
+    assert run.saved == [3, 6]
+    with pytest.raises(MissingMetricError) as caught:
+        run.epoch({"val_loss": 1.0})
+    for word in ("'valloss'", "Logged so far: 'val_loss'", "Did you mean 'val_loss'?", "self.log('valloss', value)"):
+        assert word in str(caught.value)
+
+
+def test_before_the_first_validation_nothing_is_missing(begin) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", every_n_epochs=1, every_n_train_steps=5)
+    run = begin(callback)
+    run.epoch()  # check_val_every_n_epoch=2
+    run.epoch({"val_loss": 1.0})
+    assert run.saved == [5, 10, 15, 20]
+    assert names_of(callback) == {"step-00000020": 1.0}
+
+
+def test_training_that_ends_too_early_to_tell_is_saved_and_then_tells(begin, trainer) -> None:
+    trainer.num_val_batches = []
+    callback = ModelCheckpoint(monitor="absent", every_n_epochs=0)
+    run = begin(callback)
+    run.step(3)
+    run.hook("on_train_epoch_end")
+    with pytest.raises(MissingMetricError):
+        run.hook("on_train_end")
+    assert run.steps == [3]
+
+
+def test_a_metric_of_training_is_looked_for_at_the_end_of_the_epoch(begin, caplog) -> None:
+    caplog.set_level("INFO", "trainkit")
+    callback = ModelCheckpoint(monitor="train_loss", save_top_k=5)
+    run = begin(callback)
+    for value in (3.0, 2.0):
+        run.step(5, {"val_loss": 1.0})
+        run.epoch({"val_loss": 1.0}, train_loss=value)
+    assert run.saved == [10, 20]
+    assert names_of(callback) == {"step-00000020": 2.0, "step-00000010": 3.0}
+    assert len(caplog.messages) == 1
+    assert "'train_loss' was not logged before the end of validation" in caplog.messages[0]
+
+
+def test_a_metric_of_training_that_validation_finds_is_one_of_validation(begin) -> None:
+    callback = ModelCheckpoint(monitor="train_loss", save_top_k=5)
+    run = begin(callback)
+    run.step(5, {}, train_loss=3.0)
+    run.epoch({"train_loss": 2.0})
+    assert names_of(callback) == {"step-00000010": 2.0, "step-00000005": 3.0}
+
+
+def test_epochs_that_do_not_count_do_not_make_it_a_metric_of_training(begin) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", every_n_epochs=2, save_top_k=5)
+    run = begin(callback)
+    for _ in range(2):
+        run.step(5, {"val_loss": 1.0})
+        run.epoch({"val_loss": 1.0})
+    assert run.saved == [15, 20]
+
+
+def test_a_name_whose_metric_is_not_known_yet_is_the_default_said_once(begin, caplog) -> None:
+    caplog.set_level("INFO", "trainkit")
+    run = begin(ModelCheckpoint(filename="{val_loss:.2f}", every_n_train_steps=4, keep_last=-1))
+    run.epoch({"val_loss": 0.5})
+    run.step(2)
+    assert run.names == ["step-00000004", "step-00000008", "val_loss=0.50"]
+    assert caplog.messages == ["ModelCheckpoint: val_loss of filename not being known yet, the name is the default."]
+
+
+def test_a_name_whose_metric_was_never_logged_is_an_error_but_not_at_the_end(begin) -> None:
+    run = begin(ModelCheckpoint(filename="{val_los:.2f}"))
+    with pytest.raises(MissingMetricError, match="'val_los', which was not logged.*Did you mean 'val_loss'"):
+        run.epoch({"val_loss": 0.5})
+    run.hook("on_train_end")
+    assert run.names == ["step-00000010"]
+
+
+# ------------------------------------------------------------------------------------------------------------ endings
+
+
+def test_the_last_state_is_saved_blocking_unless_it_is_already(begin) -> None:
+    callback = ModelCheckpoint()
+    run = begin(callback)
+    run.hook("on_train_end")
+    assert run.saved == []  # nothing has changed
+    run.epoch()
+    run.hook("on_train_end")
+    assert run.saved == [10]
+    run.step(3)
+    run.hook("on_train_end")
+    assert [(save["step"], save["blocking"]) for save in run.checkpointing.saves] == [(10, False), (13, True)]
+
+
+def test_a_save_in_flight_that_fails_at_the_end_is_made_up_for(begin) -> None:
+    callback = ModelCheckpoint()
+    run = begin(callback)
+    run.checkpointing.hold = run.checkpointing.fail = True
+    run.epoch()
+    run.hook("on_train_end")
+    assert [(save["step"], save["blocking"]) for save in run.checkpointing.saves] == [(10, False), (10, True)]
+    assert run.steps == [10]
+
+
+@pytest.mark.parametrize(
+    "exception, always",
+    [(Preempted(), True), (KeyboardInterrupt(), True), (ValueError(), False), (SystemExit(), False)],
+)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_endings_by_exception(begin, caplog, exception: BaseException, always: bool, wanted: bool) -> None:
+    caplog.set_level("INFO", "trainkit")
+    callback = ModelCheckpoint(save_on_exception=wanted)
+    run = begin(callback)
+    run.step(3)
+    run.hook("on_exception", exception)
+    assert run.saved == ([3] if always or wanted else [])
+    if run.saved:
+        assert run.checkpointing.saves[0]["blocking"]
+        assert caplog.messages == [f"{type(exception).__name__}: the newest checkpoint is {callback.last_model_path}"]
+    else:
+        assert caplog.messages == []
+
+
+def test_what_cannot_be_saved_after_an_error_is_said(begin, caplog) -> None:
+    caplog.set_level("INFO", "trainkit")
+    callback = ModelCheckpoint()
+    run = begin(callback)
+    run.checkpointing.reason = "no update was made yet"
+    run.hook("on_exception", ValueError())
+    run.checkpointing.reason = None
+    run.epoch()
+    run.checkpointing.reason = "half a step"
+    run.hook("on_exception", ValueError())
+    assert run.saved == [10]
+    assert caplog.messages == [
+        "ValueError: nothing is saved now, as no update was made yet; there is no checkpoint",
+        f"ValueError: nothing is saved now, as half a step; the newest checkpoint is {callback.last_model_path}",
+    ]
+
+
+def test_an_error_before_training_is_not_commented_on(begin, caplog) -> None:
+    run = begin(ModelCheckpoint(), start=False)
+    run.checkpointing.reason = "no update was made yet"
+    run.hook("on_exception", ConfigurationError())
+    assert (run.saved, caplog.messages) == ([], [])
+
+
+def test_a_state_that_is_saved_is_not_saved_again_after_an_error(begin, caplog) -> None:
+    caplog.set_level("INFO", "trainkit")
+    callback = ModelCheckpoint()
+    run = begin(callback)
+    run.checkpointing.hold = True
+    run.epoch()
+    run.hook("on_exception", KeyboardInterrupt())
+    assert (run.saved, run.steps) == ([10], [10])
+    assert "KeyboardInterrupt: the newest checkpoint is " in caplog.messages[0]
+
+
+def test_a_save_that_fails_after_an_error_is_not_called_a_checkpoint(begin, caplog) -> None:
+    caplog.set_level("INFO", "trainkit")
+    run = begin(ModelCheckpoint())
+    run.step(3)
+    run.checkpointing.fail = True
+    run.hook("on_exception", ValueError())
+    assert caplog.messages == ["ValueError: there is no checkpoint"]
+
+
+@pytest.mark.parametrize("exception, saver", [(KeyboardInterrupt(), 1), (ValueError(), 2)])
+def test_one_callback_saves_after_an_error(begin, exception: BaseException, saver: int) -> None:
+    callbacks = [
+        ModelCheckpoint("weights", save_weights_only=True),
+        ModelCheckpoint("silent", save_on_exception=False),
+        ModelCheckpoint("first"),
+        ModelCheckpoint("second"),
+    ]
+    run = begin(*callbacks)
+    run.step(3)
+    run.hook("on_exception", exception)
+    assert [bool(callback.last_model_path) for callback in callbacks] == [index == saver for index in range(4)]
+
+
+def test_an_exception_outside_of_a_fit_saves_nothing(begin, trainer) -> None:
+    run = begin(ModelCheckpoint())
+    run.step(3)
+    trainer.stage = "test"
+    run.hook("on_exception", KeyboardInterrupt())
+    assert run.saved == []
+
+
+def test_a_missing_metric_ends_a_run_which_is_saved(begin) -> None:
+    callback = ModelCheckpoint(monitor="absent")
+    run = begin(callback)
+    with pytest.raises(MissingMetricError) as caught:
+        run.epoch({"val_loss": 1.0})
+    run.hook("on_exception", caught.value)
+    assert run.steps == [10]
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failed_save_leaves_no_trace_and_is_tried_again(begin) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", save_top_k=1, every_n_epochs=1)
+    run = begin(callback)
+    run.epoch({"val_loss": 2.0})
+    before = callback.state_dict()
+    run.checkpointing.fail = True
+    run.epoch({"val_loss": 1.0})
+    assert callback.state_dict() == before
+    assert names_of(callback) == {"step-00000010": 2.0}
+    run.hook("on_train_end")
+    assert names_of(callback) == {"step-00000020": 1.0}
+    assert run.steps == [10, 20]
+
+
+def test_a_failure_that_is_reported_late_takes_back_its_own_entry_only(begin) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", save_top_k=2)
+    run = begin(callback)
+    run.epoch({"val_loss": 4.0})
+    run.epoch({"val_loss": 3.0})
+    run.checkpointing.hold = run.checkpointing.fail = True
+    run.epoch({"val_loss": 1.0})
+    assert names_of(callback) == {"step-00000030": 1.0, "step-00000020": 3.0}
+    late = run.checkpointing._in_flight
+    run.checkpointing._in_flight, run.checkpointing.hold = None, False
+    run.epoch({"val_loss": 5.0})
+    assert run.steps == [10, 20, 40]
+    assert late is not None
+    late()
+    assert names_of(callback) == {"step-00000020": 3.0, "step-00000010": 4.0}
+    assert Path(callback.last_model_path).name == "step-00000040"
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_state_that_cannot_be_captured_leaves_no_trace(begin, blocking: bool) -> None:
+    callback = ModelCheckpoint(monitor="val_loss")
+    run = begin(callback)
+    run.epoch({"val_loss": 2.0})
+    before = callback.state_dict()
+    run.checkpointing.break_capture = True
+    run.step(5)
+    with pytest.raises(UnsavableError):
+        run.hook("on_train_end") if blocking else run.epoch({"val_loss": 1.0})
+    assert callback.state_dict() == before
+
+
+# ------------------------------------------------------------------------------------------------------------- state
+
+
+def saved_state(callback: ModelCheckpoint) -> dict[str, Any]:
+    return open_checkpoint(callback.last_model_path).read().state[callback.state_key]
+
+
+def three_epochs(begin: Callable[..., Run], **arguments: Any) -> ModelCheckpoint:
+    callback = ModelCheckpoint("c", monitor="val_loss", save_top_k=2, **arguments)
+    run = begin(callback)
+    for value in (1.0, 3.0, 2.0):
+        run.epoch({"val_loss": value})
+    return callback
+
+
+def test_a_checkpoint_knows_of_itself(begin, run_dir) -> None:
+    callback = three_epochs(begin)
+    assert saved_state(callback) == callback.state_dict()
+    assert saved_state(callback) == {
+        "dirpath": str(run_dir / "c"),
+        "best_k_models": {"step-00000010": 1.0, "step-00000030": 2.0},
+        "last_model_path": "step-00000030",
+        "current_score": 2.0,
+    }
+
+
+def test_a_resumed_run_goes_on_with_the_same_best(begin) -> None:
+    first = three_epochs(begin)
+    state = saved_state(first)
+    second = ModelCheckpoint("c", monitor="val_loss", save_top_k=2, keep_last=1)
+    run = begin(second, start=False)
+    second.load_state_dict(state)
+    run.start()
+    assert second.state_dict() == first.state_dict()
+    assert second.best_k_models == first.best_k_models
+    assert second.best_model_path == first.best_model_path
+    run.checkpointing.saves = [{}] * 3
+    run.trainer.global_step, run.trainer.current_epoch = 30, 3
+    run.epoch({"val_loss": 1.5})
+    assert list(names_of(second)) == ["step-00000010", "step-00000040"]
+    assert run.steps == [10, 30, 40]  # 20, of the rest of the first run's, is gone
+
+
+def test_a_checkpoint_that_was_resumed_from_is_not_saved_again(begin) -> None:
+    run = begin(ModelCheckpoint(), start=False)
+    run.trainer.global_step, run.trainer.current_epoch = 30, 3
+    run.start()
+    run.hook("on_train_end")
+    assert run.saved == []
+
+
+def test_checkpoints_that_are_gone_are_forgotten(begin) -> None:
+    callback = three_epochs(begin)
+    state = saved_state(callback)
+    shutil.rmtree(callback.best_model_path)
+    shutil.rmtree(callback.last_model_path)
+    again = ModelCheckpoint("c", monitor="val_loss", save_top_k=2)
+    again.load_state_dict(state)
+    assert (again.best_k_models, again.last_model_path, again.best_model_path) == ({}, "", "")
+
+
+@pytest.mark.parametrize("way, folder", [("move", "d"), ("copy", "d"), ("copy elsewhere", "c")])
+def test_a_folder_that_was_moved_or_copied(begin, run_dir, way: str, folder: str) -> None:
+    callback = three_epochs(begin)
+    state = saved_state(callback)
+    if way == "move":
+        (run_dir / "c").rename(run_dir / "d")
+    elif way == "copy":
+        shutil.copytree(run_dir / "c", run_dir / "d")
+    else:  # what has the same name in the new folder is another checkpoint
+        other = begin(ModelCheckpoint("d"), run_id="b" * 16)
+        other.epoch()
+    again = ModelCheckpoint("d", monitor="val_loss", save_top_k=2)
+    again.load_state_dict(state)
+    assert again.best_model_path == str(run_dir / folder / "step-00000010")
+    assert again.last_model_path == str(run_dir / folder / "step-00000030")
+
+
+def test_a_best_checkpoint_in_another_folder_keeps_its_whole_path(begin, run_dir) -> None:
+    state = saved_state(three_epochs(begin))
+    again = ModelCheckpoint("d", monitor="val_loss", save_top_k=2)
+    again.load_state_dict(state)
+    assert list(again.state_dict()["best_k_models"]) == [
+        str(run_dir / "c" / "step-00000010"),
+        str(run_dir / "c" / "step-00000030"),
+    ]
+
+
+def test_a_smaller_save_top_k_and_nan_and_none_come_back(begin) -> None:
+    state = saved_state(three_epochs(begin))
+    again = ModelCheckpoint("c", monitor="val_loss", save_top_k=1)
+    again.load_state_dict({**state, "current_score": None})
+    assert (list(names_of(again)), again.current_score) == (["step-00000010"], None)
+    again.load_state_dict({**state, "best_k_models": {"step-00000010": math.nan, "step-00000030": 7.0}})
+    assert names_of(again) == {"step-00000030": 7.0}
+
+
+def test_each_fit_starts_anew(begin) -> None:
+    callback = three_epochs(begin)
+    run = begin(callback, run_id="b" * 16)
+    assert (callback.best_k_models, callback.last_model_path, callback.current_score) == ({}, "", None)
+    run.epoch({"val_loss": 9.0})
+    assert names_of(callback) == {"step-00000010-v1": 9.0}
+    assert len(run.steps) == 4
+
+
+def test_an_evaluation_keeps_what_a_fit_has_found(begin, trainer, module) -> None:
+    callback = three_epochs(begin)
+    best = callback.best_model_path
+    callback.setup(trainer, module, "test")
+    assert callback.best_model_path == best
+
+
+def test_what_is_read_between_saves_is_a_copy_of_nothing_that_changes(begin) -> None:
+    callback = three_epochs(begin)
+    kept = callback.best_k_models
+    before = dict(kept)
+    callback.setup(SimpleNamespace(default_root_dir=".", callbacks=[], fast_dev_run=True), None, "fit")
+    assert (kept, callback.best_k_models) == (before, {})

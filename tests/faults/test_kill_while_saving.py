@@ -1,0 +1,249 @@
+"""SIGKILL while a checkpoint of 60 MB is being written: the next start goes on, at most one save is lost, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulting import Child, checkpoints, left_over, tell, told
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainkit import Callback, Trainer, TrainModule
+from trainkit.callbacks import ModelCheckpoint
+from trainkit.checkpoint.reader import open_checkpoint
+
+NUMBERS = 7_500_000  # in the parameter; as many in the optimizer's state: 60 MB
+FOLDER = Path("runs") / "checkpoints"
+# What a save does to the disk beside writing into open files.
+OPERATIONS = {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
+
+
+class Fat(TrainModule):
+    """60 MB of state, of which each number tells the step that it is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUMBERS))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.weight.sum()  # whose gradient is 1 everywhere
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0, momentum=1.0)
+
+    def is_of(self, step: int) -> bool:
+        """Whether every number is that of ``step``: what was saved is neither torn nor of another moment."""
+        expected = -step * (step + 1) / 2
+        [state] = self.trainer.optimizers[0].state.values() if step else [{"momentum_buffer": torch.zeros(1)}]
+        return bool((self.weight == expected).all()) and bool((state["momentum_buffer"] == step).all())
+
+
+class Blocking(Callback):
+    """Makes saves return when they are complete."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        save = trainer.checkpointing.save
+        trainer.checkpointing.save = lambda *given, **options: save(*given, **{**options, "blocking": True})
+
+
+class Saving(Callback):
+    """Saves to one path after each step: a checkpoint that is there is replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class Telling(Callback):
+    """Tells where the process starts and which saves it asks for; may kill it in the middle of one.
+
+    Args:
+        save: in which save of this process; 0: in none.
+        operation: before which of the changes that the save makes to the disk; counted from 0.
+    """
+
+    def __init__(self, save: int = 0, operation: int = 0) -> None:
+        self.save, self.operation = save, operation
+        self.saves = 0
+        self.armed = False
+        self.started = False
+        self.counts: list[int] = []
+        sys.addaudithook(self._operation)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.started = True
+        start = trainer.global_step
+        there = {"names": checkpoints(FOLDER), "left": left_over(FOLDER)} if FOLDER.is_dir() else {"names": [], "left": []}
+        tell({"start": start, "right": module.is_of(start), **there})
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        if not self.started:  # what is tried at the start
+            return
+        self.saves += 1
+        tell({"asked": trainer.global_step, "names": checkpoints(FOLDER) if FOLDER.is_dir() else []})
+        self.counts.append(0)
+        self.armed = self.saves == self.save
+
+    def _operation(self, event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if not self.counts or (event not in OPERATIONS and not writes):
+            return
+        if self.armed and self.counts[-1] == self.operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.counts[-1] += 1
+
+
+def work(
+    keep: int, blocking: bool, *, steps: int = -1, save: int = 0, operation: int = 0, path: Path | None = None
+) -> Callable[[], Any]:
+    """A process that trains and saves after each step, from the newest checkpoint on."""
+
+    def train() -> Any:
+        telling = Telling(save, operation)
+        saving: list[Callback] = [Saving(path)] if path else [ModelCheckpoint(every_n_train_steps=1, keep_last=keep)]
+        trainer = Trainer(
+            accelerator="cpu",
+            seed=1,
+            max_steps=steps,
+            max_epochs=-1,
+            default_root_dir="runs",
+            logger=False,
+            callbacks=[telling, *saving, *([Blocking()] if blocking else [])],
+            enable_checkpointing=path is None,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        resumed = path if path is not None and path.exists() else None
+        trainer.fit(Fat(), DataLoader(list(range(1000))), ckpt_path="auto" if path is None else resumed)
+        assert trainer.lightning_module.is_of(trainer.global_step)
+        return telling.counts
+
+    return train
+
+
+def operations_of_a_save(keep: int, blocking: bool) -> int:
+    """How many changes to the disk a save makes, the removal of the old one included."""
+    with Child(work(keep, blocking, steps=keep + 2)) as child:
+        counts = child.answer
+    shutil.rmtree("runs")
+    Path("events.jsonl").unlink()
+    return int(counts[keep])  # the first save that removes one; the one after it is complete, so this one was
+
+
+def start_of(child: Child, number: int) -> dict[str, Any]:
+    """What process ``number`` told when it started."""
+    return child.until(lambda: [event for event in told() if "start" in event][number:], "its start")[0]
+
+
+def written(step: int) -> int | None:
+    """Bytes of the unfinished save of a step; None if there is none."""
+    sizes = None
+    for partial in FOLDER.glob(f".step-{step:08d}.tmp-*"):
+        try:
+            sizes = sum(entry.stat().st_size for entry in os.scandir(partial))
+        except OSError:  # it was finished at this moment
+            sizes = None
+    return sizes
+
+
+def kill_while_writing(child: Child, step: int, share: float) -> None:
+    """Kill the process when so much of the save of a step is on the disk, or when it is finished."""
+    target, seen = share * 8 * NUMBERS, False
+
+    def reached() -> bool:
+        nonlocal seen
+        now = written(step)
+        seen = seen or now is not None
+        return (now is not None and now >= target) or (FOLDER / f"step-{step:08d}").exists()
+
+    child.until(reached, f"the save of step {step}")
+    child.kill()
+
+
+def check_start(start: dict[str, Any], asked: int, keep: int) -> None:
+    """What must hold when a run goes on after a kill; ``asked``: the step of the last save that was asked for."""
+    assert asked - 1 <= start["start"] <= asked, f"at most one save may be lost: {asked} was asked for; {start}"
+    assert start["right"], "the state is that of one step"
+    assert start["left"] == []
+    assert len(start["names"]) <= keep + 1, "one more than is kept, if the kill came before the oldest was removed"
+
+
+def kill_again_and_again(kills: int, keep: int, blocking: bool, seed: int) -> None:
+    """Kill a run while it saves, ``kills`` times, each time in a process that goes on where the last one was killed."""
+    draw = random.Random(seed)
+    operations = operations_of_a_save(keep, blocking)
+    asked = 0
+    for number in range(kills):
+        save = draw.choice([1, 2, 2, 3])
+        by_operation = draw.random() < 0.5
+        operation, share = draw.randrange(operations), draw.random()
+        killing = {"save": save, "operation": operation} if by_operation else {}
+        with Child(work(keep, blocking, **killing)) as child:
+            start = start_of(child, number)
+            check_start(start, asked, keep)
+            if not by_operation:
+                kill_while_writing(child, start["start"] + save, share)
+            assert child.code == -signal.SIGKILL, child.output
+        events = told()
+        saves = [event for event in events[events.index(start) + 1 :] if "asked" in event]
+        for event in saves[1:]:  # the save before it was complete by then
+            assert len(event["names"]) <= keep
+        asked = saves[-1]["asked"] if saves else asked
+    with Child(work(keep, blocking, steps=asked + 2)) as child:
+        check_start(start_of(child, kills), asked, keep)
+        assert child.code == 0, child.output
+    assert (len(checkpoints(FOLDER)), left_over(FOLDER)) == (keep, [])
+
+
+@pytest.mark.parametrize("keep, blocking", [(1, False), (2, False), (1, True), (2, True)])
+def test_killed_while_saving(keep: int, blocking: bool) -> None:
+    kill_again_and_again(3, keep, blocking, seed=10 * keep + blocking)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep, blocking", [(1, False), (2, False), (1, True), (2, True)])
+def test_killed_while_saving_a_hundred_times(keep: int, blocking: bool) -> None:
+    kill_again_and_again(25, keep, blocking, seed=100 * keep + blocking)
+
+
+def kill_while_replacing(operations: list[int]) -> None:
+    path = FOLDER / "mine"
+    asked = 0
+    for number, operation in enumerate(operations):
+        with Child(work(1, True, save=2, operation=operation, path=path)) as child:
+            start = start_of(child, number)
+            assert child.code == -signal.SIGKILL, child.output
+        assert start["right"]
+        assert asked - 1 <= start["start"] <= asked
+        open_checkpoint(path).verify()
+        asked = start["start"] + 2
+    assert asked > len(operations)
+
+
+def test_killed_while_replacing() -> None:
+    """A checkpoint at a path of the user's is at each moment the old one or the new one."""
+    with Child(work(1, True, steps=3, path=FOLDER / "mine")) as child:
+        count = child.answer[1]
+    shutil.rmtree("runs")
+    Path("events.jsonl").unlink()
+    kill_while_replacing(random.Random(7).sample(range(count), 3))
+
+
+@pytest.mark.slow
+def test_killed_at_each_operation_of_replacing() -> None:
+    with Child(work(1, True, steps=3, path=FOLDER / "mine")) as child:
+        count = child.answer[1]
+    shutil.rmtree("runs")
+    Path("events.jsonl").unlink()
+    kill_while_replacing(list(range(count)))

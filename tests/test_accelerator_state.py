@@ -1,0 +1,215 @@
+"""``Accelerator.save_state``, ``load_state``, ``save_model`` and ``register_for_checkpointing``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import TinyModule, tiny_loader
+from torch import nn
+from trainers import make_trainer, parameters_of, same
+
+from trainkit import Accelerator, set_seed
+from trainkit.checkpoint import open_checkpoint
+from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StateMismatchError, UnknownNameError
+
+
+class Loop:
+    """An own loop with dropout, accumulation and a schedule, which can save after a micro-batch and go on."""
+
+    def __init__(self, accumulation: int = 1, precision: str = "32-true", seed: int = 3) -> None:
+        set_seed(seed)
+        self.accelerator = Accelerator(gradient_accumulation_steps=accumulation, precision=precision)
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        self.plain = model
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, tiny_loader(22, shuffle=True), scheduler
+        )
+        self.losses: list[str] = []
+
+    def run(self, epochs: int = 2, save_after: tuple[int, int] | None = None) -> Loop:
+        for epoch in range(self.loader.epoch, epochs):
+            for inputs, targets in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = nn.functional.mse_loss(self.model(inputs), targets)
+                    self.accelerator.backward(loss)
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                self.losses.append(float(loss.detach()).hex())
+                if (epoch, len(self.losses) - 6 * epoch) == save_after:
+                    self.accelerator.save_state("there")
+        return self
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("accumulation, batch", [(1, 2), (1, 6), (2, 4), (2, 3), (4, 6)])
+def test_a_loop_goes_on_exactly(accumulation: int, batch: int, precision: str) -> None:
+    """Saved after any micro-batch; in the middle of a window it goes on at the window's start."""
+    whole = Loop(accumulation, precision).run(2)
+    Loop(accumulation, precision).run(1, save_after=(0, batch))
+    resumed = Loop(accumulation, precision)
+    resumed.accelerator.load_state("there")
+    resumed.run(2)
+    start = batch if batch == 6 else batch // accumulation * accumulation
+    assert resumed.losses == whole.losses[start:]
+    assert same(parameters_of(resumed.plain), parameters_of(whole.plain))
+    assert resumed.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
+
+
+def test_a_loop_that_saves_after_each_epoch() -> None:
+    whole = Loop().run(3)
+    first = Loop().run(2)
+    first.accelerator.save_state("there")
+    resumed = Loop()
+    resumed.accelerator.load_state("there")
+    assert resumed.loader.epoch == 2
+    assert resumed.run(3).losses == whole.losses[12:]
+
+
+def test_another_seed_is_said() -> None:
+    Loop().run(1).accelerator.save_state("there")
+    with pytest.warns(UserWarning, match=r"the seed is 4, and the checkpoint's loop had 3.*set_seed\(3\)"):
+        Loop(seed=4).accelerator.load_state("there")
+
+
+def test_registered_objects() -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.value = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value, "when": (1, "a")}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value, self.when = state["value"], state["when"]
+
+    def loop() -> tuple[Accelerator, Counter]:
+        accelerator, counter = Accelerator(), Counter()
+        accelerator.prepare(nn.Linear(2, 2))
+        accelerator.register_for_checkpointing(counter)
+        return accelerator, counter
+
+    accelerator, counter = loop()
+    counter.value = 9
+    accelerator.save_state("there")
+    accelerator, counter = loop()
+    accelerator.load_state("there")
+    assert (counter.value, counter.when) == (9, (1, "a"))
+    accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(StateMismatchError, match="holds 1 registered, and there are 2"):
+        accelerator.load_state("there")
+    with pytest.raises(ConfigurationError, match="needs objects with state_dict"):
+        accelerator.register_for_checkpointing(Counter)
+
+
+def test_two_models_and_two_optimizers() -> None:
+    def loop() -> tuple[Accelerator, list[Any]]:
+        torch.manual_seed(2)
+        accelerator = Accelerator()
+        models = [nn.Linear(3, 2), nn.Linear(2, 1)]
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.1 * n) for n, model in enumerate(models, 1)]
+        return accelerator, list(accelerator.prepare(*models, *optimizers))
+
+    accelerator, (first, second, *optimizers) = loop()
+    for _ in range(3):
+        accelerator.backward(second(first(torch.ones(2, 3))).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state("there")
+    names = {path.name for path in Path("there").iterdir()}
+    assert {"model.safetensors", "model_1.safetensors", "optimizer.safetensors"} <= names
+    assert "1/model_1/weight/exp_avg" in load_file("there/optimizer.safetensors")
+    accelerator, prepared = loop()
+    accelerator.load_state("there")
+    for before, after in zip([first, second], prepared[:2], strict=True):
+        assert same(parameters_of(before), parameters_of(after))
+    states = [prepared_optimizer.state_dict()["state"] for prepared_optimizer in prepared[2:]]
+    for optimizer, state in zip(optimizers, states, strict=True):
+        for number, slots in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(slots[slot], state[number][slot]) for slot in slots)
+
+
+def test_parts() -> None:
+    Loop().run(1).accelerator.save_state("there")
+    loop = Loop()
+    loop.accelerator.load_state("there", restore={"model"})
+    assert loop.loader.epoch == 0
+    assert not loop.optimizer.state
+    with pytest.raises(UnknownNameError, match="unknown part 'models'.*Did you mean 'model'"):
+        loop.accelerator.load_state("there", restore={"models"})
+
+
+def test_a_checkpoint_of_a_trainer() -> None:
+    trainer = make_trainer()
+    trainer.fit(TinyModule(), tiny_loader())
+    trainer.save_checkpoint("there")
+    accelerator, module = Accelerator(), TinyModule()
+    model, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    accelerator.load_state("there", restore={"model", "optimizer"})
+    assert same(parameters_of(model), parameters_of(trainer.model))
+    assert accelerator.optimizers[0].param_groups[0]["lr"] == 0.1
+    accelerator.save_state("mine")
+    with pytest.raises(CheckpointError, match="own loop"):
+        make_trainer().fit(TinyModule(), tiny_loader(), ckpt_path="mine")
+    make_trainer().fit(TinyModule(), tiny_loader(), ckpt_path="mine", restore={"model", "optimizer"})
+    with pytest.raises(CheckpointError, match="own loop"):
+        TinyModule.load_from_checkpoint("mine")
+
+
+def test_nothing_prepared() -> None:
+    with pytest.raises(ConfigurationError, match="nothing was"):
+        Accelerator().save_state("there")
+
+
+def test_damage_is_found() -> None:
+    Loop().accelerator.save_state("there")
+    Path("there/optimizer.safetensors").write_bytes(b"")
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer\.safetensors"):
+        Loop().accelerator.load_state("there")
+
+
+def test_save_model_writes_plain_safetensors() -> None:
+    loop = Loop(precision="bf16-mixed")
+    loop.accelerator.save_model(loop.model, "weights")
+    assert same(load_file("weights/model.safetensors"), parameters_of(loop.plain))
+    with pytest.raises(ConfigurationError, match="pickle"):
+        loop.accelerator.save_model(loop.model, "weights", safe_serialization=False)
+
+
+def test_save_model_divides_large_ones_and_removes_what_was() -> None:
+    loop = Loop()
+    loop.accelerator.save_model(loop.model, "weights", max_shard_size="60B")
+    files = sorted(path.name for path in Path("weights").iterdir())
+    assert len(files) == 5
+    index = json.loads(Path("weights/model.safetensors.index.json").read_text())["weight_map"]
+    tensors = {name: load_file(f"weights/{file}")[name] for name, file in index.items()}
+    assert same(tensors, parameters_of(loop.plain))
+    loop.accelerator.save_model(loop.model, "weights", max_shard_size=10_000)
+    assert [path.name for path in Path("weights").iterdir()] == ["model.safetensors"]
+    with pytest.raises(ConfigurationError, match="max_shard_size must be a size such as '5GB'"):
+        loop.accelerator.save_model(loop.model, "weights", max_shard_size="5 apples")
+
+
+def test_a_transformers_model_opens_with_from_pretrained() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    accelerator = Accelerator()
+    prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.save_state("there")
+    accelerator.save_model(prepared, "weights", max_shard_size="10KB")
+    tokens = torch.arange(8).reshape(1, 8)
+    for folder in ("there", "weights"):
+        opened = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+        assert torch.equal(opened(tokens).logits, model(tokens).logits)
+    assert open_checkpoint("there").manifest.aliases["model"] == {"lm_head.weight": "transformer.wte.weight"}

@@ -1,0 +1,483 @@
+"""``fit(ckpt_path=...)`` and its parts, ``save_checkpoint``, ``load_from_checkpoint`` and evaluation of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from trainers import Recorder, Watching, make_trainer, parameters_of, same
+
+from trainkit import Callback, DataModule, Trainer
+from trainkit.callbacks import EarlyStopping, ModelCheckpoint
+from trainkit.checkpoint import open_checkpoint
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StateMismatchError,
+    UnknownNameError,
+    UnsavableError,
+)
+from trainkit.loggers import JSONLLogger
+
+
+class Adam(TinyModule):
+    """With a state, a schedule by step, and hyper-parameters."""
+
+    def __init__(self, learning_rate: float = 0.1, width: int = 4) -> None:
+        super().__init__(learning_rate)
+        self.save_hyperparameters()
+        torch.manual_seed(3)  # all of them start alike
+        self.layer = nn.Linear(width, 1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def saved(*callbacks: Callback, module: Any = None, **arguments: Any) -> Trainer:
+    """A Trainer after a fit that has saved to ``runs/checkpoints``."""
+    trainer = saving(*callbacks, **arguments)
+    trainer.fit(module or Adam(), tiny_loader(shuffle=True), tiny_loader(8))
+    return trainer
+
+
+def saving(*callbacks: Callback, **arguments: Any) -> Trainer:
+    """A Trainer that saves to ``runs/checkpoints``."""
+    return make_trainer(*callbacks, **{"enable_checkpointing": True, "default_root_dir": "runs", **arguments})
+
+
+class SaveIn(Callback):
+    """Saves to ``there`` in a hook, the n-th time that it is called."""
+
+    def __init__(self, hook: str, number: int = 1) -> None:
+        self.calls, self.number = 0, number
+        setattr(self, hook, self._save)
+
+    def _save(self, trainer: Any, *_: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.calls += 1
+        if self.calls == self.number:
+            trainer.save_checkpoint("there")
+
+
+# ------------------------------------------------------------------------------------------------------------- which one
+
+
+def test_auto_starts_afresh_only_if_there_is_none() -> None:
+    recorder = Recorder()
+    saving(recorder).fit(Adam(), tiny_loader(), ckpt_path="auto")
+    assert recorder.batches[0] == (0, 0)
+    recorder = Recorder()
+    saving(recorder, max_epochs=2).fit(Adam(), tiny_loader(), ckpt_path="auto")
+    assert recorder.batches == [(1, m) for m in range(4)]
+
+
+def test_last_wants_one() -> None:
+    with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*'auto' starts from the"):
+        saving().fit(Adam(), tiny_loader(), ckpt_path="last")
+    assert not Path("runs").exists(), "a fit that ends before it begins leaves nothing"
+
+
+def test_a_path() -> None:
+    saved(max_epochs=2)
+    recorder = Recorder()
+    saving(recorder, max_epochs=2).fit(Adam(), tiny_loader(shuffle=True), ckpt_path=Path("runs/checkpoints/step-00000004"))
+    assert recorder.batches == [(1, m) for m in range(4)]
+
+
+def test_a_path_that_is_not_there_names_what_is_near() -> None:
+    saved()
+    with pytest.raises(CheckpointNotFoundError, match="step-00000004"):
+        saving().fit(Adam(), tiny_loader(), ckpt_path="runs/checkpoints/step-0000004")
+    with pytest.raises(CheckpointNotFoundError, match="Did you mean 'last'"):
+        saving().fit(Adam(), tiny_loader(), ckpt_path="lastt")
+    with pytest.raises(ConfigurationError, match="ckpt_path must be a path"):
+        saving().fit(Adam(), tiny_loader(), ckpt_path=3)
+
+
+def test_best() -> None:
+    trainer = saved(ModelCheckpoint(monitor="val_loss", mode="max"), max_epochs=3)
+    best = Path(trainer.checkpoint_callback.best_model_path)
+    assert best.name == "step-00000004", "the loss falls, so the first epoch has the largest"
+    for again in (trainer, saving(ModelCheckpoint(monitor="val_loss", mode="max"))):
+        module = Adam()
+        again.validate(module, tiny_loader(8), verbose=False, ckpt_path="best")
+        assert same(parameters_of(module), open_checkpoint(best).read({"model", "state"}).tensors["model"])
+    with pytest.raises(CheckpointNotFoundError, match="ModelCheckpoint"):
+        make_trainer().validate(Adam(), tiny_loader(), ckpt_path="best")
+
+
+def test_a_damaged_one_is_passed_over_and_named() -> None:
+    saved(max_epochs=2)
+    file = Path("runs/checkpoints/step-00000008/model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+    trainer = saving(max_epochs=2)
+    with pytest.warns(UserWarning, match="damaged and passed over: .*step-00000008.*model.safetensors"):
+        trainer.fit(Adam(), tiny_loader(), ckpt_path="auto")
+    assert trainer.checkpointing.resumed_from.name == "step-00000004"
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
+        saving().fit(Adam(), tiny_loader(), ckpt_path="runs/checkpoints/step-00000008")
+
+
+# ------------------------------------------------------------------------------------------------------------ exactness
+
+
+@pytest.mark.parametrize(
+    "hook, number",
+    [
+        ("on_train_batch_start", 3),
+        ("on_train_batch_end", 3),
+        ("on_train_batch_end", 6),
+        ("on_before_optimizer_step", 2),
+        ("on_validation_start", 2),
+        ("on_validation_batch_end", 3),
+        ("on_validation_end", 2),
+        ("on_train_epoch_end", 1),
+        ("on_train_epoch_start", 2),
+        ("on_train_end", 1),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_checkpoint_of_any_hook_resumes_exactly(hook: str, number: int, accumulate: int) -> None:
+    """Wherever a user saves, the run that goes on from there ends with the same numbers and logs no row twice."""
+    arguments: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": accumulate, "val_check_interval": 2}
+    arguments |= {"log_every_n_steps": 1}
+
+    def loaders() -> tuple[DataLoader, DataLoader]:
+        return tiny_loader(22, shuffle=True), tiny_loader(8)
+
+    expected = Adam()
+    make_trainer(**arguments).fit(expected, *loaders())
+    first = make_trainer(SaveIn(hook, number), logger=JSONLLogger("logs"), **arguments)
+    first.fit(Adam(), *loaders())
+    rows = Path("logs/default/version_0/metrics.jsonl").read_text()
+    resumed = Adam()
+    trainer = make_trainer(logger=JSONLLogger("logs"), **arguments)
+    trainer.fit(resumed, *loaders(), ckpt_path="there")
+    assert Path("logs/default/version_0/metrics.jsonl").read_text() == rows
+    assert same(parameters_of(resumed), parameters_of(expected))
+    assert trainer.global_step == first.global_step
+    assert trainer.callback_metrics == first.callback_metrics
+    assert trainer.optimizers[0].param_groups[0]["lr"] == first.optimizers[0].param_groups[0]["lr"]
+
+
+def test_means_of_an_epoch_survive_a_resume_in_its_middle() -> None:
+    class Both(Adam):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+    whole = make_trainer()
+    whole.fit(Both(), tiny_loader(22, shuffle=True))
+    make_trainer(SaveIn("on_train_batch_end", 3)).fit(Both(), tiny_loader(22, shuffle=True))
+    resumed = make_trainer()
+    resumed.fit(Both(), tiny_loader(22, shuffle=True), ckpt_path="there")
+    assert float(resumed.callback_metrics["loss_epoch"]).hex() == float(whole.callback_metrics["loss_epoch"]).hex()
+
+
+def test_no_skipped_sample_is_fetched() -> None:
+    class Counted(torch.utils.data.Dataset):
+        def __init__(self) -> None:
+            self.fetched: list[int] = []
+
+        def __len__(self) -> int:
+            return 4000
+
+        def __getitem__(self, index: int) -> Any:
+            self.fetched.append(index)
+            return torch.ones(4), torch.ones(1)
+
+    def loader() -> DataLoader:
+        return DataLoader(Counted(), batch_size=4, shuffle=True)
+
+    first = loader()
+    saving(ModelCheckpoint(every_n_train_steps=990), max_steps=991).fit(Adam(), first)
+    second = loader()
+    saving().fit(Adam(), second, ckpt_path="runs/checkpoints/step-00000990")
+    assert second.dataset.fetched[: 4 * 1] == first.dataset.fetched[990 * 4 : 991 * 4]
+    assert len(second.dataset.fetched) == 4000 - 990 * 4
+
+
+def test_an_iterable_with_a_state_goes_on_from_it() -> None:
+    class Stream(IterableDataset):
+        def __init__(self) -> None:
+            self.at, self.read = 0, 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.at = state["at"]
+
+        def __iter__(self) -> Any:
+            while self.at < 20:
+                self.at += 1
+                self.read += 1
+                yield torch.full((4,), float(self.at)), torch.ones(1)
+            self.at = 0
+
+    expected = Adam()
+    make_trainer().fit(expected, DataLoader(Stream(), batch_size=2))
+    make_trainer(SaveIn("on_train_batch_end", 4)).fit(Adam(), DataLoader(Stream(), batch_size=2))
+    resumed, stream = Adam(), Stream()
+    make_trainer().fit(resumed, DataLoader(stream, batch_size=2), ckpt_path="there")
+    assert stream.read == 12
+    assert same(parameters_of(resumed), parameters_of(expected))
+
+
+def test_an_iterable_without_a_state_is_skipped_through(caplog: pytest.LogCaptureFixture) -> None:
+    def batches() -> list[Any]:
+        return list(tiny_loader(24))
+
+    class Iterable:
+        def __iter__(self) -> Any:
+            return iter(batches())
+
+    expected = Adam()
+    make_trainer().fit(expected, Iterable())
+    make_trainer(SaveIn("on_train_batch_end", 4)).fit(Adam(), Iterable())
+    resumed = Adam()
+    caplog.clear()
+    make_trainer().fit(resumed, Iterable(), ckpt_path="there")
+    assert same(parameters_of(resumed), parameters_of(expected))
+    assert "skipping through 4 batches" in caplog.text
+
+
+def test_another_batch_size() -> None:
+    """The position counts samples, so a batch size that divides them goes on at the right sample."""
+    make_trainer(SaveIn("on_train_batch_end", 4)).fit(Adam(), tiny_loader(24, batch_size=3))
+    recorder = Recorder()
+    make_trainer(recorder).fit(Adam(), tiny_loader(24, batch_size=6), ckpt_path="there")
+    assert recorder.batches == [(0, 2), (0, 3)]
+    with pytest.raises(StateMismatchError, match="12 samples of the epoch, which lies inside a micro-batch of 8"):
+        make_trainer().fit(Adam(), tiny_loader(24, batch_size=8), ckpt_path="there")
+
+
+def test_another_dataset_is_said() -> None:
+    make_trainer(SaveIn("on_train_batch_end", 2)).fit(Adam(), tiny_loader(24))
+    with pytest.warns(UserWarning, match="the dataset has 32 samples, and had 24 when"):
+        make_trainer().fit(Adam(), tiny_loader(32), ckpt_path="there")
+
+
+def test_the_seed_comes_from_the_checkpoint() -> None:
+    """A process that was given none draws another one; a resumed run must not."""
+    saved(seed=7)
+    trainer = saving(seed=None, max_epochs=2)
+    assert trainer.seed != 7
+    trainer.fit(Adam(), tiny_loader(), ckpt_path="auto")
+    assert trainer.seed == 7
+    with pytest.warns(UserWarning, match="seed=8, and the checkpoint's run had 7"):
+        saving(seed=8, max_epochs=3).fit(Adam(), tiny_loader(), ckpt_path="auto")
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_only_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = saved(max_epochs=2)
+    before = trainer.checkpointing.run_id
+    module, recorder = Adam(), Recorder()
+    again = saving(recorder)
+    again.fit(module, tiny_loader(), ckpt_path="auto", restore={"model"})
+    assert recorder.batches == [(0, m) for m in range(4)], "a run of its own"
+    assert again.checkpointing.run_id != before
+    said = caplog.text
+    assert "restored: model. Not restored: optimizer, scheduler, scaler, loop, callbacks, loggers." in said
+
+
+def test_parts_that_nobody_knows() -> None:
+    saved()
+    with pytest.raises(UnknownNameError, match="unknown part 'optimiser'.*Did you mean 'optimizer'"):
+        saving().fit(Adam(), tiny_loader(), ckpt_path="auto", restore={"model", "optimiser"})
+    with pytest.raises(ConfigurationError, match="need a checkpoint"):
+        saving().fit(Adam(), tiny_loader(), restore={"model"})
+
+
+def test_a_new_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
+    """Under a schedule the rest of it is scaled; other options are put over the restored ones."""
+    saved(max_epochs=1)
+    watching = Watching()
+    trainer = saving(watching, max_epochs=2)
+    trainer.fit(Adam(), tiny_loader(), ckpt_path="auto", overrides={"lr": 0.01, "eps": 1e-5})
+    assert [rate for _, rate, _ in watching.after] == pytest.approx([0.01 * 0.9**n for n in range(5, 9)])
+    assert trainer.optimizers[0].param_groups[0]["eps"] == 1e-5
+    said = caplog.text
+    assert "lr is 0.01 from here on" in said
+    with pytest.raises(UnknownNameError, match="no optimizer has the option 'learning_rate'"):
+        saving(max_epochs=3).fit(Adam(), tiny_loader(), ckpt_path="auto", overrides={"learning_rate": 1.0})
+
+
+def test_what_does_not_fit_is_listed_whole() -> None:
+    saved()
+
+    class Other(Adam):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.extra = nn.Linear(2, 2)
+
+    module = Other()
+    before = parameters_of(module)
+    with pytest.raises(StateMismatchError) as caught:
+        saving().fit(module, tiny_loader(), ckpt_path="auto", restore={"model"})
+    text = str(caught.value)
+    assert all(name in text for name in ("layer.weight", "layer.bias", "extra.weight", "extra.bias", "(1, 4)", "(2, 4)"))
+    assert same(parameters_of(module), before)
+
+
+def test_weights_only_cannot_be_gone_on_from() -> None:
+    trainer = saved()
+    trainer.save_checkpoint("weights", weights_only=True)
+    assert not (Path("weights") / "optimizer.safetensors").exists()
+    with pytest.raises(CheckpointError, match=r"holds weights only.*restore=\{'model'\}"):
+        saving().fit(Adam(), tiny_loader(), ckpt_path="weights")
+    module = Adam()
+    saving(max_steps=0).fit(module, tiny_loader(), ckpt_path="weights", restore="model")
+
+
+# ------------------------------------------------------------------------------------------------------------ hooks, state
+
+
+def test_hooks_see_and_change_the_checkpoint() -> None:
+    class Module(Adam):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert {"state_dict", "epoch", "global_step", "callbacks", "hyper_parameters"} <= set(checkpoint)
+            checkpoint["mine"] = {"tuple": (1, 2), "tensor": torch.arange(3)}
+            checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.seen = checkpoint["mine"], checkpoint["global_step"]
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name.removeprefix("old."): value for name, value in state.items()}
+
+    trainer = saved(module=Module())
+    assert "old.layer.weight" in open_checkpoint("runs/checkpoints/step-00000004").read().tensors["model"]
+    module = Module()
+    saving(max_epochs=1).fit(module, tiny_loader(), ckpt_path="auto")
+    mine, step = module.seen
+    assert step == 4
+    assert mine["tuple"] == (1, 2)
+    assert mine["tensor"].tolist() == [0, 1, 2]
+    assert same(parameters_of(module), parameters_of(trainer.model))
+
+
+def test_state_of_callbacks_and_data() -> None:
+    class Counting(Callback):
+        def __init__(self) -> None:
+            self.count = 0
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.count = state_dict["count"]
+
+    class Data(DataModule):
+        shard = 0
+
+        def train_dataloader(self) -> Any:
+            return tiny_loader()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shard": self.shard}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.shard = state_dict["shard"]
+
+    data = Data()
+    data.shard = 5
+    saving(Counting(), Counting()).fit(Adam(), data)
+    first, second, data = Counting(), Counting(), Data()
+    saving(first, second, max_epochs=2).fit(Adam(), data, ckpt_path="auto")
+    assert (first.count, second.count, data.shard) == (8, 8, 5)
+
+
+def test_what_cannot_be_saved_fails_at_the_start() -> None:
+    class Bad(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"outer": {"inner": object()}}
+
+    recorder = Recorder()
+    with pytest.raises(UnsavableError, match=re.escape("""["outer"]["inner"]""")):
+        saving(Bad(), recorder).fit(Adam(), tiny_loader())
+    assert recorder.batches == []
+
+
+def test_a_run_that_early_stopping_ended_goes_on_with_more_patience() -> None:
+    class Flat(Adam):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+    saved(EarlyStopping("val_loss", patience=2), module=Flat(), max_epochs=20)
+    same_patience = saving(EarlyStopping("val_loss", patience=2), max_epochs=20)
+    same_patience.fit(Flat(), tiny_loader(), tiny_loader(8), ckpt_path="auto")
+    assert same_patience.current_epoch == 3
+    more = saving(EarlyStopping("val_loss", patience=4), max_epochs=20)
+    more.fit(Flat(), tiny_loader(), tiny_loader(8), ckpt_path="auto")
+    assert more.current_epoch == 5
+
+
+# ---------------------------------------------------------------------------------------------------- save_checkpoint
+
+
+def test_save_checkpoint_after_a_fit_replaces_what_is_there() -> None:
+    trainer = make_trainer()
+    with pytest.raises(Exception, match="has had no fit"):
+        trainer.save_checkpoint("there")
+    trainer.fit(Adam(), tiny_loader())
+    trainer.save_checkpoint("there")
+    first = open_checkpoint("there").manifest
+    trainer.fit(Adam(), tiny_loader(), ckpt_path="there")
+    trainer.save_checkpoint("there")
+    assert open_checkpoint("there").manifest.save_counter != first.save_counter or first.run_id
+    Path("other").mkdir()
+    Path("other/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        trainer.save_checkpoint("other")
+    assert Path("other/notes.txt").read_text() == "mine"
+
+
+def test_not_blocking() -> None:
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.before = parameters_of(module)
+                trainer.save_checkpoint("there", blocking=False)
+                with torch.no_grad():
+                    module.layer.weight.fill_(7.0)  # changed right after: what is written must not change
+
+    callback = Saving()
+    make_trainer(callback).fit(Adam(), tiny_loader())
+    assert same(open_checkpoint("there").read().tensors["model"], callback.before)
+
+
+def test_state_json_is_json() -> None:
+    saved()
+    folder = Path("runs/checkpoints/step-00000004")
+    state = json.loads((folder / "state.json").read_text())
+    assert state["loop"]["global_step"] == 4
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "manifest.json",
+        "manifest.sha256",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+        "state.safetensors",
+    ]

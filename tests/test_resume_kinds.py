@@ -1,0 +1,162 @@
+"""Resuming runs of all kinds: precisions, manual optimization, groups added on the way, loaders read together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from torch import nn
+from trainers import make_trainer, parameters_of, same
+
+from trainkit import Callback, Trainer
+
+
+class Adam(TinyModule):
+    """With a state, a schedule by step, and hyper-parameters."""
+
+    def __init__(self, learning_rate: float = 0.1, width: int = 4) -> None:
+        super().__init__(learning_rate)
+        self.save_hyperparameters()
+        torch.manual_seed(3)  # all of them start alike
+        self.layer = nn.Linear(width, 1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def saved(*callbacks: Callback, module: Any = None, **arguments: Any) -> Trainer:
+    """A Trainer after a fit that has saved to ``runs/checkpoints``."""
+    trainer = saving(*callbacks, **arguments)
+    trainer.fit(module or Adam(), tiny_loader(shuffle=True), tiny_loader(8))
+    return trainer
+
+
+def saving(*callbacks: Callback, **arguments: Any) -> Trainer:
+    """A Trainer that saves to ``runs/checkpoints``."""
+    return make_trainer(*callbacks, **{"enable_checkpointing": True, "default_root_dir": "runs", **arguments})
+
+
+class SaveIn(Callback):
+    """Saves to ``there`` in a hook, the n-th time that it is called."""
+
+    def __init__(self, hook: str, number: int = 1) -> None:
+        self.calls, self.number = 0, number
+        setattr(self, hook, self._save)
+
+    def _save(self, trainer: Any, *_: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.calls += 1
+        if self.calls == self.number:
+            trainer.save_checkpoint("there")
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true", "64-true"])
+def test_other_precisions(precision: str) -> None:
+    """The loss scale of 16-mixed goes on where it was, also when an update was skipped for it."""
+
+    class Overflowing(Adam):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * (1e4 if batch_idx == 1 else 1.0)
+
+    def run(*callbacks: Callback, **arguments: Any) -> tuple[Trainer, Any]:
+        trainer, module = make_trainer(*callbacks, precision=precision, max_epochs=2), Overflowing()
+        trainer.fit(module, tiny_loader(24, shuffle=True), **arguments)
+        return trainer, module
+
+    whole, expected = run()
+    run(SaveIn("on_train_batch_end", 4))
+    resumed, module = run(ckpt_path="there")
+    assert same(parameters_of(module), parameters_of(expected))
+    assert resumed.global_step == whole.global_step
+    if precision == "16-mixed":
+        assert resumed.precision.scaler.get_scale() == whole.precision.scaler.get_scale()
+
+
+def test_manual_optimization_with_two_optimizers_and_schedulers() -> None:
+    class Two(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(4)
+            self.layer, self.other = nn.Linear(4, 1), nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            first.step()
+            first.zero_grad()
+            if batch_idx % 2:
+                self.manual_backward((self.other(batch[0]) - self.layer(batch[0]).detach()).square().mean())
+                second.step()
+                second.zero_grad()
+                self.lr_schedulers().step()
+
+        def configure_optimizers(self) -> Any:
+            first = torch.optim.SGD(self.layer.parameters(), lr=0.05, momentum=0.9)
+            second = torch.optim.Adam(self.other.parameters(), lr=0.1)
+            return [first, second], [torch.optim.lr_scheduler.StepLR(second, 2)]
+
+    def run(*callbacks: Callback, **arguments: Any) -> Any:
+        module = Two()
+        make_trainer(*callbacks, max_epochs=2).fit(module, tiny_loader(24, shuffle=True), **arguments)
+        return module
+
+    expected = run()
+    for number in (2, 3, 7):
+        run(SaveIn("on_train_batch_end", number))
+        assert same(parameters_of(run(ckpt_path="there")), parameters_of(expected))
+
+
+def test_layers_that_were_unfrozen_on_the_way() -> None:
+    """Their parameters are trained after the resume too, in the group that they were added in."""
+
+    class Unfreeze(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 1 and not module.body.weight.requires_grad:
+                module.body.requires_grad_(True)
+                trainer.optimizers[0].add_param_group({"params": list(module.body.parameters()), "lr": 0.01})
+
+    class Frozen(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.body, self.layer = nn.Linear(4, 4), nn.Linear(4, 1)
+            self.body.requires_grad_(False)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.body(inputs).relu())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.layer.parameters(), lr=0.05)
+
+    def run(*callbacks: Callback, **arguments: Any) -> Any:
+        module = Frozen()
+        make_trainer(Unfreeze(), *callbacks, max_epochs=3).fit(module, tiny_loader(24, shuffle=True), **arguments)
+        return module
+
+    expected = run()
+    run(SaveIn("on_train_batch_end", 9))
+    assert same(parameters_of(run(ckpt_path="there")), parameters_of(expected))
+
+
+def test_loaders_read_together() -> None:
+    def loaders() -> Any:
+        return {"a": tiny_loader(24, shuffle=True), "b": tiny_loader(8, batch_size=2, shuffle=True)}
+
+    class Both(Adam):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch["a"]) + self.loss(batch["b"])
+
+    def run(*callbacks: Callback, **arguments: Any) -> Any:
+        module = Both()
+        make_trainer(*callbacks, max_epochs=2).fit(module, loaders(), **arguments)
+        return module
+
+    expected = run()
+    run(SaveIn("on_train_batch_end", 5))
+    assert same(parameters_of(run(ckpt_path="there")), parameters_of(expected))

@@ -1,0 +1,156 @@
+"""``trainkit checkpoint show``: what is in one checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
+from trainkit.cli.checkpoint.headers import TensorHeader, tensor_headers
+from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, count_text, holds, say, short, table
+
+__all__ = ["groups_of", "run"]
+
+_KNOWN = ("lr", "weight_decay", "momentum", "betas")  # options that are shown first
+_INDENT = "  "
+_MANY = 20  # items of a list that are shown
+_Headers = Mapping[str, Mapping[str, TensorHeader]]  # by stem and name
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the arguments ask for. Files of tensors are not read but for their headers; ``verify`` reads them."""
+    checkpoint = open_checkpoint(args.path)
+    headers = _headers(checkpoint)
+    state = checkpoint.read({"state"}).state
+    if args.json:
+        print(as_json(_described(checkpoint, headers, state, args)))
+        return 0
+    say(*_about(checkpoint.path, checkpoint.manifest), "", *_files(checkpoint.manifest, headers))
+    say("", *_parts(headers), *_optimizers(state), *_hyper_parameters(state))
+    if args.tensors:
+        every = [(stem, name, header) for stem, own in headers.items() for name, header in own.items()]
+        rows = [(stem, name, header.dtype, str(list(header.shape))) for stem, name, header in every]
+        say("", *table(("OF", "TENSOR", "DTYPE", "SHAPE"), rows))
+        for stem, names in checkpoint.manifest.aliases.items():
+            say(*(f"{stem}: {alias} is {stored}" for alias, stored in names.items()))
+    if args.state:
+        say("", "state", *_tree(state, _INDENT))
+    return 0
+
+
+def groups_of(state: Mapping[str, Any]) -> Iterator[tuple[int, str, int, list[str], dict[str, Any]]]:
+    """The groups of all optimizers: the optimizer's number and class, the group's number, parameters and options."""
+    optimizers = state.get("optimizers")
+    for index, optimizer in enumerate(optimizers if isinstance(optimizers, list) else []):
+        groups = optimizer.get("groups") if isinstance(optimizer, Mapping) else None
+        for number, group in enumerate(groups if isinstance(groups, list) else []):
+            if isinstance(group, Mapping):
+                options = group.get("options")
+                options = dict(options) if isinstance(options, Mapping) else {}
+                yield index, str(optimizer.get("class")), number, list(group.get("parameters") or []), options
+
+
+def _headers(checkpoint: Checkpoint) -> dict[str, dict[str, TensorHeader]]:
+    """Stem → name → header."""
+    files = sorted(name for name in checkpoint.manifest.files if name.endswith(".safetensors"))
+    found: dict[str, dict[str, TensorHeader]] = {}
+    for stem in checkpoint.stems:
+        own = [name for name in files if name == f"{stem}.safetensors" or name.startswith(f"{stem}-")]
+        found[stem] = {key: header for name in own for key, header in tensor_headers(checkpoint.path / name).items()}
+    return {stem: own for stem, own in found.items() if own or stem != "state"}
+
+
+def _described(checkpoint: Checkpoint, headers: _Headers, state: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    value: dict[str, Any] = {"path": str(checkpoint.path), **about_manifest(checkpoint.manifest)}
+    value["parts"] = {stem: _count(own) for stem, own in headers.items()}
+    value["groups"] = [
+        {"optimizer": index, "class": kind, "group": number, "parameters": parameters, "options": options}
+        for index, kind, number, parameters, options in groups_of(state)
+    ]
+    value["hyper_parameters"] = state.get("hyper_parameters", {})
+    if args.tensors:
+        value["tensors"] = {stem: {name: header._asdict() for name, header in own.items()} for stem, own in headers.items()}
+    if args.state:
+        value["state"] = state
+    return value
+
+
+def _count(headers: Mapping[str, TensorHeader]) -> dict[str, int]:
+    return {"tensors": len(headers), "elements": sum(header.elements for header in headers.values())}
+
+
+def _about(path: Path, manifest: Manifest) -> list[str]:
+    metrics = ", ".join(f"{name}={value:.6g}" for name, value in manifest.metrics.items())
+    values = {
+        "step": f"{manifest.step}, epoch {manifest.epoch}",
+        "position": short(manifest.position),
+        "run": f"{manifest.run_id}, save {manifest.save_counter}",
+        "saved": f"{manifest.saved_at} by {manifest.saved_by or 'the user'}, trainkit {manifest.trainkit_version}",
+        "holds": holds(manifest),
+        "metrics": metrics or "none",
+        "seed": f"{manifest.seed} (order {manifest.order_version}, keys {manifest.key_version})",
+        "ran on": f"{manifest.world_size} × {manifest.strategy}, {manifest.precision}",
+        "format": str(manifest.format_version),
+    }
+    return [str(path), *(f"{_INDENT}{name:<9} {value}" for name, value in values.items())]
+
+
+def _files(manifest: Manifest, headers: _Headers) -> list[str]:
+    counts: dict[str, int] = {}
+    for own in headers.values():
+        for header in own.values():
+            counts[header.file] = counts.get(header.file, 0) + 1
+    rows = [
+        (name, bytes_text(entry.size), count_text(counts[name], "tensor") if name in counts else "", entry.sha256[:16] + "…")
+        for name, entry in sorted(manifest.files.items())
+    ]
+    total = bytes_text(sum(entry.size for entry in manifest.files.values()))
+    return [*table(("FILE", "SIZE", "HOLDS", "SHA-256"), rows, right="SIZE"), f"{count_text(len(rows), 'file')}, {total}"]
+
+
+def _parts(headers: _Headers) -> list[str]:
+    counts = {stem: _count(own) for stem, own in headers.items()}
+    return [
+        f"{stem}: {count_text(c['tensors'], 'tensor')}, {count_text(c['elements'], 'element')}" for stem, c in counts.items()
+    ]
+
+
+def _optimizers(state: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for index, kind, number, parameters, options in groups_of(state):
+        first = [name for name in _KNOWN if name in options]
+        shown = [f"{name}={short(options[name])}" for name in [*first, *(name for name in options if name not in first)]]
+        lines.append(
+            f"optimizer {index} ({kind}) group {number}: {count_text(len(parameters), 'parameter')}, {', '.join(shown)}"
+        )
+    return lines
+
+
+def _hyper_parameters(state: Mapping[str, Any]) -> list[str]:
+    values = state.get("hyper_parameters")
+    if not isinstance(values, Mapping) or not values:
+        return []
+    return ["hyper-parameters", *_tree(values, _INDENT)]
+
+
+def _tree(value: Any, indent: str) -> Iterator[str]:
+    """A nested value line by line; what is small stands in one line."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, item in items:
+        nested = isinstance(item, (list, tuple)) and any(isinstance(inner, (Mapping, list)) for inner in item)
+        if nested or (isinstance(item, Mapping) and item):
+            yield f"{indent}{key}:"
+            yield from _tree(item, indent + _INDENT)
+        else:
+            yield f"{indent}{key}: {_leaf(item)}"
+
+
+def _leaf(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        text = ", ".join(short(item) for item in value[:_MANY])
+        more = f", … ({len(value)} items)" if len(value) > _MANY else ""
+        return f"[{text}{more}]" if isinstance(value, list) else f"({text}{more})"
+    return short(value)

@@ -1,0 +1,132 @@
+"""How the subcommands of ``trainkit checkpoint`` put things into words, lines and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.manifest import Manifest
+
+__all__ = [
+    "about_manifest",
+    "as_json",
+    "bytes_text",
+    "count_text",
+    "holds",
+    "on_one_line",
+    "printable",
+    "say",
+    "short",
+    "table",
+]
+
+_FEW = 8  # elements of a tensor that are shown
+
+
+def printable(text: str) -> str:
+    """The text with characters that a terminal would obey written out: names in a checkpoint may come from anybody."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text)
+
+
+def say(*lines: str) -> None:
+    """Print lines, whatever is in them."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    for line in lines:
+        # a character that the terminal's encoding has not is no reason to fail
+        print(printable(line).encode(encoding, "backslashreplace").decode(encoding))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
+    """Lines in columns.
+
+    Args:
+        header: titles of the columns.
+        rows: their cells.
+        right: titles of the columns that are aligned to the right, separated by spaces.
+    """
+    cells = [list(header), *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    aligned = [header[column] in right.split() for column in range(len(header))]
+    return [
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, aligned, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def bytes_text(size: int) -> str:
+    """``1.2 GB``; a thousand to the next unit, as disks are sold."""
+    value, units = float(size), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"
+
+
+def count_text(number: int, thing: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def on_one_line(text: str, path: object) -> str:
+    """A message in one line, without the path of the checkpoint before the names of its files."""
+    return "; ".join(line.replace(f"{path}/", "").replace(f"{path}\\", "") for line in text.splitlines())
+
+
+def holds(manifest: Manifest) -> str:
+    """What a checkpoint is of use for: ``all``, ``trainable``, ``weights`` or ``trainable weights``."""
+    model = str(manifest.contents.get("model", "all"))
+    if manifest.contents.get("resumable", False):
+        return model
+    return "weights" if model == "all" else f"{model} weights"
+
+
+def about_manifest(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as plain values for :func:`as_json`, with the bytes of all files under ``size``."""
+    values = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
+    values["files"] = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in manifest.files.items()}
+    return {**values, "size": sum(entry.size for entry in manifest.files.values())}
+
+
+def as_json(value: Any) -> str:
+    """Any value as strict JSON: what JSON has no words for as text, numbers that are not finite as ``"nan"``, ``"inf"``."""
+    return json.dumps(_plain(value), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else repr(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=str)
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return short(value)
+
+
+def short(value: Any) -> str:
+    """A value in a few words: of a large tensor the dtype and shape, of a long text the beginning."""
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype} {list(value.shape)}" + (f" {value.tolist()}" if value.size <= _FEW else "")
+    if isinstance(value, Tensor):
+        kind = f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        return f"{kind} {value.tolist()}" if value.numel() <= _FEW else kind
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:190]}… ({len(text)} characters)"

@@ -1,0 +1,47 @@
+"""``trainkit checkpoint verify``: every byte of every file, against what the manifest says."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.cli.checkpoint.headers import tensor_headers
+from trainkit.cli.checkpoint.listing import checkpoints_at
+from trainkit.cli.checkpoint.text import bytes_text, on_one_line, say
+from trainkit.errors import CheckpointError, CheckpointNotFoundError
+
+__all__ = ["run", "verify"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """One line for each checkpoint; 1 if one of them is bad."""
+    paths: list[Path] = []
+    for given in map(Path, args.paths):
+        found = [one.path for one in checkpoints_at(given)]
+        if not found:
+            raise CheckpointNotFoundError(f"Expected a checkpoint or a folder of them, got {str(given)!r}, which holds none.")
+        paths += [path for path in found if path not in paths]
+    bad = 0
+    for path in paths:
+        problem, size = verify(path)
+        bad += problem is not None
+        say(f"good  {path}  ({bytes_text(size)})" if problem is None else f"BAD   {path}: {on_one_line(problem, path)}")
+    return 1 if bad else 0
+
+
+def verify(path: Path) -> tuple[str | None, int]:
+    """What is wrong with a checkpoint (``None``: nothing), and the bytes of its files.
+
+    Files are read in pieces, but for the state, which is decoded.
+    """
+    try:
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify()
+        for name in checkpoint.manifest.files:
+            if name.endswith(".safetensors"):
+                tensor_headers(path / name)
+        checkpoint.read({"state"})
+    except CheckpointError as error:
+        return str(error), 0
+    return None, sum(entry.size for entry in checkpoint.manifest.files.values())

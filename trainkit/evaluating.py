@@ -1,0 +1,122 @@
+"""``Trainer.validate``, ``test`` and ``predict``: a loop over batches outside a fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from trainkit import loop
+from trainkit.arguments import refuse_unknown
+from trainkit.datamodule import DataModule
+from trainkit.explain import results_table
+from trainkit.resume import check_restore, find_checkpoint, load_weights
+from trainkit.running import build_hooks, checkpoint_folders, plan_evaluation, refuse_evaluation, running
+from trainkit.trainer_state import TrainerState
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["Evaluating"]
+
+
+class Evaluating(TrainerState):
+    """The verbs of :class:`trainkit.Trainer` that do not train."""
+
+    def validate(
+        self,
+        model: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        verbose: bool = True,
+        ckpt_path: str | Path | None = None,
+        **unknown: Any,
+    ) -> list[dict[str, float]]:
+        """Run the validation loop once.
+
+        Args:
+            model: default: the one that this trainer ran last.
+            dataloaders: one loader, a list, or a ``DataModule``.
+            datamodule: instead of loaders.
+            verbose: print the metrics.
+            ckpt_path: with the weights of a checkpoint: a path, ``"best"``, ``"last"`` or ``"auto"``, as in :meth:`fit`.
+                Default: the weights as they are.
+
+        Returns:
+            The metrics of each loader.
+        """
+        refuse_unknown("Trainer.validate", unknown, ["model", "dataloaders", "datamodule", "verbose", "ckpt_path"])
+        return _run(cast("Trainer", self), "validate", "validation", model, dataloaders, datamodule, verbose, ckpt_path)
+
+    def test(
+        self,
+        model: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        verbose: bool = True,
+        ckpt_path: str | Path | None = None,
+        **unknown: Any,
+    ) -> list[dict[str, float]]:
+        """Run the test loop once; arguments and result as of :meth:`validate`."""
+        refuse_unknown("Trainer.test", unknown, ["model", "dataloaders", "datamodule", "verbose", "ckpt_path"])
+        return _run(cast("Trainer", self), "test", "test", model, dataloaders, datamodule, verbose, ckpt_path)
+
+    def predict(
+        self,
+        model: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool = True,
+        ckpt_path: str | Path | None = None,
+        **unknown: Any,
+    ) -> list[Any] | None:
+        """What ``predict_step`` returns for each batch; with several loaders, a list of that for each.
+
+        Args:
+            model: default: the one that this trainer ran last.
+            dataloaders: one loader, a list, or a ``DataModule``.
+            datamodule: instead of loaders.
+            return_predictions: ``False`` keeps nothing, for callbacks that write the predictions.
+            ckpt_path: as in :meth:`validate`.
+        """
+        known = ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path"]
+        refuse_unknown("Trainer.predict", unknown, known)
+        self._keep_predictions = return_predictions
+        _run(cast("Trainer", self), "predict", "predict", model, dataloaders, datamodule, False, ckpt_path)
+        plan = self.plans.get("predict")
+        if not return_predictions or plan is None:
+            return None
+        outputs, plan.outputs = plan.outputs, []
+        return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _run(
+    trainer: Trainer,
+    stage: str,
+    name: str,
+    module: TrainModule | None,
+    dataloaders: Any,
+    datamodule: DataModule | None,
+    verbose: bool,
+    ckpt_path: str | Path | None,
+) -> list[dict[str, float]]:
+    module = trainer.lightning_module if module is None else module
+    if isinstance(dataloaders, DataModule) and datamodule is None:
+        dataloaders, datamodule = None, dataloaders
+    with running(trainer, stage, module, datamodule, dataloaders):
+        plan = plan_evaluation(trainer, name, dataloaders)
+        if plan is None:
+            refuse_evaluation(trainer, stage, name)
+            return []
+        plan.keeps = name == "predict" and trainer._keep_predictions
+        build_hooks(trainer)
+        if ckpt_path is not None:
+            check_restore(ckpt_path, None, None)
+            found = find_checkpoint(trainer, ckpt_path, checkpoint_folders(trainer), whole=False)
+            if found is not None:
+                load_weights(trainer, found)
+        trainer.validating = stage == "validate"
+        results = loop.evaluate(trainer, plan)
+        if verbose and trainer.is_global_zero:
+            trainer.print(results_table(stage, results))
+        return results

@@ -1,0 +1,131 @@
+"""Going on with the log of a run that was interrupted: its folder found again, its files cut where the checkpoint was made."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.console import notice, warn
+from trainkit.loggers.folder import RunFolder
+
+if TYPE_CHECKING:
+    from trainkit.loggers.base import Logger
+
+__all__ = ["cut_file", "digest", "folder_state", "go_on", "is_same_file", "mark_of", "too_short"]
+
+_TAIL = 4096  # bytes of a file's end that tell it from another run's
+
+
+def digest(data: bytes) -> str:
+    """A short digest, to recognise a file by a part of it."""
+    return hashlib.blake2b(data, digest_size=12).hexdigest()
+
+
+def mark_of(path: Path) -> dict[str, Any] | None:
+    """Where a file of lines ends now, and by what to know it again; None if there is nothing in it."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                return None
+            first = digest(file.readline(_TAIL))
+            file.seek(max(0, size - _TAIL))
+            return {"bytes": size, "first": first, "last": digest(file.read(min(size, _TAIL)))}
+    except FileNotFoundError:
+        return None
+
+
+def is_same_file(path: Path, mark: Mapping[str, Any]) -> bool:
+    """Whether a file goes on from a mark, or is what is left of one that did; one that is not there could be."""
+    size = int(mark["bytes"])
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < size:
+                line = file.readline(_TAIL)
+                return not line.endswith(b"\n") or digest(line) == str(mark["first"])
+            file.seek(max(0, size - _TAIL))
+            return digest(file.read(min(size, _TAIL))) == str(mark["last"])
+    except FileNotFoundError:
+        return True
+
+
+def cut_file(path: Path, size: int) -> str | None:
+    """Cut a file to a size, 0 to remove it; what is wrong with it if it is shorter than that."""
+    if size == 0:
+        path.unlink(missing_ok=True)
+        return None
+    found = path.stat().st_size if path.is_file() else 0
+    if found < size:
+        return too_short(path, f"{found} bytes", str(size))
+    if found > size:
+        with path.open("r+b") as file:
+            file.truncate(size)
+    return None
+
+
+def too_short(path: Path, found: str, expected: str) -> str:
+    """The words for a file that lacks something."""
+    has = f"has {found}" if path.is_file() else "is not there"
+    return f"{path} {has}; when the checkpoint was made it had {expected}"
+
+
+def folder_state(logger: Logger) -> dict[str, Any]:
+    """The folder of a logger and how much of its files is written; empty as long as it has none."""
+    folder = logger._folder
+    if folder is None or folder.path is None or not logger._in_run_folder:
+        return {}
+    state = {"folder": os.path.abspath(folder.path), "version": folder.version, "name": logger._name}
+    if not logger.is_main_process:
+        return state
+    try:
+        logger.save()
+    except OSError as error:  # what waits is lost for the log, which must not cost the checkpoint
+        warn(f"{type(logger).__name__} could not write what waits for {folder.path}: {error}")
+    return {**state, "files": logger.mark_files(folder.path)}
+
+
+def go_on(logger: Logger, state: Mapping[str, Any]) -> None:
+    """Let a logger go on in the folder that its state names, and cut off what was written there later."""
+    path = _find_again(logger, state)
+    if path is None or not logger.is_main_process:
+        return
+    try:
+        missing = logger.cut_files(path, state.get("files", {}))
+    except OSError as error:
+        missing = [f"what was logged after the checkpoint could not be removed and comes twice: {error}"]
+    if missing:
+        warn(f"{type(logger).__name__}: the log goes on, but {'; '.join(missing)}")
+
+
+def _find_again(logger: Logger, state: Mapping[str, Any]) -> Path | None:
+    """Point a logger at the folder that its state names; None, said in words, if it has to start another.
+
+    The folder is looked for where the logger would write now, since runs are moved, and then where it was; what it is
+    told by ``save_dir``, ``name`` and ``version`` goes before. A folder whose files are another run's is not touched.
+    """
+    recorded, version, files = Path(state["folder"]), state["version"], state.get("files", {})
+    kind, root = type(logger).__name__, Path(logger.root_dir)
+    here = root / recorded.name
+    if logger._name != state["name"] or logger._version not in (None, version):
+        notice(f"{kind} has another name or version than in the run that is resumed: a new log begins; {recorded} stays.")
+        return None
+    for path in (here,) if logger._save_dir is not None else (here, recorded):
+        if path.is_dir() and (not logger.is_main_process or logger.is_log_of(path, files)):
+            logger._folder = RunFolder(path.parent, version)
+            return path
+    if recorded.is_dir() and logger._save_dir is not None and recorded != here.absolute():
+        notice(
+            f"{kind} is told to log to {root}, not to where the run that is resumed did: a new log begins; {recorded} stays."
+        )
+    elif files and logger.is_main_process:
+        what = "holds the log of another run" if recorded.is_dir() else "is not there"
+        warn(
+            f"{kind}: the log folder {recorded} of the run that is resumed {what}, so that what was logged before is missing "
+            "and a new log begins. Fix: put the folder back and resume again"
+        )
+    if not here.exists():
+        logger._folder = RunFolder(root, version)
+    return None

@@ -1,0 +1,287 @@
+"""Going on from a checkpoint: which one, what of it, and into what."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.checkpoint.folder import candidates, list_checkpoints
+from trainkit.checkpoint.reader import Loaded, open_checkpoint
+from trainkit.console import notice, warn
+from trainkit.data.order import ORDER_VERSION
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    UnknownNameError,
+    nearest,
+)
+from trainkit.registry import load_callback
+from trainkit.rng import KEY_VERSION
+from trainkit.run_state import keyed, parts_of, restore_loop, restore_run
+from trainkit.training_state import Parts, model_stems, restore
+
+if TYPE_CHECKING:
+    from trainkit.trainer import Trainer
+
+__all__ = ["PARTS", "check_restore", "find_checkpoint", "load_weights", "restore_fit", "take_over"]
+
+PARTS = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers")
+_WORDS = ("auto", "last", "best")
+
+
+class Found:
+    """A checkpoint that was read, and where it lies."""
+
+    def __init__(self, path: Path, loaded: Loaded) -> None:
+        self.path, self.loaded = path, loaded
+
+    def __str__(self) -> str:
+        manifest = self.loaded.manifest
+        return f"{self.path} (step {manifest.step}, epoch {manifest.epoch})"
+
+
+def check_restore(ckpt_path: Any, given: Collection[str] | None, overrides: Mapping[str, Any] | None) -> set[str]:
+    """The parts to be restored.
+
+    Raises:
+        ConfigurationError: parts or overrides without a checkpoint, or of the wrong type.
+        UnknownNameError: a part that nobody knows.
+    """
+    if ckpt_path is not None and not isinstance(ckpt_path, str | os.PathLike):
+        raise ConfigurationError(f"ckpt_path must be a path, 'auto', 'last' or 'best', not {ckpt_path!r}.")
+    if ckpt_path is None and (given is not None or overrides):
+        raise ConfigurationError("restore= and overrides= need a checkpoint: fit(module, loader, ckpt_path='auto', ...).")
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ConfigurationError(
+            f"overrides must be a dict of optimizer options, not {overrides!r}. For example: {{'lr': 1e-4}}"
+        )
+    if given is None:
+        return set(PARTS)
+    if isinstance(given, str):
+        given = {given}
+    for part in given:
+        if part not in PARTS:
+            raise UnknownNameError(f"restore: unknown part {part!r}; known: {', '.join(PARTS)}.{nearest(str(part), PARTS)}")
+    return set(given)
+
+
+def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str], folders: list[Path], *, whole: bool) -> Found | None:
+    """Read the checkpoint that ``ckpt_path`` names; ``None`` for a fresh start, which only "auto" allows.
+
+    Args:
+        trainer: whose callbacks know the best one.
+        ckpt_path: "auto": the newest good one, if there is one. "last": the newest good one. "best": that of
+            ``ModelCheckpoint``. Or a path.
+        folders: where to look.
+        whole: read everything, not the weights only.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CorruptCheckpointError: the one that was named is bad, or all are.
+    """
+    if ckpt_path == "best":
+        ckpt_path = _best(trainer, folders)
+    elif ckpt_path in ("auto", "last"):
+        return _newest(str(ckpt_path), folders, whole)
+    path = Path(ckpt_path)
+    if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, _WORDS)):
+        raise CheckpointNotFoundError(f"there is no checkpoint {str(ckpt_path)!r}, and it is none of {_WORDS}.{hint}")
+    return _read(path, whole)
+
+
+def _read(path: Path, whole: bool) -> Found:
+    checkpoint = open_checkpoint(path)
+    manifest = checkpoint.manifest
+    if whole and not manifest.contents.get("resumable", False):
+        raise CheckpointError(
+            f"{path} holds weights only, so that no run can go on from it. Start a new run with them: "
+            "fit(..., ckpt_path=..., restore={'model'})"
+        )
+    stems = None if whole else model_stems(manifest.files) | {"state"}
+    return Found(path, checkpoint.read(stems))
+
+
+def _newest(word: str, folders: list[Path], whole: bool) -> Found | None:
+    bad: list[str] = []
+    for folder in folders:
+        bad += [f"{found.path}: {found.problem}" for found in list_checkpoints(folder) if found.problem is not None]
+    good = [found for folder in folders for found in candidates(folder) if found.problem is None]
+    for found in good:
+        if found.manifest is not None and not found.manifest.contents.get("resumable", False):
+            continue
+        try:
+            read = _read(found.path, whole)
+        except CorruptCheckpointError as error:
+            bad.append(str(error))
+            continue
+        for problem in bad:
+            warn(f"a checkpoint is damaged and passed over: {problem}")
+        return read
+    where = ", ".join(map(str, folders)) or "no folder"
+    if bad:
+        raise CorruptCheckpointError(
+            f"ckpt_path={word!r}: none of the checkpoints in {where} is good:\n  "
+            + "\n  ".join(bad)
+            + "\nRemove them to start "
+            "from the beginning, or name another folder: ModelCheckpoint(dirpath=...)"
+        )
+    if word == "auto":
+        notice(f"there is no checkpoint in {where}: starting from the beginning.")
+        return None
+    raise CheckpointNotFoundError(
+        f"ckpt_path='last': there is no checkpoint in {where}. ckpt_path='auto' starts from the beginning then."
+    )
+
+
+def _best(trainer: Trainer, folders: list[Path]) -> Path:
+    kind = load_callback("model_checkpoint")
+    own = [callback for callback in trainer.callbacks if isinstance(callback, kind)]
+    if not own:
+        raise CheckpointNotFoundError(
+            "ckpt_path='best' asks a ModelCheckpoint: Trainer(callbacks=[ModelCheckpoint(monitor=...)])."
+        )
+    if not any(callback.best_model_path for callback in own):
+        newest = _newest("auto", folders, whole=True)
+        saved = {} if newest is None else newest.loaded.state.get("callbacks", {})
+        for key, callback in keyed(trainer.callbacks).items():
+            if isinstance(callback, kind) and saved.get(key):
+                callback.load_state_dict(saved[key])
+    for callback in own:
+        if callback.best_model_path:
+            return Path(callback.best_model_path)
+    raise CheckpointNotFoundError(
+        "ckpt_path='best': no checkpoint has been ranked yet. A ModelCheckpoint ranks by its monitor: "
+        "ModelCheckpoint(monitor='val_loss')"
+    )
+
+
+def take_over(trainer: Trainer, found: Found, wanted: set[str]) -> None:
+    """What has to be known of the checkpoint before loaders and optimizers are made: seed and run."""
+    manifest, checkpointing = found.loaded.manifest, trainer.checkpointing
+    if wanted - {"model", "optimizer", "scheduler", "scaler"} and "loop" not in found.loaded.state:
+        raise CheckpointError(
+            f"{found.path} was written by an own loop, whose position a Trainer cannot take over. Take what both have: "
+            "fit(..., ckpt_path=..., restore={'model', 'optimizer', 'scheduler', 'scaler'})"
+        )
+    notice(f"resuming from {found}.")
+    if not wanted >= set(PARTS):
+        left = [part for part in PARTS if part not in wanted]
+        notice(f"restored: {', '.join(p for p in PARTS if p in wanted) or 'nothing'}. Not restored: {', '.join(left)}.")
+    elif found.path.absolute().parent in checkpointing.folders:
+        checkpointing.run_id = manifest.run_id
+    checkpointing.resumed_from = found.path
+    if "loop" not in wanted:
+        return
+    if not trainer.seed_given:
+        trainer.seed = trainer.accelerator.seed = manifest.seed
+    elif trainer.seed != manifest.seed:
+        warn(
+            f"seed={trainer.seed}, and the checkpoint's run had {manifest.seed}: from here on order, augmentation and dropout "
+            "are those of another run. Leave seed out to go on as before."
+        )
+    for name, saved, ours in (
+        ("order", manifest.order_version, ORDER_VERSION),
+        ("keys", manifest.key_version, KEY_VERSION),
+    ):
+        if saved != ours:
+            warn(
+                f"the checkpoint was written under version {saved} of the {name} of samples and random numbers, and this is "
+                f"{ours}: from here on they are others."
+            )
+
+
+def restore_fit(trainer: Trainer, found: Found, wanted: set[str], overrides: Mapping[str, Any]) -> None:
+    """Put the checkpoint's state into the run, which is set up.
+
+    Raises:
+        StateMismatchError: it does not fit; nothing has been trained.
+    """
+    loaded = found.loaded
+    state = loaded.state
+    # the position first: that it does not fit is found before anything has changed
+    if "loop" in wanted:
+        restore_loop(trainer, state["loop"])
+    seen = _ask_hooks(trainer, loaded)
+    tensors = {**loaded.tensors, "model": seen["state_dict"]}
+    parts = parts_of(trainer)
+    restore(parts, tensors, state, loaded.manifest.aliases, wanted=wanted, what=str(found.path))
+    restore_run(trainer, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
+    if overrides:
+        _override(parts, overrides)
+    if "loop" in wanted and trainer.finished:
+        notice(
+            f"the checkpoint is of step {trainer.global_step}, epoch {trainer.current_epoch}, and nothing is left to train: "
+            f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}. Raise them to go on."
+        )
+
+
+def _ask_hooks(trainer: Trainer, loaded: Loaded) -> dict[str, Any]:
+    """Show the checkpoint to the hooks before it is loaded; they may change ``state_dict``."""
+    state = loaded.state
+    seen: dict[str, Any] = {
+        "epoch": loaded.manifest.epoch,
+        "global_step": loaded.manifest.step,
+        "state_dict": dict(loaded.tensors["model"]),
+        "callbacks": state.get("callbacks", {}),
+        "hyper_parameters": state.get("hyper_parameters", {}),
+        **state.get("user", {}),
+    }
+    trainer.hooks.run("on_load_checkpoint", seen)
+    return seen
+
+
+def load_weights(trainer: Trainer, found: Found) -> None:
+    """The model's weights only, for an evaluation."""
+    loaded = found.loaded
+    seen = _ask_hooks(trainer, loaded)
+    parts = Parts([trainer.lightning_module], [], [], trainer.precision)
+    restore(parts, {"model": seen["state_dict"]}, loaded.state, loaded.manifest.aliases, wanted={"model"}, what=str(found.path))
+    notice(f"weights of {found}.")
+
+
+def _override(parts: Parts, overrides: Mapping[str, Any]) -> None:
+    """Options of the optimizers' groups, put over what was restored."""
+    for name, value in overrides.items():
+        known = sorted({key for o in parts.optimizers for group in o.param_groups for key in group if key != "params"})
+        if name not in known:
+            raise UnknownNameError(
+                f"overrides: no optimizer has the option {name!r}; known: {', '.join(known)}.{nearest(name, known)}"
+            )
+        for optimizer in parts.optimizers:
+            if name == "lr":
+                _override_rates(optimizer, parts.schedulers, value)
+                continue
+            for group in optimizer.param_groups:
+                if name in group:
+                    group[name] = value
+        notice(f"{name} is {value!r} from here on, not as in the checkpoint.")
+
+
+def _override_rates(optimizer: Any, schedulers: Collection[Any], rate: float) -> None:
+    """A new learning rate. Under a schedule it is the one that the schedule starts from: what is left of it is scaled."""
+    own = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
+    factors = []
+    for group in optimizer.param_groups:
+        before = float(group.get("initial_lr", group["lr"]))
+        factors.append(rate / before if before else 1.0)
+        if not own or not before:
+            group["lr"] = rate
+            continue
+        for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if key in group:
+                group[key] = group[key] * factors[-1]
+    for scheduler in own:
+        _scale(scheduler, factors)
+
+
+def _scale(scheduler: Any, factors: list[float]) -> None:
+    for key in ("base_lrs", "max_lrs", "_last_lr", "min_lrs"):
+        values = getattr(scheduler, key, None)
+        if isinstance(values, list) and len(values) == len(factors):
+            setattr(scheduler, key, [value * factor for value, factor in zip(values, factors, strict=True)])
+    for inner in getattr(scheduler, "_schedulers", []):
+        _scale(inner, factors)
