@@ -15,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit import Callback
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.lock import LOCK
 
-__all__ = ["Ballast", "Child", "checkpoints", "left_over", "tell", "told"]
+__all__ = ["Ballast", "Child", "checkpoints", "left_over", "rows", "tell", "told"]
 
 PATIENCE = 180.0  # seconds in which whatever is waited for must have come, on the slowest machine
 
@@ -87,6 +88,8 @@ class Child:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch sets its own with the first workers, and only once
+        torch.utils.data._utils.signal_handling._SIGCHLD_handler_set = False
 
     def __enter__(self) -> Child:
         return self
@@ -182,12 +185,16 @@ def left_over(folder: str | Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.startswith(".") and name != LOCK)
 
 
+def rows(folder: str) -> list[dict[str, Any]]:
+    """What the logger of a :class:`resuming.Run` has written, in one file for all its processes."""
+    [path] = Path(folder).rglob("metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 class Ballast(Callback):
     """A state that makes each save take a while."""
 
     def __init__(self, numbers: int = 2_000_000) -> None:
-        import torch
-
         self.numbers = torch.arange(numbers, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, Tensor]:

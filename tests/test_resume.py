@@ -27,6 +27,7 @@ from trainkit.errors import (
     UnsavableError,
 )
 from trainkit.loggers import JSONLLogger
+from trainkit.resume import PARTS
 
 
 class Adam(TinyModule):
@@ -166,7 +167,7 @@ def test_a_checkpoint_of_any_hook_resumes_exactly(hook: str, number: int, accumu
     rows = Path("logs/default/version_0/metrics.jsonl").read_text()
     resumed = Adam()
     trainer = make_trainer(logger=JSONLLogger("logs"), **arguments)
-    trainer.fit(resumed, *loaders(), ckpt_path="there")
+    trainer.fit(resumed, *loaders(), ckpt_path="there", restore=PARTS)
     assert Path("logs/default/version_0/metrics.jsonl").read_text() == rows
     assert same(parameters_of(resumed), parameters_of(expected))
     assert trainer.global_step == first.global_step
@@ -481,3 +482,15 @@ def test_state_json_is_json() -> None:
         "state.json",
         "state.safetensors",
     ]
+
+
+def test_another_run_leaves_the_log_of_the_first_alone() -> None:
+    """Going on from somebody's checkpoint in a folder of one's own is a run of one's own, with a log of its own."""
+    first = saved(logger=JSONLLogger("logs"), max_epochs=2)
+    log = Path("logs/default/version_0/metrics.jsonl")
+    before = log.read_text()
+    other = make_trainer(logger=JSONLLogger("logs"), max_epochs=2)
+    other.fit(Adam(), tiny_loader(), tiny_loader(8), ckpt_path="runs/checkpoints/step-00000004")
+    assert log.read_text() == before
+    assert other.checkpointing.run_id != first.checkpointing.run_id
+    assert Path("logs/default/version_1/metrics.jsonl").exists()

@@ -265,7 +265,8 @@ class TrainerArguments:
             )
 
     def _settle(self) -> None:
-        """Defaults that depend on other arguments."""
+        """Defaults, also those that depend on other arguments."""
+        self.default_root_dir = Path(self.default_root_dir or "trainkit_runs")
         if self.max_epochs is None:
             limitless = self.max_steps != -1 or self.max_time is not None
             self.max_epochs = -1 if limitless else max(1000, self.min_epochs or 0)

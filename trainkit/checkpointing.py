@@ -318,7 +318,7 @@ class Checkpointing:
         stamp = trainer.train_metrics.logged_at(name)
         if not present and stamp is not None:
             present = stamp > trainer.train_metrics.stamp - trainer.accumulate_grad_batches
-        return float(value), present
+        return float(value.detach()), present
 
     @property
     def position(self) -> tuple[Any, ...]:

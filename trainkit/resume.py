@@ -159,8 +159,15 @@ def _best(trainer: Trainer, folders: list[Path]) -> Path:
     )
 
 
-def take_over(trainer: Trainer, found: Found, wanted: set[str]) -> None:
-    """What has to be known of the checkpoint before loaders and optimizers are made: seed and run."""
+def take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -> None:
+    """What has to be known of the checkpoint before loaders and optimizers are made: seed and run.
+
+    Args:
+        trainer: the trainer.
+        found: the checkpoint.
+        wanted: the parts to be restored; without the loggers afterwards if this is another run.
+        chosen: the user has named the parts.
+    """
     manifest, checkpointing = found.loaded.manifest, trainer.checkpointing
     if wanted - {"model", "optimizer", "scheduler", "scaler"} and "loop" not in found.loaded.state:
         raise CheckpointError(
@@ -173,6 +180,9 @@ def take_over(trainer: Trainer, found: Found, wanted: set[str]) -> None:
         notice(f"restored: {', '.join(p for p in PARTS if p in wanted) or 'nothing'}. Not restored: {', '.join(left)}.")
     elif found.path.absolute().parent in checkpointing.folders:
         checkpointing.run_id = manifest.run_id
+    elif trainer.loggers and not chosen:
+        wanted.discard("loggers")  # going on in its files would cut off what the other run has logged since
+        notice("this is another run than the one that wrote it, so it logs to files of its own.")
     checkpointing.resumed_from = found.path
     if "loop" not in wanted:
         return

@@ -50,7 +50,7 @@ def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
     if weights_only:
         return state
     state["loop"] = _capture_loop(trainer)
-    state["metrics"] = trainer.train_metrics.state_dict(trainer.lightning_module)
+    state["metrics"] = trainer.train_metrics.state_dict(trainer.lightning_module, trainer.metric_updates)
     state["results"] = trainer.results.state_dict()
     state["callbacks"] = {key: callback.state_dict() for key, callback in keyed(trainer.callbacks).items()}
     state["loggers"] = trainer.states_of_loggers or logger_states(trainer)

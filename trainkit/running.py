@@ -51,11 +51,6 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
         if trainer.arguments.slurm_requeue:
             requeue()
         raise
-    except RuntimeError as error:
-        # a signal to the whole process group has ended the loader's workers too, before this process was asked to stop
-        if trainer.signals.received is not None and "DataLoader worker" in str(error):
-            raise trainer.signals.ending(f"at step {trainer.global_step}") from error
-        raise
 
 
 @contextmanager
@@ -86,8 +81,11 @@ def running(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataM
             yield
         status = "success"
     except BaseException as exception:
-        _report(trainer, exception)
-        raise
+        ending = _ending(trainer, exception)
+        _report(trainer, ending)
+        if ending is exception:
+            raise
+        raise ending from exception
     finally:
         try:
             _tear_down(trainer, stage, status)
@@ -218,6 +216,13 @@ def check_sanity(trainer: Trainer, given: Any) -> None:
         trainer.results = results
         for loader in plan.loaders:
             loader.close()
+
+
+def _ending(trainer: Trainer, exception: BaseException) -> BaseException:
+    """What the run ends with: a signal to the whole process group ends the loader's workers too, and is the reason then."""
+    if trainer.signals.received is None or "DataLoader worker" not in str(exception):
+        return exception
+    return trainer.signals.ending(f"at step {trainer.global_step}")
 
 
 def _report(trainer: Trainer, exception: BaseException) -> None:

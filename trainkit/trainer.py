@@ -148,7 +148,6 @@ class Trainer(Evaluating):
         check_switches(given)
         self.arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         self.accumulate_grad_batches = self.arguments.accumulate_grad_batches
-        self.arguments.default_root_dir = Path(default_root_dir or "trainkit_runs")
         self.strategy = _strategy_on(strategy, accelerator, devices)
         if precision is not None:
             self.strategy.use_precision(precision)
@@ -207,7 +206,7 @@ class Trainer(Evaluating):
             whole = not wanted <= {"model"}
             found = None if ckpt_path is None else find_checkpoint(self, ckpt_path, checkpoint_folders(self), whole=whole)
             if found is not None:
-                take_over(self, found, wanted)
+                take_over(self, found, wanted, chosen=restore is not None)
             loader = train_loader(self, train_dataloaders)
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")

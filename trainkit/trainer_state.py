@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainkit.cadence import Cadence
 from trainkit.errors import ModuleError
+from trainkit.metric_state import count_updates
 from trainkit.metrics import MetricResults, MetricStore
 from trainkit.registry import load_callback
 from trainkit.run_state import Phase, logger_states
@@ -63,6 +64,7 @@ class TrainerState(Cadence):
         metrics: where ``log`` goes now.
         train_metrics: where it goes in training; an evaluation has a store of its own.
         computed: metric → ``global_step`` at which its value of an epoch or an evaluation was computed.
+        metric_updates: how often each torchmetrics object had been updated when the validation that is running began.
         states_of_loggers: as of the beginning of the validation that is running, which a resumed run repeats.
     """
 
@@ -111,6 +113,7 @@ class TrainerState(Cadence):
         self.next_save_step: float = math.inf
         self.ended = False
         self.computed: dict[str, int] = {}
+        self.metric_updates: dict[str, int] | None = None
         self.states_of_loggers: list[dict[str, Any]] | None = None
         self.signals = Signals(lambda: None)
 
@@ -139,6 +142,7 @@ class TrainerState(Cadence):
         """A validation in a fit begins."""
         self.validating = True
         plan.began = plan.count
+        self.metric_updates = count_updates(self.lightning_module)
         if self.checkpointing.folders:
             self.states_of_loggers = logger_states(self)  # type: ignore[arg-type]
         if not at_end:
@@ -149,6 +153,7 @@ class TrainerState(Cadence):
         if self.sanity_checking:
             return
         self.note_computed(plan.results)
+        self.metric_updates = None
         if self.phase is Phase.VALIDATING:
             self.phase = Phase.VALIDATED
             self.states_of_loggers = None

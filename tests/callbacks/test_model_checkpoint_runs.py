@@ -251,7 +251,7 @@ def test_the_last_complete_step_is_saved_when_a_run_fails(error: BaseException, 
     with pytest.raises(type(error)):
         fit(callback, Failing(6, raising(error)), max_epochs=3)
     assert steps() == [4, 6] if saved else [4]
-    said = f"{type(error).__name__}: the newest checkpoint is {callback.last_model_path}"
+    said = f"{type(error).__name__}: the newest checkpoint is {callback.last_model_path}. Go on with: trainer.fit(..., ckpt_path='auto')"
     assert (said in caplog.messages) == saved
 
 

@@ -331,6 +331,7 @@ def test_a_reader_beside_a_writer_never_sees_damage(run_dir: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(here.parent)])}
     command = [sys.executable, "-c", WRITER, str(path), str(here), "50"]
     read = 0
+    refused: list[str] = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
@@ -341,20 +342,14 @@ def test_a_reader_beside_a_writer_never_sees_damage(run_dir: Path) -> None:
                 assert loaded.state["loop"]["global_step"] == int(loaded.tensors["model"]["steps"]) == loaded.manifest.step
                 read += 1
             except CheckpointError as error:
-                assert "replaced by another checkpoint while it was read" in str(error)
+                refused.append(str(error))
+    assert all("replaced by another checkpoint while it was read" in message for message in refused)
     assert writer.returncode == 0
     assert read
     assert open_checkpoint(path).manifest.step == 49
 
 
 # -------------------------------------------------------------------------------------------------------------- hostile
-
-
-def refused(path: Path, match: str = "") -> None:
-    for attempt in (load, lambda path: open_checkpoint(path).verify()):
-        with pytest.raises(CheckpointError, match=match):
-            attempt(path)
-    assert look_at(path)[1] is not None or match
 
 
 NAMES = [
@@ -594,7 +589,7 @@ def test_mutations_of_a_real_checkpoint(mutated: Path, data: st.DataObject) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000)
+@settings(max_examples=2_000)
 @given(data=st.data())
 def test_many_mutations_of_a_real_checkpoint(mutated: Path, data: st.DataObject) -> None:
     mutate(mutated, data)

@@ -158,14 +158,14 @@ def written(step: int) -> int | None:
 
 
 def kill_while_writing(child: Child, step: int, share: float) -> None:
-    """Kill the process when so much of the save of a step is on the disk, or when it is finished."""
-    target, seen = share * 8 * NUMBERS, False
+    """Kill the process when so much of the save of a step is on the disk, or when that moment was missed."""
 
     def reached() -> bool:
-        nonlocal seen
         now = written(step)
-        seen = seen or now is not None
-        return (now is not None and now >= target) or (FOLDER / f"step-{step:08d}").exists()
+        return (now is not None and now >= share * 8 * NUMBERS) or any(name >= f"step-{step:08d}" for name in names())
+
+    def names() -> list[str]:
+        return [name for name in os.listdir(FOLDER) if name.startswith("step-")]
 
     child.until(reached, f"the save of step {step}")
     child.kill()

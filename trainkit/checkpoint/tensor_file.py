@@ -190,8 +190,8 @@ def chunks(entry: Entry, tensor: Tensor) -> Iterator[memoryview]:
     check_unchanged(entry, tensor)
     for part in _contiguous(tensor.detach()):
         if part.numel():
-            view = part.reshape(-1).view(torch.uint8).numpy().data
-            yield from _cut(view)
+            # a single value may have any stride and be contiguous all the same, but view() wants it to be 1
+            yield from _cut(part.as_strided((part.numel(),), (1,)).view(torch.uint8).numpy().data)
 
 
 def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
@@ -203,10 +203,12 @@ def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor.to("cpu").resolve_conj().resolve_neg().contiguous()
     elif plain and tensor.dim() > 1:
         yield from _contiguous(tensor.reshape(-1))
-    else:
-        rows = max(1, _GATHER * len(tensor) // tensor.nbytes)
+    elif rows := _GATHER * len(tensor) // tensor.nbytes:
         for start in range(0, len(tensor), rows):
             yield from _contiguous(tensor[start : start + rows])
+    else:
+        for row in range(len(tensor)):
+            yield from _contiguous(tensor[row])
 
 
 def _cut(view: memoryview) -> Iterator[memoryview]:
@@ -338,7 +340,7 @@ def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, T
         raise CorruptCheckpointError(f"{what}: {len(view)} bytes; a file of tensors has at least 8")
     length = int.from_bytes(view[:8], "little")
     if length > len(view) - 8:
-        raise CorruptCheckpointError(f"{what}: a header of {length:,} bytes in a file of {len(view):,}")
+        raise CorruptCheckpointError(f"{what}: a header of {length:,} bytes in a file of {len(view):,} bytes")
     header = strict_json(view[8 : 8 + length], f"{what}: header")
     if not isinstance(header, dict):
         raise CorruptCheckpointError(f"{what}: header: a JSON object was expected, not {type(header).__name__}")

@@ -215,8 +215,8 @@ class _Verification:
             if code:
                 raise ConfigurationError(f"The script failed by itself, with exit code {code}; its last output is above.")
             raise ConfigurationError(
-                "The script ended without a Trainer.fit that came to its end. Fix: name a script that trains with a Trainer when it "
-                "is run; an own loop with Accelerator cannot be verified."
+                "The script ended without a Trainer.fit that came to its end. Fix: name a script that trains with a Trainer "
+                "when it is run; an own loop with Accelerator cannot be verified."
             )
         return outcome, code
 

@@ -19,7 +19,6 @@ from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.cli.checkpoint.formats import Folder, lay_out
 from trainkit.cli.checkpoint.pieces import take
 from trainkit.cli.checkpoint.text import bytes_text, count_text, say
-from trainkit.console import notice
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 
 __all__ = ["export", "run"]
@@ -44,11 +43,9 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
     )
     for where, folder in folders.items():
-        for note in folder.notes:
-            notice(f"{note}.")
         size = sum(tensor.nbytes for tensor in folder.tensors.values())
-        said = f"Wrote {Path(args.out) / where}: {kind}, {count_text(len(folder.tensors), 'tensor')}, {bytes_text(size)}"
-        say(said)
+        say(f"Wrote {Path(args.out) / where}: {kind}, {count_text(len(folder.tensors), 'tensor')}, {bytes_text(size)}")
+        say(*(f"  {note}" for note in folder.notes))
     return 0
 
 

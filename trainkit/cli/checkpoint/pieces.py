@@ -108,7 +108,7 @@ def _within(path: str, outer: str) -> bool:
 
 def _unknown(attribute: str, path: str, names: list[str], configs: Mapping[str, Any]) -> str:
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-    tops = [*dict.fromkeys(name.partition(".")[0] for name in names if "." in name), *(p for p in configs if "." in p)]
+    tops = [*sorted({name.partition(".")[0] for name in names if "." in name}), *(p for p in configs if "." in p)]
     every = {".".join(module.split(".")[: depth + 1]) for module in modules for depth in range(module.count(".") + 1)}
     hint = nearest(path, tops) or nearest(path, sorted(every - {""}))
     there = ", ".join(tops) or "none"

@@ -1,0 +1,649 @@
+"""Files of tensors: other readers read them, the size is known beforehand, and a header that lies is found out."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
+from safetensors.torch import save as safetensors_save
+from support import run_python
+from torch import Tensor, nn
+
+from trainkit.checkpoint import tensor_file
+from trainkit.checkpoint.tensor_file import Entry, TensorFile, chunks, plan_files, read_file, tensors_in, write_file
+from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
+
+LARGE = 10**12
+DTYPES = list(tensor_file._DTYPES.values())
+
+
+def make(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randint(0, 2, shape).to(dtype) if dtype is torch.bool else torch.randint(0, 100, shape).to(dtype)
+
+
+def pieces(file: TensorFile, tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield file.header
+    for entry in file.entries:
+        yield from chunks(entry, tensors[entry.name])
+
+
+def write(stem: str, tensors: dict[str, Tensor], max_shard_size: int = LARGE) -> list[tuple[TensorFile, str]]:
+    files, _ = plan_files(stem, tensors, max_shard_size)
+    written = []
+    for file in files:
+        size, digest = write_file(Path(file.name), pieces(file, tensors))
+        assert size == file.size == Path(file.name).stat().st_size
+        assert digest == hashlib.sha256(Path(file.name).read_bytes()).hexdigest()
+        written.append((file, digest))
+    return written
+
+
+def raw(tensor: Tensor) -> bytes:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_same(read: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape), name
+        assert raw(read[name]) == raw(tensor), name
+
+
+# ---------------------------------------------------------------------------------------------- writing and reading
+
+
+def test_every_dtype_is_written_and_read_back_by_us_and_by_safetensors() -> None:
+    tensors = {f"{dtype}.{shape}": make(dtype, *shape) for dtype in DTYPES for shape in [(), (3,), (2, 0), (2, 3, 1)]}
+    ((file, digest),) = write("model", tensors)
+    buffer = read_file(Path(file.name), file.size, digest, file.name)
+    assert_same(tensors_in(buffer, file.name), tensors)
+    assert_same(load_file(file.name), tensors)
+
+
+def test_what_safetensors_writes_is_read() -> None:
+    tensors = {f"t{i}": make(dtype, i, 2) for i, dtype in enumerate(DTYPES) if dtype != torch.float8_e8m0fnu}
+    data = safetensors_save(tensors, metadata={"format": "pt", "more": "text"})
+    assert_same(tensors_in(data, "x"), tensors)
+
+
+def test_transformers_finds_its_metadata() -> None:
+    file = plan_files("model", {"a": torch.ones(1)}, LARGE)[0][0]
+    assert json.loads(file.header[8:])["__metadata__"] == {"format": "pt"}
+
+
+def test_no_tensors_make_a_valid_file() -> None:
+    ((file, digest),) = write("state", {})
+    assert tensors_in(read_file(Path(file.name), file.size, digest, "x"), "x") == {}
+    assert load_file(file.name) == {}
+
+
+def test_data_is_aligned_and_read_without_a_copy() -> None:
+    tensors = {f"{'n' * i}{d}": make(dtype, 3) for i in range(8) for d, dtype in enumerate(DTYPES)}
+    ((file, digest),) = write("model", tensors)
+    assert len(file.header) % 8 == 0
+    assert all(entry.start % entry.dtype.itemsize == 0 for entry in file.entries)
+    buffer = read_file(Path(file.name), file.size, digest, "x")
+    start = np.frombuffer(buffer, np.uint8).ctypes.data
+    read = tensors_in(buffer, "x")
+    for entry in file.entries:
+        assert read[entry.name].data_ptr() == start + len(file.header) + entry.start
+        assert read[entry.name].untyped_storage().nbytes() == entry.end - entry.start  # not the whole file's
+    read[file.entries[0].name].fill_(1)  # writable
+
+
+def test_data_that_is_not_aligned_is_copied() -> None:
+    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"F64","shape":[2],"data_offsets":[1,17]}}'
+    data = struct.pack("<Q", len(header)) + header + b"\7" + struct.pack("<2d", 1.5, -2.5)
+    for buffer in (data, bytearray(data), memoryview(data), np.frombuffer(data, np.uint8).copy().data):
+        read = tensors_in(buffer, "x")
+        assert (read["a"].tolist(), read["b"].tolist()) == ([7], [1.5, -2.5])
+        assert read["b"].data_ptr() % 8 == 0
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).view(3, 4).T,
+        torch.arange(12.0)[::3],
+        torch.ones(1).expand(5, 5),
+        torch.arange(4.0)[1:],
+        torch.tensor([1 + 2j], dtype=torch.complex64).conj(),
+        torch.tensor([1 + 2j], dtype=torch.complex64).conj().imag,
+        torch.arange(8.0).view(1, 2, 2, 2).to(memory_format=torch.channels_last),
+        nn.Parameter(torch.arange(3.0)),
+        torch.arange(3.0, requires_grad=True) * 2,
+        torch.tensor(5).expand(()),
+    ],
+    ids=["transposed", "strided", "expanded", "offset", "conjugate", "negative", "channels", "parameter", "graph", "scalar"],
+)
+def test_any_strides_are_written_in_order(tensor: Tensor) -> None:
+    ((file, digest),) = write("model", {"t": tensor})
+    assert_same(tensors_in(read_file(Path(file.name), file.size, digest, "x"), "x"), {"t": tensor})
+
+
+def test_inference_tensors_are_written() -> None:
+    with torch.inference_mode():
+        tensor = torch.arange(3.0)
+    write("model", {"t": tensor})
+    assert_same(load_file("model.safetensors"), {"t": tensor})
+
+
+def test_tied_tensors_are_written_whole() -> None:
+    base = torch.arange(10.0)
+    tensors = {"all": base, "again": base, "part": base[2:5]}
+    write("model", tensors)
+    assert_same(load_file("model.safetensors"), tensors)
+
+
+def test_pieces_are_small_and_share_memory_where_they_can() -> None:
+    tensor = torch.arange(2_000_003, dtype=torch.int64)
+    entry = Entry("t", tensor.dtype, (2_000_003,), 0, tensor.nbytes)
+    found = list(chunks(entry, tensor))
+    assert max(map(len, found)) <= 4 * 2**20
+    assert b"".join(found) == raw(tensor)
+    assert np.frombuffer(found[0], np.uint8).ctypes.data == tensor.data_ptr()
+
+
+def test_large_tensors_of_other_strides_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of what is copied at once, for tensors of every order of dimensions; the whole is never copied."""
+    monkeypatch.setattr(tensor_file, "_GATHER", 4096)
+    whole = torch.arange(40_000, dtype=torch.float32).view(4, 50, 200)
+    copied = []
+    original = Tensor.contiguous
+
+    def contiguous(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copied.append(self.nbytes)
+        return original(self, *args, **kwargs)
+
+    for tensor in (
+        whole.permute(2, 1, 0),
+        whole.permute(0, 2, 1),
+        whole[:, ::2],
+        whole[..., 3].T,
+        whole[:1, :1].expand(9, 50, 200),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "contiguous", contiguous)
+            found = b"".join(chunks(Entry("t", tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes), tensor))
+        assert found == raw(tensor)
+    plain = whole[:1, :1].expand(9, 50, 200)[..., None]
+    assert b"".join(chunks(Entry("t", plain.dtype, tuple(plain.shape), 0, plain.nbytes), plain)) == raw(plain)
+    assert len(copied) > 20
+    assert max(copied) <= 4096
+
+
+def test_a_tensor_that_changes_its_shape_while_saving_is_found() -> None:
+    tensors = {"w": torch.ones(3)}
+    file = plan_files("model", tensors, LARGE)[0][0]
+    for other in (torch.ones(4), torch.ones(3, dtype=torch.int32), torch.ones(3, 1)):
+        with pytest.raises(UnsavableError, match=r"'w' was torch.float32 \(3,\).*do not change it while it is saved"):
+            list(chunks(file.entries[0], other))
+
+
+# --------------------------------------------------------------------------------------------------------- shards
+
+
+def test_shards_and_their_index() -> None:
+    tensors = {f"layer.{i}.weight": make(torch.float32, 100, 10) for i in range(10)} | {"big": make(torch.float32, 5000)}
+    files, index = plan_files("model", tensors, 9000)
+    assert [file.name for file in files] == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert len(files) == 6
+    assert all(file.size <= 9000 for file in files[:-1])  # header included
+    assert [entry.name for entry in files[-1].entries] == ["big"]
+    assert index is not None
+    content = json.loads(index)
+    assert content["metadata"] == {"total_size": 60_000}
+    assert content["weight_map"] == {entry.name: file.name for file in files for entry in file.entries}
+    assert content["weight_map"].keys() == tensors.keys()
+    write("model", tensors, 9000)
+    assert_same({k: v for file in files for k, v in load_file(file.name).items()}, tensors)
+    assert plan_files("model", tensors, 9000) == (files, index)
+
+
+@given(st.lists(st.integers(0, 3000), max_size=12), st.integers(1, 6000))
+def test_shards_are_as_large_as_allowed(sizes: list[int], limit: int) -> None:
+    tensors = {f"t{i}": torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
+    files, index = plan_files("s", tensors, limit)
+    assert (index is None) == (len(files) == 1)
+    assert sorted(entry.name for file in files for entry in file.entries) == sorted(tensors)
+    for file in files:
+        assert file.size <= limit or len(file.entries) <= 1
+        assert file.size == len(file.header) + sum(entry.end - entry.start for entry in file.entries)
+        assert load(file.header + bytes(file.size - len(file.header))).keys() == {entry.name for entry in file.entries}
+
+
+def test_what_a_file_cannot_hold_is_named() -> None:
+    for tensor, says in [
+        (torch.ones(1, device="meta"), "meta device"),
+        (torch.eye(2).to_sparse(), "to_dense()"),
+        (torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "quantized"),
+        (torch.ones(1, dtype=torch.complex128), "safetensors has no torch.complex128"),
+        (nn.UninitializedParameter(), "run one batch"),
+        (nn.UninitializedBuffer(), "run one batch"),
+        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "stands for other tensors"),
+    ]:
+        with pytest.raises(UnsavableError, match=r"model: the tensor 'layer.w' cannot be stored") as caught:
+            plan_files("model", {"fine": torch.ones(1), "layer.w": tensor}, LARGE)
+        assert says in str(caught.value)
+    with pytest.raises(UnsavableError, match="keeps that name for itself"):
+        plan_files("model", {"__metadata__": torch.ones(1)}, LARGE)
+    with pytest.raises(UnsavableError, match="not valid Unicode"):
+        plan_files("model", {"\ud800": torch.ones(1)}, LARGE)
+    with pytest.raises(ConfigurationError, match="max_shard_size"):
+        plan_files("model", {}, 0)
+
+
+def test_names_of_any_kind() -> None:
+    tensors = {
+        name: torch.ones(1) for name in ("", "a.b", 'quo"te', "back\\slash", "ü→\U0001f600", "\0\n", "0/w/exp_avg", "a" * 5000)
+    }
+    ((file, digest),) = write("model", tensors)
+    assert_same(tensors_in(read_file(Path(file.name), file.size, digest, "x"), "x"), tensors)
+    assert_same(load_file(file.name), tensors)
+
+
+# --------------------------------------------------------------------------------------------------- write_file
+
+
+@given(st.lists(st.binary(max_size=300) | st.integers(0, 3).map(lambda n: bytes([n]) * (n * 700_000)), max_size=8))
+@settings(max_examples=40)
+def test_all_pieces_are_written_in_order(parts: list[bytes]) -> None:
+    path = Path("file")
+    path.unlink(missing_ok=True)
+    whole = b"".join(parts)
+    given_parts: list[bytes | memoryview] = [memoryview(p) if i % 2 else p for i, p in enumerate(parts)]
+    assert write_file(path, given_parts) == (len(whole), hashlib.sha256(whole).hexdigest())
+    assert path.read_bytes() == whole
+
+
+def test_pieces_of_other_types_are_bytes_too() -> None:
+    numbers = np.arange(5, dtype=np.int64)
+    assert write_file(Path("file"), [numbers.data])[0] == 40
+    assert Path("file").read_bytes() == numbers.tobytes()
+
+
+def test_nothing_is_overwritten() -> None:
+    Path("there").write_text("old")
+    Path("link").symlink_to("elsewhere")
+    for name in ("there", "link"):
+        with pytest.raises(FileExistsError):
+            write_file(Path(name), [b"new"])
+    assert Path("there").read_text() == "old"
+    assert not Path("elsewhere").exists()
+
+
+def test_it_is_synced_before_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    monkeypatch.setattr(sys, "platform", "linux")
+    write_file(Path("file"), [b"x" * 5_000_000])
+    assert synced == [5_000_000]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs RLIMIT_FSIZE to act as on Linux")
+@pytest.mark.parametrize("size", [5_000, 20_000_000])
+def test_a_full_disk_passes_through_and_leaves_no_thread(size: int) -> None:
+    code = f"""
+import resource, signal, threading
+from pathlib import Path
+from trainkit.checkpoint.tensor_file import write_file
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size} // 2, resource.RLIM_INFINITY))
+try:
+    write_file(Path("file"), [bytes({size})])
+except OSError as error:
+    print(type(error).__name__, error.errno, threading.active_count(), Path("file").stat().st_size)
+"""
+    done = run_python(code)
+    assert done.stdout.split() == ["OSError", "27", "1", str(size // 2)], done.stderr
+
+
+def test_an_error_in_the_pieces_leaves_no_thread() -> None:
+    def broken() -> Iterator[bytes]:
+        yield bytes(8 * 2**20)
+        raise RuntimeError("from the pieces")
+
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="from the pieces"):
+        write_file(Path("file"), broken())
+    assert threading.active_count() == before
+
+
+def test_without_another_thread_it_is_hashed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    data = bytes(range(256)) * 20_000
+    assert write_file(Path("file"), [data]) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+# ---------------------------------------------------------------------------------------------------- read_file
+
+
+def refused(path: str, size: int = 4, digest: str = hashlib.sha256(b"data").hexdigest()) -> str:
+    with pytest.raises(CorruptCheckpointError) as caught:
+        read_file(Path(path), size, digest, "step-1/model.safetensors")
+    assert str(caught.value).startswith("step-1/model.safetensors: ")
+    return str(caught.value)
+
+
+def test_a_file_is_read_whole() -> None:
+    for size in (0, 1, 100, 2**20, 3 * 2**20 + 1):
+        data = os.urandom(size)
+        Path("file").write_bytes(data)
+        assert bytes(read_file(Path("file"), size, hashlib.sha256(data).hexdigest(), "x")) == data
+
+
+def test_what_is_not_the_file_that_was_written_is_refused() -> None:
+    Path("file").write_bytes(b"data")
+    assert bytes(read_file(Path("file"), 4, hashlib.sha256(b"data").hexdigest(), "x")) == b"data"
+    assert "4 bytes, but 5 were written" in refused("file", 5)
+    assert "4 bytes, but 3 were written" in refused("file", 3)
+    assert f"4 bytes, but {10**18:,} were written" in refused("file", 10**18)  # no memory is taken for it
+    assert "its SHA-256 is 3a6eb0790f39ac87c94f3856b2dd2c5d110e6811602261a9a923d3bb23adc8b7" in refused("file", digest="0" * 64)
+    assert "missing" in refused("absent")
+    Path("file").write_bytes(b"")
+    assert "0 bytes, but 4 were written" in refused("file")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_only_a_regular_file_is_read() -> None:
+    """Opening a pipe waits for a writer; a device gives bytes without an end."""
+    Path("file").write_bytes(b"data")
+    Path("link").symlink_to("file")
+    Path("dangling").symlink_to("nowhere")
+    os.mkfifo("pipe")
+    Path("folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+    for name, kind in [
+        ("link", "a link"),
+        ("dangling", "a link"),
+        ("pipe", "a pipe"),
+        ("folder", "a folder"),
+        ("socket", "a socket"),
+        (os.devnull, "a device"),
+        ("/dev/zero", "a device"),
+    ]:
+        assert f"not a regular file, but {kind}" in refused(name)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_an_exchange_between_looking_and_opening_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("file").write_bytes(b"data")
+    Path("other").write_bytes(b"data")
+    lstat = os.lstat
+
+    def exchange(path: Any, **kwargs: Any) -> os.stat_result:
+        found = lstat(path, **kwargs)
+        os.unlink(path)
+        os.mkfifo(path) if kind == "pipe" else os.symlink("other", path)
+        return found
+
+    monkeypatch.setattr(os, "lstat", exchange)
+    message = refused("file")
+    assert ("was exchanged" if kind == "pipe" else "cannot be read") in message
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_named() -> None:
+    Path("file").write_bytes(b"data")
+    os.chmod("file", 0)
+    assert "cannot be read" in refused("file")
+
+
+# ------------------------------------------------------------------------------------------- headers that lie
+
+
+def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def tensor_at(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8), **more: Any) -> dict[str, Any]:
+    return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}}
+
+
+def lies(data: bytes) -> str:
+    with pytest.raises(CorruptCheckpointError) as caught:
+        tensors_in(data, "step-1/model.safetensors")
+    message = str(caught.value)
+    assert message.startswith("step-1/model.safetensors: ")
+    assert len(message) < 700
+    return message
+
+
+@pytest.mark.parametrize(
+    "data, says",
+    [
+        (b"", "0 bytes; a file of tensors has at least 8"),
+        (b"\0" * 7, "7 bytes"),
+        (b"\0" * 8, "Expecting value"),
+        (b"\xff" * 8, "a header of 18,446,744,073,709,551,615 bytes in a file of 8 bytes"),
+        (file_of({}, length=3), "a header of 3 bytes in a file of 10 bytes"),
+        (file_of({}, length=2**63), "a header of 9,223,372,036,854,775,808 bytes"),
+        (file_of([]), "a JSON object was expected, not list"),
+        (file_of(b"null"), "a JSON object was expected, not NoneType"),
+        (file_of(b"{}", b"\0"), "1 bytes belong to no tensor"),
+        (file_of(b"[" * 200 + b"]" * 200), "JSON nested 200 deep"),
+        (file_of(b'{"w":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"w":{}}', b"\0"), "'w' is there twice"),
+        (file_of({"__metadata__": 1}), "__metadata__ must map text to text"),
+        (file_of({"__metadata__": {"a": 1}}), "__metadata__ must map text to text"),
+        (file_of({"w": []}), "must have dtype, shape and data_offsets"),
+        (file_of({"w": {"dtype": "F32", "shape": []}}), "must have dtype, shape and data_offsets"),
+        (file_of(tensor_at(extra=1), bytes(8)), "and nothing else"),
+        (file_of(tensor_at("F31"), bytes(8)), "unknown dtype 'F31'"),
+        (file_of(tensor_at("float32"), bytes(8)), "unknown dtype"),
+        (file_of(tensor_at(["F32"]), bytes(8)), "unknown dtype"),
+        (file_of(tensor_at(shape=2), bytes(8)), "malformed shape"),
+        (file_of(tensor_at(shape="ab"), bytes(8)), "malformed shape"),
+        (file_of(tensor_at(shape=[2.0]), bytes(8)), "malformed shape"),
+        (file_of(tensor_at(shape=[True, 2]), bytes(8)), "malformed shape"),
+        (file_of(tensor_at(shape=[-2]), bytes(8)), "malformed shape"),
+        (file_of(tensor_at(shape=[-1, -2]), bytes(8)), "malformed shape"),
+        (file_of(tensor_at(shape=[None]), bytes(8)), "malformed shape"),
+        (file_of(tensor_at(shape=[1] * 64 + [2]), bytes(8)), "malformed shape"),
+        (file_of(tensor_at(shape=[2**62, 4, 2]), bytes(8)), "impossible shape"),  # 2^65: 2 in 64 bits
+        (file_of(tensor_at(shape=[2**32, 2**32]), bytes(8)), "impossible shape"),  # 2^64: 0 in 64 bits
+        (file_of(tensor_at(shape=[10**900]), bytes(8)), "impossible shape"),
+        (file_of(tensor_at(shape=[0, 2**40, 2**40], offsets=[0, 0])), "impossible shape"),
+        (file_of(tensor_at(offsets=[0, 8, 8]), bytes(8)), "malformed data_offsets"),
+        (file_of(tensor_at(offsets={"0": 8}), bytes(8)), "malformed data_offsets"),
+        (file_of(tensor_at(offsets=[0.0, 8.0]), bytes(8)), "malformed data_offsets"),
+        (file_of(tensor_at(offsets=[False, 8]), bytes(8)), "malformed data_offsets"),
+        (file_of(tensor_at(offsets=[-8, 0]), bytes(8)), "lies at -8 to 0 of 8 bytes"),
+        (file_of(tensor_at(offsets=[8, 0]), bytes(8)), "lies at 8 to 0"),
+        (file_of(tensor_at(offsets=[8, 16]), bytes(8)), "lies at 8 to 16 of 8 bytes"),
+        (file_of(tensor_at(offsets=[2**64 - 8, 2**64]), bytes(8)), "lies at"),
+        (file_of(tensor_at(offsets=[0, 4]), bytes(8)), "has 4 bytes, but F32"),
+        (file_of(tensor_at(shape=[3]), bytes(8)), "has 8 bytes, but F32"),
+        (file_of(tensor_at(shape=[0]), bytes(8)), "has 8 bytes, but F32"),
+        (file_of(tensor_at(offsets=[4, 12]), bytes(12)), "leaves a gap of 4 bytes"),
+        (file_of(tensor_at(), bytes(12)), "4 bytes belong to no tensor"),
+        (file_of(tensor_at() | {"v": tensor_at()["w"]}, bytes(8)), "overlaps another one"),
+        (file_of(tensor_at() | {"v": tensor_at("U8", [6], [4, 10])["w"]}, bytes(10)), "overlaps another one"),
+        (file_of(tensor_at() | {"v": tensor_at(offsets=[12, 20])["w"]}, bytes(20)), "leaves a gap of 4 bytes"),
+        (file_of(tensor_at("BOOL", [2], [0, 2]), b"\1\2"), "other bytes than 0 and 1"),
+        (b"\x80\x02]q\x00(K\x01K\x02e." * 3, "a header of"),  # a pickle
+        (b"PK\x03\x04" + bytes(100), "a header of 67,324,752 bytes in a file of 104"),  # a zip file
+    ],
+)  # fmt: skip
+def test_headers_that_lie(data: bytes, says: str) -> None:
+    assert says in lies(data)
+
+
+def test_a_header_larger_than_any_of_ours_is_refused_unparsed() -> None:
+    assert "bytes of JSON; a checkpoint has at most" in lies(file_of(b" " * (64 * 2**20 + 1)))
+
+
+def test_unusual_but_sound_headers_are_read() -> None:
+    header = (
+        b' {"b":{"shape":[],"dtype":"U8","data_offsets":[8,9]} , "a" :{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},'
+        b'"e":{"dtype":"F64","shape":[0,7],"data_offsets":[8,8]}}  '
+    )
+    data = file_of(header, struct.pack("<2fB", 1, 2, 3))
+    read = tensors_in(data, "x")
+    assert {name: (t.dtype, t.tolist()) for name, t in read.items()} == {
+        "b": (torch.uint8, 3),
+        "a": (torch.float32, [[1.0], [2.0]]),
+        "e": (torch.float64, []),
+    }
+    assert read["e"].shape == (0, 7)
+
+
+SAMPLE = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([True, False]), "c": torch.arange(3), "d": torch.empty(0, 2)}
+
+
+def sample() -> bytes:
+    file = plan_files("x", SAMPLE, LARGE)[0][0]
+    return b"".join(pieces(file, SAMPLE))
+
+
+def assert_within(data: bytes) -> None:
+    """Refused, or tensors that together are the data part and nothing else."""
+    before = bytes(data)
+    try:
+        read = tensors_in(data, "x")
+    except CorruptCheckpointError as error:
+        message = str(error)
+    else:
+        message = "x: "
+        length = int.from_bytes(data[:8], "little")
+        assert sum(tensor.nbytes for tensor in read.values()) == len(data) - 8 - length
+        places = {name: d["data_offsets"] for name, d in json.loads(data[8 : 8 + length]).items() if name != "__metadata__"}
+        for name, tensor in read.items():
+            start, end = places[name]
+            assert raw(tensor) == data[8 + length + start : 8 + length + end]
+    assert message.startswith("x: ")
+    assert data == before
+
+
+@given(st.data())
+@settings(max_examples=400)
+def test_mutated_bytes_are_read_or_refused(draw: st.DataObject) -> None:
+    data = bytearray(sample())
+    for _ in range(draw.draw(st.integers(1, 5))):
+        place = draw.draw(st.integers(0, len(data) - 1))
+        kind = draw.draw(st.sampled_from(["flip", "digit", "cut", "repeat", "end"]))
+        if kind == "flip":
+            data[place] ^= 1 << draw.draw(st.integers(0, 7))
+        elif kind == "digit":
+            data[place] = draw.draw(st.sampled_from(b'0123456789-.e[]{}",: '))
+        elif kind == "cut":
+            del data[place : place + draw.draw(st.integers(1, 9))]
+        elif kind == "repeat":
+            data[place:place] = data[place : place + draw.draw(st.integers(1, 50))]
+        else:
+            del data[place:]
+        data = data or bytearray(b"\0")
+        if draw.draw(st.booleans()) and len(data) > 8 and b"}}" in data:  # so that more than the length is put to the test
+            data[:8] = struct.pack("<Q", data.rindex(b"}}") - 6)
+    assert_within(bytes(data))
+
+
+extremes = [2**31, 2**32, 2**61, 2**62, 2**63, 2**64, 2**64 + 2, -(2**63), 10**30, 2.0, True, None, "2"]
+numbers = st.integers(-9, 50) | st.sampled_from(extremes)
+
+
+@given(st.data())
+@settings(max_examples=400)
+def test_mutated_headers_are_read_or_refused(draw: st.DataObject) -> None:
+    data = sample()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    for _ in range(draw.draw(st.integers(1, 3))):
+        name = draw.draw(st.sampled_from(sorted(set(header) - {"__metadata__"})))
+        kind = draw.draw(st.sampled_from(["shape", "data_offsets", "dtype", "copy", "drop", "more", "shift"]))
+        entry = header[name]
+        if kind in ("shape", "data_offsets"):
+            entry[kind] = draw.draw(st.lists(numbers, max_size=3))
+        elif kind == "dtype":
+            entry["dtype"] = draw.draw(st.sampled_from([*tensor_file._DTYPES, "F4", "", None]))
+        elif kind == "copy":
+            header[draw.draw(st.text(max_size=2))] = copy.deepcopy(entry)
+        elif kind == "drop" and len(header) > 2:
+            del header[name]
+        elif kind == "shift" and isinstance(entry["data_offsets"], list):
+            by = draw.draw(st.integers(-30, 30))
+            entry["data_offsets"] = [n + by if isinstance(n, int) else n for n in entry["data_offsets"]]
+        else:
+            entry[draw.draw(st.text(max_size=3))] = 1
+    assert_within(file_of(header, data[8 + length :]))
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    assert_within(data)
+    assert_within(struct.pack("<Q", len(data)) + data)
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_whatever_we_read_safetensors_reads_alike(draw: st.DataObject) -> None:
+    """Ours is the stricter reader: what passes is the same file to both."""
+    data = bytearray(sample())
+    place = draw.draw(st.integers(8, len(data) - 1))
+    data[place] = draw.draw(st.integers(0, 255))
+    try:
+        read = tensors_in(bytes(data), "x")
+    except CorruptCheckpointError:
+        return
+    try:
+        theirs = load(bytes(data))
+    except SafetensorError as error:
+        pytest.fail(f"safetensors refuses what we read: {error}")
+    assert_same(read, theirs)
+
+
+MEASURE = """
+import json, struct, sys
+from trainkit.checkpoint.tensor_file import tensors_in
+from trainkit.errors import CorruptCheckpointError
+
+def line(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+
+tensors_in(struct.pack("<Q", 2) + b"{}", "x")
+for dtype, shape, offsets in (("U8", [0], [0, 0]), ("U8", [], [0, 1]), ("F64", [0] + [1] * 63, [0, 0])):
+    entry = json.dumps({"dtype": dtype, "shape": shape, "data_offsets": offsets}, separators=(",", ":"))
+    count = 4 * 2**20 // (len(entry) + 8)
+    header = ("{" + ",".join(f'"{i}":{entry}' for i in range(count)) + "}").encode()
+    data = bytearray(struct.pack("<Q", len(header)) + header + bytes(offsets[1]))
+    open("/proc/self/clear_refs", "w").write("5")
+    before = line("VmRSS") - len(data)
+    try:
+        found = len(tensors_in(data, "x"))
+    except CorruptCheckpointError:
+        found = 0
+    print(line("VmHWM") - before, len(data), found)
+    del header, data
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_for_a_hostile_header_is_bounded() -> None:
+    done = run_python(MEASURE)
+    assert done.returncode == 0, done.stderr
+    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert [found > 0 for _, _, found in lines] == [True, False, True]
+    for peak, length, _ in lines:
+        assert peak <= 40 * length + 32 * 2**20, peak / length

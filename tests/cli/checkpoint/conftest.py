@@ -1,0 +1,73 @@
+"""Checkpoints to look at, without a run where none is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from torch import nn
+from trainers import make_trainer
+
+from trainkit.checkpoint.commit import commit
+from trainkit.checkpoint.draft import Content, Draft
+from trainkit.precision import Precision
+from trainkit.training_state import Parts, capture
+
+Save = Callable[..., Path]
+
+
+class Momentum(TinyModule):
+    """Has optimizer state and hyper-parameters."""
+
+    def __init__(self, learning_rate: float = 0.1, name: str = "line") -> None:
+        super().__init__(learning_rate)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+
+def about(**values: Any) -> dict[str, Any]:
+    """The fields of a manifest."""
+    contents = {"model": "all", "optimizer": True, "resumable": True}
+    fields = {
+        "run_id": "feedface00112233", "save_counter": 1, "step": 7, "epoch": 2, "position": {}, "seed": 1, "order_version": 1,
+        "key_version": 1, "world_size": 1, "strategy": "single", "precision": "32-true", "contents": contents, "aliases": {},
+        "irregular": [], "metrics": {}, "saved_by": None,
+    }  # fmt: skip
+    return {**fields, **values}
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """``save(module, name="ck", save="all", optimizers=(), state={}, **manifest)`` writes a checkpoint of a module."""
+
+    def write(
+        *modules: nn.Module,
+        name: str = "ck",
+        save: Any = "all",
+        optimizers: Sequence[Any] = (),
+        state: dict[str, Any] | None = None,
+        shard: int = 5 * 10**9,
+        **manifest: Any,
+    ) -> Path:
+        taken = capture(Parts(list(modules), list(optimizers), [], Precision()), save=save)
+        contents = {"model": save, "optimizer": True, "resumable": True}
+        described = {"contents": contents, "aliases": taken.aliases, "irregular": taken.irregular, **manifest}
+        content = Content(taken.tensors, {**taken.state, **(state or {})}, about(**described), taken.attachments, shard)
+        commit(Draft(content), tmp_path / name)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """The folder of checkpoints of a run of two epochs: steps 4 and 8."""
+    root = tmp_path / "run"
+    make_trainer(max_epochs=2, default_root_dir=root, enable_checkpointing=True).fit(Momentum(), tiny_loader(), tiny_loader())
+    return root / "checkpoints"

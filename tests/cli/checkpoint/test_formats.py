@@ -1,0 +1,311 @@
+"""``trainkit checkpoint export``: folders that ``transformers`` and PEFT open, compared with what they write themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from trainers import same
+
+from trainkit import TrainModule
+from trainkit.cli.main import main
+
+transformers = pytest.importorskip("transformers")
+
+
+class Held(TrainModule):
+    """A model of another library, held as users hold it."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.probe = nn.Linear(2, 2)
+        self.net = net
+
+
+def gpt2(**options: Any) -> Any:
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1, pad_token_id=2, **options
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        **options,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def t5(**options: Any) -> Any:
+    torch.manual_seed(1)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0, **options
+    )
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def bert() -> Any:
+    torch.manual_seed(1)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=3
+    )
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+MODELS = {
+    "gpt2": gpt2,
+    "gpt2-untied": lambda: gpt2(tie_word_embeddings=False),
+    "llama-tied": lambda: llama(tie_word_embeddings=True),
+    "llama": lambda: llama(tie_word_embeddings=False),
+    "t5": t5,
+    "bert": bert,
+}
+
+
+def export(*arguments: object) -> int:
+    return main(["checkpoint", "export", *map(str, arguments)])
+
+
+def opened(model: Any, folder: Path, **options: Any) -> Any:
+    """The model in a folder, all of it found there."""
+    again, about = type(model).from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
+    return again.eval()
+
+
+def equal(first: nn.Module, second: nn.Module) -> bool:
+    return same(first.state_dict(), second.state_dict())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_held_as_an_attribute(name: str, save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = MODELS[name](), tmp_path / "out"
+    assert export(save(Held(model)), out, "--attribute", "net") == 0
+    assert f"Wrote {out}: transformers, " in capsys.readouterr().out
+    again = opened(model, out)
+    assert equal(again, model)
+    assert type(transformers.AutoConfig.from_pretrained(out)) is type(model.config)
+    model.save_pretrained(tmp_path / "theirs")
+    # what is tied is written once, as they do it
+    assert set(load_file(out / "model.safetensors")) == set(load_file(tmp_path / "theirs" / "model.safetensors"))
+    generates = model.can_generate()
+    assert (out / "generation_config.json").exists() == generates
+    if generates and "t5" not in name:
+        tokens = torch.tensor([[3, 4, 5]])
+        assert again.generate(tokens, max_new_tokens=4, do_sample=False).equal(
+            model.generate(tokens, max_new_tokens=4, do_sample=False)
+        )
+
+
+def test_a_model_of_its_own_is_known_without_a_word(save: Any, tmp_path: Path) -> None:
+    model = gpt2()
+    assert export(save(model), tmp_path / "out") == 0
+    assert equal(opened(model, tmp_path / "out"), model)
+    assert export(save(model, name="again"), tmp_path / "plain", "--format", "safetensors") == 0
+    assert sorted(os.listdir(tmp_path / "plain")) == ["model.safetensors", "trainkit_export.json"]
+
+
+def test_the_whole_module_stays_plain_and_says_what_is_in_it(
+    save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(save(Held(gpt2())), tmp_path / "out") == 0
+    shown = capsys.readouterr().out
+    assert "net is a transformers model; for a folder that it opens: --attribute net" in shown
+    assert "probe.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    assert export(save(Held(gpt2()), name="b"), tmp_path / "b-out", "--format", "transformers") == 2
+    assert "inside it there is net. Fix: --attribute net" in capsys.readouterr().err
+
+
+def test_ties_of_the_user(save: Any, tmp_path: Path) -> None:
+    """transformers knows nothing of them: each name has to be there."""
+    model = gpt2(tie_word_embeddings=False)
+    model.lm_head.weight = model.transformer.wte.weight
+    assert export(save(Held(model)), tmp_path / "a", "--attribute", "net") == 0
+    assert equal(opened(model, tmp_path / "a"), model)
+    held = Held(gpt2())
+    held.probe = nn.Linear(16, 64, bias=False)  # comes first, so the embedding is stored under its name
+    held.probe.weight = held.net.transformer.wte.weight
+    assert export(save(held, name="b"), tmp_path / "b-out", "--attribute", "net") == 0
+    assert equal(opened(held.net, tmp_path / "b-out"), held.net)
+
+
+def test_without_transformers_nothing_is_lost(save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt2()
+    path = save(Held(model))
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    assert export(path, tmp_path / "out", "--attribute", "net") == 0
+    monkeypatch.undo()
+    assert equal(opened(model, tmp_path / "out"), model)
+
+
+@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+def test_another_dtype(save: Any, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    model = gpt2()
+    assert export(save(Held(model)), tmp_path / "out", "--attribute", "net", "--dtype", name) == 0
+    again = opened(model, tmp_path / "out", dtype="auto")
+    assert again.dtype == dtype
+    assert equal(again, model.to(dtype))
+
+
+def test_several_files(save: Any, tmp_path: Path) -> None:
+    model = gpt2()
+    assert export(save(Held(model)), tmp_path / "out", "--attribute", "net", "--max-shard-size", "8KB") == 0
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert equal(opened(model, tmp_path / "out"), model)
+
+
+def test_weights_that_are_not_in_it(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = gpt2()
+    model.transformer.wte.requires_grad_(False)
+    assert export(save(Held(model), save="trainable"), tmp_path / "out", "--attribute", "net") == 2
+    assert "transformers would fill them with random numbers. Fix:" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["ck"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- PEFT
+
+
+@pytest.fixture
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
+
+def adapted(peft: Any, method: str, base: Any = llama, **options: Any) -> Any:
+    """A PEFT model whose every adapter parameter has a value of its own."""
+    torch.manual_seed(2)
+    targets = {} if method in ("LNTuningConfig", "TrainableTokensConfig") else {"target_modules": ["q_proj", "v_proj"]}
+    config = getattr(peft, method)(**{"task_type": "CAUSAL_LM", **targets, **options})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base(), config)
+    _change(model)
+    return model
+
+
+def _change(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("LoraConfig", {}),
+    ("LoraConfig", {"bias": "all"}),
+    ("LoraConfig", {"bias": "lora_only"}),
+    ("LoraConfig", {"use_dora": True}),
+    ("LoraConfig", {"modules_to_save": ["lm_head", "norm"]}),
+    ("LoraConfig", {"trainable_token_indices": [1, 5]}),
+    ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    ("LoHaConfig", {}),
+    ("LoKrConfig", {}),
+    ("OFTConfig", {"oft_block_size": 4, "r": 0}),
+    ("BOFTConfig", {"boft_block_size": 4}),
+    ("HRAConfig", {"r": 2}),
+    ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
+    ("FourierFTConfig", {"n_frequency": 10}),
+    ("C3AConfig", {"block_size": 8}),
+    ("RoadConfig", {"variant": "road_1", "group_size": 2}),
+    ("MissConfig", {"r": 2}),
+    ("TrainableTokensConfig", {"token_indices": [1, 5], "target_modules": ["embed_tokens"]}),
+]
+
+
+@pytest.mark.parametrize("method, options", METHODS, ids=[f"{m}-{'-'.join(o)}" for m, o in METHODS])
+@pytest.mark.parametrize("mode", ["all", "trainable"])
+def test_an_adapter_is_what_peft_writes(
+    method: str, options: dict[str, Any], mode: str, save: Any, tmp_path: Path, peft: Any
+) -> None:
+    biased = "bias" in options
+    base = (lambda: llama(attention_bias=True, mlp_bias=True)) if biased else llama
+    model, out = adapted(peft, method, base, **options), tmp_path / "out"
+    assert export(save(Held(model), save=mode), out, "--attribute", "net") == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (out, tmp_path / "theirs"))
+    assert same(dict(sorted(ours.items())), dict(sorted(theirs.items())))
+    config, reference = (json.loads((f / "adapter_config.json").read_text()) for f in (out, tmp_path / "theirs"))
+    assert {key: value for key, value in config.items() if config[key] != reference[key]} == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = peft.PeftModel.from_pretrained(base(), out)
+    assert equal(again.eval(), model.eval())
+
+
+def test_an_adapter_of_a_module_that_is_no_transformers_model(save: Any, tmp_path: Path, peft: Any) -> None:
+    def base() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    model = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["0"], modules_to_save=["2"]))
+    _change(model)
+    assert export(save(Held(model), save="trainable"), tmp_path / "out", "--attribute", "net") == 0
+    again = peft.PeftModel.from_pretrained(base(), tmp_path / "out")
+    assert equal(again, model)
+
+
+def test_several_adapters_lie_as_peft_lays_them(save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = adapted(peft, "LoraConfig"), tmp_path / "out"
+    model.add_adapter("other", peft.LoraConfig(target_modules=["k_proj"], r=2, task_type="CAUSAL_LM"))
+    model.set_adapter("other")
+    _change(model)
+    assert export(save(Held(model)), out, "--attribute", "net") == 0
+    assert sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()) == [
+        "adapter_config.json", "adapter_model.safetensors", "other/adapter_config.json", "other/adapter_model.safetensors",
+        "trainkit_export.json",
+    ]  # fmt: skip
+    again = peft.PeftModel.from_pretrained(llama(), out)
+    again.load_adapter(out / "other", "other")
+    assert equal(again, model)
+    # with what was trained only, there is nothing of the other
+    capsys.readouterr()
+    assert export(save(Held(model), save="trainable", name="b"), tmp_path / "b-out", "--attribute", "net") == 0
+    assert "of the adapter 'default', which was frozen, nothing is in the checkpoint" in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path / "b-out")) == ["other", "trainkit_export.json"]
+
+
+def test_adapters_that_transformers_has_put_in(
+    save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = llama()
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    _change(model)
+    path = save(Held(model))
+    assert export(path, tmp_path / "out", "--attribute", "net") == 0
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path / "out")
+    tokens = torch.tensor([[3, 4, 5]])
+    assert again.eval()(tokens).logits.equal(model.eval()(tokens).logits)
+    assert export(path, tmp_path / "base", "--attribute", "net", "--format", "transformers") == 2
+    assert "has PEFT adapters, which a folder for transformers does not hold. Fix: --format peft" in capsys.readouterr().err
+
+
+def test_an_adapter_of_which_a_part_is_not_in_it(
+    save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = adapted(peft, "LoraConfig")
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+    assert export(save(Held(model), save="trainable"), tmp_path / "out", "--attribute", "net") == 2
+    assert "2 parameters were frozen and are not in it" in capsys.readouterr().err
+    assert export(save(Held(model), name="whole"), tmp_path / "out", "--attribute", "net") == 0
+
+
+def test_a_method_that_only_peft_knows(save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    assert export(save(Held(model)), tmp_path / "out", "--attribute", "net") == 2
+    assert "PROMPT_TUNING, which keeps its parameters in a way that only PEFT knows" in capsys.readouterr().err
+    assert export(save(Held(llama()), name="plain"), tmp_path / "out", "--attribute", "net", "--format", "peft") == 2
+    assert "expected a PEFT model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,130 @@
+"""``trainkit checkpoint ls``."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import TinyModule
+
+from trainkit.cli.main import main
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    """The table, by the titles of its columns, cut where they stand."""
+    lines = text.splitlines()
+    titles = ["NAME", "STEP", "EPOCH", "RUN", "SAVED AT", "SIZE", "HOLDS", "METRICS", "STATE"]
+    # a column ends where its longest cell does; two blanks in the same place of all lines part two columns
+    width = max(map(len, lines))
+    blank = [all(not line[i : i + 1].strip() for line in lines) for i in range(width)] + [True]
+    starts = [0] + [i for i in range(1, width) if not blank[i] and i >= 2 and blank[i - 1] and blank[i - 2]]
+    assert len(starts) == len(titles), text
+    ends = [*starts[1:], width]
+    cells = [[line[a:b].strip() for a, b in zip(starts, ends, strict=True)] for line in lines]
+    assert cells[0] == titles
+    return [dict(zip(titles, row, strict=True)) for row in cells[1:]]
+
+
+def test_the_newest_comes_first(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["checkpoint", "ls", str(run_folder)]) == 0
+    found = rows(capsys.readouterr().out)
+    assert [(row["NAME"], row["STEP"], row["EPOCH"]) for row in found] == [
+        ("step-00000008", "8", "2"), ("step-00000004", "4", "1"),
+    ]  # fmt: skip
+    for row in found:
+        assert row["HOLDS"] == "all"
+        assert row["STATE"] == "good"
+        assert row["METRICS"].startswith("val_loss=")
+        assert row["SIZE"].endswith("kB")
+        assert len(row["RUN"]) == 8
+    assert found[0]["RUN"] == found[1]["RUN"]
+
+
+def test_the_default_folder_and_a_folder_above(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    root = run_folder.parent.rename(run_folder.parent.with_name("trainkit_runs"))
+    monkeypatch.chdir(root.parent)
+    shown = []
+    for arguments in ([], ["trainkit_runs"], ["trainkit_runs/checkpoints"]):
+        assert main(["checkpoint", "ls", *arguments]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+    assert "step-00000008" in shown[0]
+    assert main(["checkpoint", "ls", "trainkit_runs/checkpoints/step-00000004"]) == 0
+    assert [row["NAME"] for row in rows(capsys.readouterr().out)] == ["step-00000004"]
+
+
+def test_what_is_wrong_stands_at_the_end(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_folder / "step-00000008" / "model.safetensors").unlink()
+    (run_folder / "torn").mkdir()
+    (run_folder / "torn" / "state.json").write_text("{}")
+    capsys.readouterr()
+    assert main(["checkpoint", "ls", str(run_folder)]) == 0
+    found = rows(capsys.readouterr().out)
+    assert [row["NAME"] for row in found] == ["step-00000004", "torn", "step-00000008"]
+    states = [row["STATE"] for row in found]
+    assert states[0] == "good"
+    assert states[1].startswith("manifest.sha256: ")  # the file, without its folder
+    assert states[2].startswith("model.safetensors: ")
+    assert "missing" in states[1]
+    assert "missing" in states[2]
+    assert [row["STEP"] for row in found] == ["4", "?", "8"]
+
+
+def test_json(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(TinyModule(), metrics={"loss": 0.1, "bad": math.nan, "far": -math.inf}, name="ck")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "manifest.json").write_text("{}")
+    assert main(["checkpoint", "ls", str(tmp_path), "--json"]) == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    good, torn = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert good["name"] == "ck"
+    assert good["path"] == str(tmp_path / "ck")
+    assert good["problem"] is None
+    assert good["step"] == 7
+    assert good["metrics"] == {"loss": 0.1, "bad": "nan", "far": "-inf"}
+    assert good["size"] == sum(entry["size"] for entry in good["files"].values())
+    assert set(torn) == {"name", "path", "problem"}
+    assert "manifest" in torn["problem"]
+
+
+@pytest.mark.parametrize("model, resumable, word", [
+    ("all", True, "all"), ("trainable", True, "trainable"), ("all", False, "weights"), ("trainable", False, "trainable weights"),
+])  # fmt: skip
+def test_what_it_holds(
+    save: Any, tmp_path: Path, model: str, resumable: bool, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # a metric, so that no column is empty
+    contents = {"model": model, "optimizer": resumable, "resumable": resumable}
+    save(TinyModule(), contents=contents, metrics={"loss": 1.0})
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
+    assert [row["HOLDS"] for row in rows(capsys.readouterr().out)] == [word]
+
+
+def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} holds no checkpoint.\n"
+    assert main(["checkpoint", "ls", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert main(["checkpoint", "ls", str(tmp_path / "nowhere")]) == 2
+    assert "which is not there. Fix: name the folder that the run saved to" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["checkpoint", "ls", str(tmp_path / "file")]) == 2
+    assert "which is a file" in capsys.readouterr().err
+
+
+def test_names_cannot_move_the_cursor(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(TinyModule(), metrics={"\x1b[2Jloss\n": 1.0, "größe": 2.0})
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert r"\x1b[2Jloss\n=1, größe=2" in shown
+    assert "\x1b" not in shown

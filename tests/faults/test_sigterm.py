@@ -1,0 +1,402 @@
+"""SIGTERM, SIGUSR1 and Ctrl-C at any moment: the step is finished and saved, and a run that goes on does what it would have."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulting import Ballast, Child, checkpoints, left_over, rows, tell, told
+from resuming import Run, read_trace
+
+from trainkit import Callback
+from trainkit.checkpoint.reader import open_checkpoint
+
+UPDATES = Run().updates
+WINDOW = Run().accumulate
+
+
+class Clock(Callback):
+    """Tells the time after each micro-batch, and at the end of the fit."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        tell(time.monotonic(), "clock")
+
+    def teardown(self, *_: Any) -> None:
+        tell(time.monotonic(), "clock")
+
+
+class Rows(Callback):
+    """Logs each validation batch, so that a validation that is repeated could write a row twice."""
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        module.log("validated", float(batch[0].mean()), on_step=True)
+
+
+@dataclass
+class Watched(Run):
+    """A run whose saves take a while."""
+
+    more: list[Callback] = field(default_factory=list)
+
+    def callbacks(self) -> list[Callback]:
+        return [Ballast(), Rows(), *self.more]
+
+
+class At(Callback):
+    """Does something in a hook, the first time that so many updates have been made."""
+
+    def __init__(self, hook: str, act: Callable[[], Any], step: int = 0, batch_idx: int | None = None) -> None:
+        self.act, self.step, self.batch_idx = act, step, batch_idx
+        setattr(self, hook, self._call)
+
+    def _call(self, trainer: Any, *given: Any) -> None:
+        here = self.batch_idx is None or given[3] == self.batch_idx  # (module, outputs, batch, batch_idx) of …_batch_end
+        if trainer.global_step >= self.step and here and not trainer.sanity_checking:
+            self.step = sys.maxsize
+            self.act()
+
+
+def send(number: int) -> Callable[[], None]:
+    """Sends a signal to this very process, which Python handles before the call returns."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def lines(trace: str) -> int:
+    """How many micro-batches are in a trace."""
+    path = Path(trace)
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def plain(**options: Any) -> Any:
+    """The answer of the run that nobody disturbs; its trace is plain.jsonl, its folder plain."""
+    with Child(Watched(trace="plain.jsonl", folder="plain", **options).go, "plain") as child:
+        return child.answer
+
+
+def assert_nothing_lost(expected: Any, run: Run, name: str = "last") -> None:
+    """Let the run go on to its end: all is as in the undisturbed one, and no micro-batch was done twice."""
+    with Child(run.go, name, group=run.workers > 0) as child:
+        assert child.answer == expected
+    assert read_trace(run.trace) == read_trace("plain.jsonl")
+    assert lines(run.trace) == lines("plain.jsonl"), "nothing is done twice"
+    assert rows(run.folder) == rows("plain")
+    assert left_over(f"{run.folder}/checkpoints") == []
+
+
+# ----------------------------------------------------------------------------------------------------- at random moments
+
+
+def moments(draw: random.Random, number: int) -> list[tuple[int, float]]:
+    """Moments drawn uniformly from the first update of the undisturbed run to its end: (micro-batches done, seconds since)."""
+    clock = told("clock")
+    drawn = sorted(draw.uniform(clock[WINDOW - 1], clock[-1]) for _ in range(number))
+    done = [sum(then <= moment for then in clock) for moment in drawn]
+    return [(batches, moment - clock[batches - 1]) for batches, moment in zip(done, drawn, strict=True)]
+
+
+def chain(run: Run, drawn: list[tuple[int, float]], signals: list[int]) -> int:
+    """Signals one after the other to a run that goes on each time; returns how many came before its end."""
+    hits = 0
+    for number, (batches, delay) in enumerate(drawn):
+        begun = lines(run.trace)
+        with Child(run.go, f"{run.folder}-{number}", group=run.workers > 0) as child:
+            child.until(lambda: lines(run.trace) >= max(batches, begun + WINDOW) or child.ended, f"micro-batch {batches}")
+            time.sleep(delay)
+            if not child.ended:
+                child.signal(signals[number % len(signals)])
+            finished = checkpoints(f"{run.folder}/checkpoints")[0] == f"step-{UPDATES:08d}"
+            if finished and child.code in (0, -signal.SIGTERM, -signal.SIGUSR1):
+                break  # it came when the fit had ended
+            assert child.code == 143, child.output
+        hits += 1
+    return hits
+
+
+def signalled(number: int, in_a_chain: int, seed: int, signals: list[int], workers: int = 0) -> None:
+    draw = random.Random(seed)
+    expected = plain(more=[Clock()], workers=workers)
+    hits = chains = 0
+    while hits < number:
+        chains += 1
+        assert chains <= 3 * number, "the signals come too late"
+        run = Watched(trace=f"trace{chains}.jsonl", folder=f"runs{chains}", workers=workers)
+        hits += chain(run, moments(draw, min(in_a_chain, number - hits)), signals)
+        assert_nothing_lost(expected, run)
+
+
+def test_sigterm_at_random_moments() -> None:
+    signalled(8, 4, 1, [signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1])
+
+
+@pytest.mark.slow
+def test_sigterm_at_fifty_random_moments() -> None:
+    signalled(50, 5, 2, [signal.SIGTERM])
+
+
+@pytest.mark.slow
+def test_sigusr1_at_random_moments() -> None:
+    signalled(10, 5, 3, [signal.SIGUSR1])
+
+
+def test_sigterm_to_the_whole_process_group() -> None:
+    """The workers get it too, and end before this process was asked to."""
+    signalled(3, 3, 4, [signal.SIGTERM], workers=2)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_whole_process_group_at_random_moments() -> None:
+    signalled(20, 4, 5, [signal.SIGTERM], workers=2)
+
+
+@dataclass
+class Counted(Watched):
+    """A run that counts Python's calls in the main thread from the first update on, and is signalled at one of them."""
+
+    at: int = 0
+
+    def callbacks(self) -> list[Callback]:
+        return [*super().callbacks(), At("on_train_batch_end", self._arm, 1), At("teardown", self._end)]
+
+    def _arm(self) -> None:
+        self.calls = 0
+        sys.setprofile(self._count)
+
+    def _count(self, frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            self.calls += 1
+            if self.calls == self.at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _end(self) -> None:
+        sys.setprofile(None)
+        tell(self.calls, "calls")
+
+
+def signalled_at_calls(number: int, seed: int) -> None:
+    draw = random.Random(seed)
+    with Child(Counted(trace="plain.jsonl", folder="plain").go, "plain") as child:
+        expected = child.answer
+    [calls] = told("calls")
+    for at in (draw.randrange(1, calls) for _ in range(number)):
+        name = f"at-{at}"
+        with Child(Counted(trace=f"{name}.jsonl", folder=name, at=at).go, name) as child:
+            assert child.code == 143, f"{at}: {child.output}"
+        assert_nothing_lost(expected, Watched(trace=f"{name}.jsonl", folder=name))
+
+
+def test_sigterm_in_any_function() -> None:
+    signalled_at_calls(3, 6)
+
+
+@pytest.mark.slow
+def test_sigterm_in_many_functions() -> None:
+    signalled_at_calls(40, 7)
+
+
+# ------------------------------------------------------------------------------------------------- at certain moments
+
+
+def test_sigterm_in_a_validation() -> None:
+    """The checkpoint says that it is pending; it is repeated whole, and no row is written twice."""
+    expected = plain()
+    stop = At("on_validation_batch_end", send(signal.SIGTERM), 8, batch_idx=1)
+    with Child(Watched(more=[stop]).go) as child:
+        assert child.code == 143, child.output
+    newest = open_checkpoint(Path("runs/checkpoints") / checkpoints("runs/checkpoints")[0])
+    assert newest.read().state["loop"]["validation_pending"] is True
+    assert newest.manifest.position["phase"] == "validating"
+    seen = At("on_train_batch_start", lambda: tell("training", "order"))
+    repeated = [At("on_validation_batch_end", lambda: tell("validation", "order"), 0, batch_idx=number) for number in range(3)]
+    assert_nothing_lost(expected, Watched(more=[seen, *repeated]))
+    assert told("order")[:4] == ["validation"] * 3 + ["training"]
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_sanity_check_start", "on_train_start"])
+def test_sigterm_before_the_first_step(hook: str) -> None:
+    """There is nothing to save, and nothing to wait for."""
+    stop = At(hook, lambda: None)
+    setattr(stop, hook, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with Child(Watched(more=[stop]).go) as child:
+        assert child.code == 143, child.output
+    assert not Path("runs/checkpoints").exists()
+    assert lines("trace.jsonl") == 0
+
+
+def test_sigterm_before_the_first_step_of_a_resumed_run() -> None:
+    expected = plain()
+    with Child(Watched(more=[At("on_train_batch_end", send(signal.SIGTERM), 4)]).go) as child:
+        assert child.code == 143
+    before = checkpoints("runs/checkpoints")
+    with Child(Watched(more=[At("on_train_start", send(signal.SIGTERM))]).go) as child:
+        assert child.code == 143
+    assert checkpoints("runs/checkpoints") == before
+    assert_nothing_lost(expected, Watched())
+
+
+def test_sigterm_when_the_last_step_is_done() -> None:
+    """All is saved; the process ends all the same, as it was told to."""
+    expected = plain()
+    with Child(Watched(more=[At("on_train_end", send(signal.SIGTERM))]).go) as child:
+        assert child.code == 143, child.output
+    assert_nothing_lost(expected, Watched())
+
+
+def wait_forever(name: str) -> None:
+    tell("waiting", name)
+    while True:
+        time.sleep(0.01)
+
+
+def test_a_second_sigterm_ends_at_once() -> None:
+    def work() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: tell("noted"))
+        Watched(more=[At("on_before_backward", lambda: wait_forever("steps"), 5)]).go()
+
+    with Child(work) as child:
+        child.until(lambda: told("steps"), "the step")
+        child.signal(signal.SIGTERM)
+        child.until(lambda: told(), "the first signal's handler")
+        assert not child.ended
+        child.signal(signal.SIGTERM)
+        assert child.code == -signal.SIGTERM
+    assert checkpoints("runs/checkpoints")[0] == "step-00000003"
+    assert told() == ["noted"]
+
+
+def test_ctrl_c() -> None:
+    expected = plain()
+    with Child(Watched(more=[At("on_before_backward", send(signal.SIGINT), 4)]).go) as child:
+        assert child.code == 130, child.output
+    newest = Path("runs/checkpoints/step-00000005").absolute()
+    assert child.output.count("Ctrl-C") == 1
+    assert "finishing the step" in child.output
+    assert checkpoints("runs/checkpoints")[0] == newest.name, "the step in which it came was finished"
+    assert str(newest) in child.output
+    assert f"ckpt_path='{newest}'" in child.output or "ckpt_path='auto'" in child.output
+    assert_nothing_lost(expected, Watched())
+
+
+def test_ctrl_c_to_the_whole_process_group() -> None:
+    """As a terminal sends it: the workers go on until the step is finished, and say nothing."""
+    expected = plain(workers=2)
+    stop = At("on_before_backward", lambda: os.killpg(0, signal.SIGINT), 4)
+    with Child(Watched(more=[stop], workers=2).go, group=True) as child:
+        assert child.code == 130, child.output
+    assert child.output.count("Ctrl-C") == 1
+    assert checkpoints("runs/checkpoints")[0] == "step-00000005"
+    assert_nothing_lost(expected, Watched(workers=2))
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    with Child(Watched(more=[At("on_before_backward", lambda: wait_forever("steps"), 5)]).go) as child:
+        child.until(lambda: told("steps"), "the step")
+        child.signal(signal.SIGINT)
+        child.until(lambda: "finishing the step" in child.output, "its answer")
+        child.signal(signal.SIGINT)
+        assert child.code == 130, child.output
+    assert checkpoints("runs/checkpoints")[0] == "step-00000003", "nothing was saved any more"
+
+
+def test_the_users_own_handler() -> None:
+    """It is called too, and is back afterwards; so is what was set for the other signals."""
+
+    def work() -> Any:
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        signal.signal(signal.SIGTERM, lambda number, frame: tell(number))
+        before = [signal.getsignal(number) for number in numbers]
+        try:
+            Watched(more=[At("on_train_batch_end", send(signal.SIGTERM), 4)]).go()
+        except SystemExit as ended:
+            return [ended.code, before == [signal.getsignal(number) for number in numbers]]
+
+    with Child(work) as child:
+        assert child.answer == [143, True]
+    assert told() == [signal.SIGTERM]
+
+
+def test_a_fit_in_another_thread() -> None:
+    """Handlers can be set in the main thread only: signals do there what they did before."""
+
+    def work() -> Any:
+        from concurrent.futures import ThreadPoolExecutor
+
+        seen = At("on_train_batch_start", lambda: tell(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL), 1)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(Watched(more=[seen], workers=1).go).result()
+
+    expected = plain()
+    with Child(work) as child:
+        assert child.answer == expected
+    assert told() == [True]
+
+
+# -------------------------------------------------------------------------------------------------------------- SLURM
+
+
+def slurm(variables: dict[str, str], number: int = signal.SIGTERM, script: str = "", code: int = 143) -> tuple[str, str]:
+    """A run with slurm_requeue that gets a signal; what scontrol was called with, and what the run printed."""
+    Path("bin").mkdir()
+    scontrol = Path("bin/scontrol")
+    if script:
+        scontrol.write_text(f'#!/bin/sh\necho "$@" >> called\nls runs/checkpoints >> called\n{script}\n')
+        scontrol.chmod(0o755)
+
+    def work() -> None:
+        os.environ["PATH"] = f"{Path('bin').absolute()}{os.pathsep}{os.environ['PATH']}"
+        os.environ.update(variables)
+        run = Requeued(more=[At("on_train_batch_end", send(number), 5)] if number else [])
+        run.go()
+
+    with Child(work) as child:
+        assert child.code == code, child.output
+    called = Path("called")
+    return called.read_text() if called.exists() else "", child.output
+
+
+class Requeued(Watched):
+    """In a job of SLURM."""
+
+    def trainer(self, *callbacks: Callback) -> Any:
+        trainer = super().trainer(*callbacks)
+        trainer.arguments.slurm_requeue = True
+        return trainer
+
+
+def test_slurm_runs_the_job_again() -> None:
+    called, output = slurm({"SLURM_JOB_ID": "77"}, script="true")
+    assert called.splitlines()[0] == "requeue 77"
+    assert "step-00000005" in called, "it is saved by then"
+    assert "77" in output
+
+
+def test_slurm_runs_a_task_of_an_array_again() -> None:
+    variables = {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"}
+    called, _ = slurm(variables, signal.SIGUSR1, script="true")
+    assert called.splitlines()[0] == "requeue 77_2"
+
+
+@pytest.mark.parametrize("script", ["", "echo no such job >&2; exit 1"])
+def test_slurm_refuses(script: str) -> None:
+    """A warning that names the job; the run ends as it would have."""
+    _, output = slurm({"SLURM_JOB_ID": "77"}, script=script)
+    assert "TrainkitWarning" in output
+    assert "requeue job 77" in output
+    assert not script or "no such job" in output
+
+
+def test_no_job_of_slurm() -> None:
+    called, output = slurm({}, script="true")
+    assert (called, "SLURM_JOB_ID" in output) == ("", True)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (0, 0)])
+def test_slurm_is_asked_after_a_preemption_only(number: int, code: int) -> None:
+    assert slurm({"SLURM_JOB_ID": "77"}, number, "true", code)[0] == ""
