@@ -2,9 +2,9 @@
 
     python benchmarks/overhead.py [--only trainer full] [--python OTHER/bin/python] [--repeats 5] [--json FILE]
 
-Linear(32, 64)-ReLU-Linear(64, 10) on ready batches of 32, AdamW, float32, one thread; and with wider layers, for a step of
-one to two milliseconds. A pair is two processes, the baseline and the contender, on the same core. They take turns, chunk
-by chunk, so that whatever slows the machine down slows both; neither runs while the other does. A pair's ratio is the
+Linear(32, 64)-ReLU-Linear(64, 10) on ready batches of 32, AdamW, float32, one thread; and four to eight layers of 256, for
+steps of one to two milliseconds. A pair is two processes, the baseline and the contender, on the same core. They take turns,
+chunk by chunk, so that whatever slows the machine down slows both; neither runs while the other does. A pair's ratio is the
 median over its chunks of contender / baseline; given are the median and the range of five pairs, each a pair of new
 processes. Starting up and the first 300 steps are not counted.
 
@@ -52,7 +52,7 @@ class Case:
     contender: str
     limit: float | None = None
     baseline: str = "raw"
-    wide: bool = False
+    layers: int = 0
     package: str = "trainkit"
 
 
@@ -64,32 +64,32 @@ CASES = [
     Case("own_loop", "trainkit Accelerator, own loop", "own_loop"),
     Case("idle_10", "Trainer with 10 idle / with none", "idle_10", 1.02, baseline="trainer"),
     Case("idle_100", "Trainer with 100 idle / with none", "idle_100", 1.02, baseline="trainer"),
-    Case("wide_control", "wide: the loop by hand / itself", "raw", wide=True),
-    Case("wide_seeding", "wide: seeding alone, by hand", "seeding", wide=True),
-    Case("wide_trainer", "wide: trainkit Trainer, bare", "trainer", 1.02, wide=True),
-    Case("wide_full", "wide: … bar, CSV, log, 10 idle", "full", wide=True),
+    Case("wide_control", "6 layers: the loop by hand / itself", "raw", layers=6),
+    Case("wide_seeding", "6 layers: seeding alone, by hand", "seeding", layers=6),
+    *(Case(f"wide_{n}", f"{n} layers of 256: Trainer, bare", "trainer", 1.02, layers=n) for n in (4, 5, 6, 8)),
+    Case("wide_full", "6 layers: … bar, CSV, log, 10 idle", "full", layers=6),
     Case("ignite", "ignite", "ignite", package="ignite"),
     Case("accelerate", "Accelerate, own loop", "accelerate", package="accelerate"),
     Case("lightning", "Lightning Trainer, bare", "lightning", package="lightning"),
     Case("lightning_idle_10", "… 10 idle callbacks", "lightning_idle_10", package="lightning"),
     Case("lightning_full", "… bar, CSV, log, 10 idle callbacks", "lightning_full", package="lightning"),
     Case("transformers", "Hugging Face Trainer, bare", "transformers", package="transformers"),
-    Case("wide_lightning", "wide: Lightning Trainer, bare", "lightning", wide=True, package="lightning"),
+    Case("wide_lightning", "6 layers: Lightning Trainer, bare", "lightning", layers=6, package="lightning"),
 ]
 
 
 class Runner:
     """A contender's process, which waits for its turn before each chunk of steps."""
 
-    def __init__(self, python: str, contender: str, *, wide: bool, chunks: int, core: int | None, folder: Path) -> None:
-        self.steps = WIDE_STEPS if wide else STEPS
+    def __init__(self, python: str, contender: str, *, layers: int, chunks: int, core: int | None, folder: Path) -> None:
+        self.steps = WIDE_STEPS if layers else STEPS
         turns, self._turns = os.pipe()
         reports, reported = os.pipe()
         terminal, screen = pty.openpty()
         fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         command = [python, str(CONTENDERS), contender, f"--steps={self.steps}", f"--chunks={chunks}"]
         command += [f"--turns={turns}", f"--reports={reported}"]
-        command += ["--wide"] * wide + [f"--core={core}"] * (core is not None)
+        command += [f"--layers={layers}"] + [f"--core={core}"] * (core is not None)
         folder.mkdir()
         self._errors = folder / "stderr"
         with self._errors.open("wb") as errors:
@@ -137,7 +137,7 @@ def measure_pair(case: Case, python: str, core: int | None, chunks: int) -> dict
     """One pair of processes: microseconds per step of each, and the ratios."""
     with tempfile.TemporaryDirectory() as folder:
         pair = [
-            Runner(python, contender, wide=case.wide, chunks=chunks, core=core, folder=Path(folder) / name)
+            Runner(python, contender, layers=case.layers, chunks=chunks, core=core, folder=Path(folder) / name)
             for name, contender in (("baseline", case.baseline), ("contender", case.contender))
         ]
         timed = [(pair[0].chunk(), pair[1].chunk()) for _ in range(chunks)]

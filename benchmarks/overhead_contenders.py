@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SMALL, WIDE = (32, 64, 10), (*(256,) * 6, 10)
+SMALL, WIDTH = (32, 64, 10), 256  # the small network; the width of the others
 BATCH, DIFFERENT = 32, 50  # samples in a batch; batches that differ
 WARM_UP = 300  # steps before the first chunk: allocations, AdamW's state, byte code that specialises itself
 AFTER = 5  # steps after the last chunk: some loops do not ask for a batch that they know is not there
@@ -81,6 +81,27 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def module_of(base: Any, model: nn.Module, log: bool) -> Any:
+    """The module of trainkit and of Lightning: the same but for its base class."""
+
+    class Module(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            loss = F.cross_entropy(self.net(x), y)
+            if log:
+                self.log("train_loss", loss, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adamw(self)
+
+    return Module()
+
+
 # ------------------------------------------------------------------------------------------------ the loop by hand
 
 
@@ -118,28 +139,14 @@ def trainer(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool = F
     class Idle(Callback):
         pass
 
-    class Module(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = model
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            loss = F.cross_entropy(self.net(x), y)
-            if full:
-                self.log("train_loss", loss, prog_bar=True)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adamw(self)
-
     Trainer(
         max_epochs=1,
         logger=CSVLogger("logs") if full else False,
         callbacks=[Idle() for _ in range(idle)],
         enable_progress_bar=full,
         enable_model_summary=False,
-    ).fit(Module(), batches)
+        enable_checkpointing=False,
+    ).fit(module_of(TrainModule, model, full), batches)
 
 
 def own_loop(model: nn.Module, batches: Batches) -> None:
@@ -186,21 +193,6 @@ def lightning(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool =
     class Idle(Callback):  # type: ignore[misc]
         pass
 
-    class Module(LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = model
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            loss = F.cross_entropy(self.net(x), y)
-            if full:
-                self.log("train_loss", loss, prog_bar=True)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adamw(self)
-
     Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -209,7 +201,7 @@ def lightning(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool =
         enable_progress_bar=full,
         enable_model_summary=False,
         enable_checkpointing=False,
-    ).fit(Module(), batches)
+    ).fit(module_of(LightningModule, model, full), batches)
 
 
 def transformers(model: nn.Module, batches: Batches) -> None:
@@ -266,7 +258,7 @@ CONTENDERS: dict[str, Callable[[nn.Module, Batches], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contender", choices=CONTENDERS)
-    parser.add_argument("--wide", action="store_true", help=f"layers {WIDE} instead of {SMALL}: a step of one to two ms")
+    parser.add_argument("--layers", type=int, default=0, help=f"so many layers of {WIDTH} instead of {SMALL}")
     parser.add_argument("--steps", type=int, default=500, help="of a chunk (default: 500)")
     parser.add_argument("--chunks", type=int, default=10, help="chunks that are measured (default: 10)")
     parser.add_argument("--core", type=int, help="stay on this core, where the system can do that")
@@ -279,7 +271,7 @@ def main() -> None:
         os.sched_setaffinity(0, {arguments.core})
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    widths = WIDE if arguments.wide else SMALL
+    widths = (*(WIDTH,) * arguments.layers, 10) if arguments.layers else SMALL
     ready = [(torch.randn(BATCH, widths[0]), torch.randint(widths[-1], (BATCH,))) for _ in range(DIFFERENT)]
     batches = Batches(ready, Clock(arguments.turns, arguments.reports), arguments.steps, arguments.chunks)
     CONTENDERS[arguments.contender](network(widths), batches)

@@ -265,9 +265,7 @@ class ModelCheckpoint(CheckpointBooks):
         if reason is None:
             trainer.checkpointing.wait()
             self._save(trainer, "exception")
-        newest = "there is no checkpoint"
-        if self.last_model_path:
-            newest = f"the newest checkpoint is {self.last_model_path}. Go on with: trainer.fit(..., ckpt_path='auto')"
+        newest = f"the newest checkpoint is {self.last_model_path}" if self.last_model_path else "there is no checkpoint"
         notice(f"{type(exception).__name__}: " + ("" if reason is None else f"nothing is saved now, as {reason}; ") + newest)
 
     def _saves_at(self, trainer: Trainer, exception: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -12,17 +13,19 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from resuming import Run
 from torch import Tensor
 
 from trainkit import Callback
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.lock import LOCK
 
-__all__ = ["Ballast", "Child", "checkpoints", "left_over", "rows", "tell", "told"]
+__all__ = ["At", "Child", "Watched", "checkpoints", "left_over", "rows", "send", "tell", "told"]
 
 PATIENCE = 180.0  # seconds in which whatever is waited for must have come, on the slowest machine
 
@@ -50,10 +53,8 @@ class Child:
             self._in_its_group()
 
     def _in_its_group(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it has done so itself, or has ended
             os.setpgid(self.pid, self.pid)
-        except OSError:
-            pass  # it has done so itself, or has ended
 
     def _be_the_child(self, work: Callable[[], Any]) -> None:
         code = 1
@@ -80,7 +81,7 @@ class Child:
         file = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
         faulthandler.enable(sys.stderr)
         logging.getLogger().handlers.clear()
         warnings.simplefilter("always")
@@ -98,10 +99,8 @@ class Child:
         if self.status is None:
             self.kill()
         if self.group:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
     @property
     def ended(self) -> bool:
@@ -202,3 +201,39 @@ class Ballast(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert state_dict["numbers"].equal(self.numbers)
+
+
+class Rows(Callback):
+    """Logs each validation batch, so that a validation that is repeated could write a row twice."""
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        module.log("validated", float(batch[0].mean()), on_step=True)
+
+
+@dataclass
+class Watched(Run):
+    """A run whose saves take a while."""
+
+    more: list[Callback] = field(default_factory=list)
+
+    def callbacks(self) -> list[Callback]:
+        return [Ballast(), Rows(), *self.more]
+
+
+class At(Callback):
+    """Does something in a hook, the first time that so many updates have been made."""
+
+    def __init__(self, hook: str, act: Callable[[], Any], step: int = 0, batch_idx: int | None = None) -> None:
+        self.act, self.step, self.batch_idx = act, step, batch_idx
+        setattr(self, hook, self._call)
+
+    def _call(self, trainer: Any, *given: Any) -> None:
+        here = self.batch_idx is None or given[3] == self.batch_idx  # (module, outputs, batch, batch_idx) of …_batch_end
+        if trainer.global_step >= self.step and here and not trainer.sanity_checking:
+            self.step = sys.maxsize
+            self.act()
+
+
+def send(number: int) -> Callable[[], None]:
+    """Sends a signal to this very process, which Python handles before the call returns."""
+    return lambda: os.kill(os.getpid(), number)

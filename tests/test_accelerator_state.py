@@ -213,3 +213,49 @@ def test_a_transformers_model_opens_with_from_pretrained() -> None:
         opened = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
         assert torch.equal(opened(tokens).logits, model(tokens).logits)
     assert open_checkpoint("there").manifest.aliases["model"] == {"lm_head.weight": "transformer.wte.weight"}
+
+
+def test_not_blocking() -> None:
+    """What is written is the state at the call; what goes wrong is raised by the next one."""
+    loop = Loop().run(1)
+    expected = parameters_of(loop.plain)
+    loop.accelerator.save_state("there", blocking=False)
+    with torch.no_grad():
+        for parameter in loop.plain.parameters():
+            parameter.fill_(3.0)
+    loop.accelerator.free_memory()
+    assert same(open_checkpoint("there").read().tensors["model"], expected)
+    loop = Loop()
+    Path("other").mkdir()
+    Path("other/notes.txt").write_text("no checkpoint")
+    loop.accelerator.save_state("other", blocking=False)
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        loop.accelerator.save_state("fine")
+    loop.accelerator.save_state("fine")
+
+
+def test_adapters_alone_are_saved() -> None:
+    peft = pytest.importorskip("peft")
+
+    def loop(seed: int) -> tuple[Accelerator, Any]:
+        torch.manual_seed(seed)
+        base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"], r=2))
+        accelerator = Accelerator()
+        prepared, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
+        for _ in range(2):
+            accelerator.backward(prepared(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator, model
+
+    accelerator, model = loop(1)
+    accelerator.save_state("there")
+    checkpoint = open_checkpoint("there")
+    assert checkpoint.manifest.contents["model"] == "trainable"
+    assert all("lora" in name for name in checkpoint.read().tensors["model"])
+    again, other = loop(1)
+    again.load_state("there")
+    assert same(parameters_of(other), parameters_of(model))
+    with pytest.raises(StateMismatchError, match="base"):
+        loop(2)[0].load_state("there")

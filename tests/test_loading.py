@@ -63,7 +63,7 @@ def test_hyper_parameters_in_one_argument(kind: Any) -> None:
         def __init__(self, config: Any) -> None:
             super().__init__()
             self.save_hyperparameters(config)
-            self.layer = nn.Linear(4, self.hparams.width)
+            self.layer = nn.Linear(4, config.width if hasattr(config, "width") else config["width"])
 
     module = Configured(kind(width=1, betas=(0.9, 0.95), layers=[1, 2]))
     trainer = saved(module)

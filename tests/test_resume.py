@@ -494,3 +494,72 @@ def test_another_run_leaves_the_log_of_the_first_alone() -> None:
     assert log.read_text() == before
     assert other.checkpointing.run_id != first.checkpointing.run_id
     assert Path("logs/default/version_1/metrics.jsonl").exists()
+
+
+def test_what_becomes_unsavable_on_the_way_does_not_end_the_run_at_once() -> None:
+    """A warning, and training goes on; after three failures in a row it ends, as for a full disk."""
+
+    class Turning(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"fine": 1} if self.epochs < 2 else {"bad": object()}
+
+        epochs = 0
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            self.epochs += 1
+
+    with pytest.warns(UserWarning, match=r"could not be saved: .*\[\"bad\"\].*the last good checkpoint is .*step-00000004"):
+        trainer = saving(Turning(), max_epochs=2)
+        trainer.fit(Adam(), tiny_loader())
+    with (
+        pytest.warns(UserWarning, match="could not be saved"),
+        pytest.raises(CheckpointError, match="3 saves in a row have failed; the last good checkpoint is"),
+    ):
+        saving(Turning(), max_epochs=9).fit(Adam(), tiny_loader())
+
+
+def test_data_that_is_split_in_setup_is_split_alike() -> None:
+    """The seed of the checkpoint holds from before ``setup`` on, also where the user has given none."""
+
+    class Split(DataModule):
+        def setup(self, stage: str) -> None:
+            self.mine = torch.utils.data.random_split(tiny_loader(24).dataset, [16, 8])[0]
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(self.mine, batch_size=4)
+
+    first, second = Split(), Split()
+    torch.manual_seed(1)
+    saving(seed=None).fit(Adam(), first)
+    torch.manual_seed(2)
+    saving(seed=None, max_epochs=2).fit(Adam(), second, ckpt_path="auto")
+    assert first.mine.indices == second.mine.indices
+
+
+def test_a_trial_run_of_a_checkpoint_makes_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    saved()
+    recorder = Recorder()
+    trainer = saving(recorder, fast_dev_run=True)
+    trainer.fit(Adam(), tiny_loader(), ckpt_path="auto")
+    assert (recorder.batches, trainer.global_step) == ([(0, 0)], 1)
+    assert len(list(Path("runs/checkpoints").glob("step-*"))) == 1
+
+
+def test_an_evaluation_without_a_checkpoint_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(default_root_dir="runs").validate(Adam(), tiny_loader(8), verbose=False, ckpt_path="auto")
+    assert "there is no checkpoint in runs/checkpoints: weights as they are." in caplog.text
+
+
+def test_a_step_that_a_scheduler_has_ended_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+    """The parameters are those after it, the schedule is not: nobody could go on from that."""
+
+    class Short(Adam):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    with pytest.raises(ValueError, match="Tried to step"):
+        saving(max_epochs=3).fit(Short(), tiny_loader())
+    assert [path.name for path in Path("runs/checkpoints").glob("step-*")] == ["step-00000004"]
+    assert "nothing is saved now, as the step that failed had begun to change the parameters" in caplog.text

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.accelerator_state import StateVerbs
 from trainkit.arguments import refuse_unknown
+from trainkit.checkpoint.saver import Saver
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.nested import map_tensors
@@ -92,6 +93,7 @@ class Accelerator(StateVerbs):
         self._loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
         self.run_id = secrets.token_hex(8)
+        self.saver = Saver(attention=lambda: None)
 
     @property
     def device(self) -> torch.device:
@@ -320,6 +322,7 @@ class Accelerator(StateVerbs):
 
         ``model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)``
         """
+        self.saver.close()
         for loader in self._loaders:
             loader.close()
         self._models, self._optimizers, self._schedulers, self._loaders, self._updated = [], [], [], [], {}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.folder import next_counter
 from trainkit.checkpoint.reader import open_checkpoint
@@ -17,9 +16,9 @@ from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CheckpointError, ConfigurationError, StateMismatchError, UnknownNameError, nearest
-from trainkit.model_state import capture_model
+from trainkit.model_state import capture_model, has_adapters
 from trainkit.rng import KEY_VERSION
-from trainkit.training_state import Parts, capture, configurations, restore
+from trainkit.training_state import Parts, SaveMode, capture, configurations, restore
 
 if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
@@ -39,21 +38,25 @@ class StateVerbs:
         """Save and load the state of these objects too; they have ``state_dict`` and ``load_state_dict``."""
         _register(self._accelerator(), objects)
 
-    def save_state(self, output_dir: str | PathLike[str]) -> None:
+    def save_state(self, output_dir: str | PathLike[str], *, blocking: bool = True) -> None:
         """Write a checkpoint: models, optimizers, schedulers, loss scale, the loaders' positions, registered objects.
 
-        It is complete on the disk when this returns. A checkpoint that is there is replaced, and there is always the old or
+        A checkpoint that is there is replaced, and there is always the old or
         the new one. Inside an accumulation window, what is saved is the position at its start.
 
         Args:
             output_dir: the folder that the checkpoint becomes.
+            blocking: return when it is complete on the disk; ``False``: when it is copied, and a thread writes it. The next
+                ``save_state``, and ``free_memory``, wait for it and raise what went wrong; the end of the program waits too.
 
         Raises:
-            CheckpointError: it cannot be written, or the folder holds something else.
+            CheckpointError: it cannot be written, or the folder holds something else; or that was so the last time.
             UnsavableError: a value that cannot be stored, with the path to it.
         """
         path = Path(output_dir)
-        commit(_draft(self._accelerator(), path), path, replace=True)
+        saver = self._accelerator().saver
+        saver.wait()
+        saver.save(_draft(self._accelerator(), path), path, blocking=blocking, replace=True)
 
     def load_state(
         self, input_dir: str | PathLike[str], *, restore: Collection[str] | None = None, strict: bool = True
@@ -114,7 +117,9 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
         raise ConfigurationError(
             "save_state saves what was prepared, and nothing was: model, optimizer = accelerator.prepare(model, optimizer)"
         )
-    taken = capture(parts)
+    adapters = any(has_adapters(model) for model in parts.models)
+    save: SaveMode = "trainable" if adapters else "all"
+    taken = capture(parts, save=save)
     positions = [loader.state_dict() for loader in accelerator.loaders]
     state = {
         **taken.state,
@@ -134,7 +139,7 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
         "world_size": accelerator.strategy.world_size,
         "strategy": accelerator.strategy.name,
         "precision": accelerator.strategy.precision.name,
-        "contents": {"model": "all", "optimizer": True, "resumable": True},
+        "contents": {"model": save, "optimizer": True, "resumable": True},
         "metrics": {},
         "saved_by": None,
         "aliases": taken.aliases,

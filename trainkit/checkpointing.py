@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.folder import check_writable, free_name, next_counter, remove_leftovers
-from trainkit.checkpoint.lock import LOCK, FolderLock
+from trainkit.checkpoint.lock import FolderLock
 from trainkit.checkpoint.saver import Saver
-from trainkit.console import warn
+from trainkit.console import notice, warn
 from trainkit.data.order import ORDER_VERSION
-from trainkit.errors import CheckpointLockedError, CheckpointWriteError
-from trainkit.model_state import frozen_fingerprint
+from trainkit.errors import CheckpointWriteError, UnsavableError
+from trainkit.model_state import frozen_fingerprint, has_adapters
 from trainkit.rng import KEY_VERSION
 from trainkit.run_state import Phase, capture_run, consumed, parts_of
 from trainkit.training_state import SaveMode, capture
@@ -48,8 +48,7 @@ class Checkpointing:
         self.run_id = secrets.token_hex(8)
         self.folders: list[Path] = []
         self.resumed_from: Path | None = None
-        self._locks: list[FolderLock] = []
-        self._made: list[Path] = []  # folders, the innermost first
+        self._locks: dict[Path, FolderLock] = {}
         self._counter = 0
         self._saver = Saver(trainer.look)
         self._requests: list[Callable[[], None]] = []
@@ -61,22 +60,22 @@ class Checkpointing:
         self._first_step = 0
 
     def use_folder(self, folder: Path) -> None:
-        """Save to a folder: make it, see that it can be written, and keep other runs out of it.
+        """Save to a folder; no other run may save there as long as this one lives.
 
         Raises:
             CheckpointWriteError: it cannot be written.
             CheckpointLockedError: another live run saves there.
         """
         folder = folder.absolute()
-        if folder in self.folders:
-            return
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        if folder not in self.folders:
+            self.folders.append(folder)
+            if folder.exists():  # else it is made when training begins: a fit that fails before leaves none behind
+                self._enter(folder)
+
+    def _enter(self, folder: Path) -> None:
         check_writable(folder)
-        self._made += made
-        lock = FolderLock(folder, self.run_id)
+        lock = self._locks[folder] = FolderLock(folder, self.run_id)
         lock.acquire()
-        self._locks.append(lock)
-        self.folders.append(folder)
         remove_leftovers(folder)
 
     def begin(self) -> None:
@@ -84,13 +83,16 @@ class Checkpointing:
 
         Raises:
             UnsavableError: something that cannot be stored, with the path to it.
+            CheckpointWriteError: a folder cannot be made or written.
         """
         self._first_step = self._trainer.global_step
-        self._trainer.look()  # after the first step, when the loader's workers have been started
         for folder in self.folders:
             self._counter = max(self._counter, next_counter(folder, self.run_id) - 1)
         if self.folders:
             Draft(self.content())
+        for folder in self.folders:
+            if folder not in self._locks:
+                self._enter(folder)
 
     def request(self, due: Callable[[], None]) -> None:
         """Call ``due`` at the next safe point; from any hook or thread."""
@@ -245,18 +247,14 @@ class Checkpointing:
 
         Raises:
             CheckpointWriteError: this was the third failure in a row.
+            CheckpointLockedError: another run has taken over the folder, as this one did not answer for too long.
         """
         self._saver.wait()
-        if any(lock.lost for lock in self._locks):
-            raise CheckpointLockedError(
-                f"another run has taken over {folder}, as this one did not answer for too long. Start again with "
-                "ckpt_path='auto', or give each run a folder of its own: Trainer(default_root_dir=...)"
-            )
+        for lock in self._locks.values():
+            lock.check()
         path = folder / (name if replace else free_name(folder, name))
         if before_capture is not None:
             before_capture(path)
-        content = self.content(weights_only=weights_only, save=save, saved_by=saved_by, metrics=metrics)
-        self._counter += 1
 
         def done(*_: object) -> None:
             self._failures, self._last_good = 0, path
@@ -268,13 +266,12 @@ class Checkpointing:
                 failed(error)
             self._count_failure(error)
 
-        draft = Draft(content)
-        if not blocking:
-            self._saver.save(draft, path, blocking=False, replace=replace, committed=done, failed=not_done)
-            return path
         try:
-            self._saver.save(draft, path, blocking=True, replace=replace, committed=done)
-        except CheckpointWriteError as error:
+            draft = Draft(self.content(weights_only=weights_only, save=save, saved_by=saved_by, metrics=metrics))
+            self._counter += 1
+            later = None if blocking else not_done
+            self._saver.save(draft, path, blocking=blocking, replace=replace, committed=done, failed=later)
+        except (CheckpointWriteError, UnsavableError) as error:
             not_done(error)
         return path
 
@@ -286,10 +283,10 @@ class Checkpointing:
         if isinstance(error, OSError):  # it is written, and an older one could not be removed
             warn(f"an old checkpoint could not be removed: {error}. Training goes on.")
             return
-        if not isinstance(error, CheckpointWriteError):
+        if not isinstance(error, CheckpointWriteError | UnsavableError):
             raise error
         self._failures += 1
-        last = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint of this run yet"
+        last = f"the last good checkpoint is {self.newest}" if self.newest else "there is no checkpoint of this run yet"
         if self._failures >= _FAILURES:
             raise CheckpointWriteError(
                 f"{self._failures} saves in a row have failed; {last}. The last error: {error}"
@@ -299,9 +296,11 @@ class Checkpointing:
     def save_to(self, path: Path, *, weights_only: bool, blocking: bool) -> None:
         """Save to a path of the user's; a checkpoint that is there is replaced once the new one is complete."""
         self._saver.wait()
-        content = self.content(weights_only=weights_only)
+        adapters = has_adapters(self._trainer.lightning_module)
+        if adapters:
+            notice("the model has PEFT adapters, so only what is trained is saved, with a fingerprint of the rest.")
+        draft = Draft(self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
         self._counter += 1
-        draft = Draft(content)
         if blocking:
             commit(draft, path, replace=True)
         else:
@@ -321,6 +320,11 @@ class Checkpointing:
         return float(value.detach()), present
 
     @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is complete, be it the one that the run went on from."""
+        return self._last_good or self.resumed_from
+
+    @property
     def position(self) -> tuple[Any, ...]:
         """Where the run is; as long as it is the same, nothing has changed."""
         trainer = self._trainer
@@ -330,6 +334,8 @@ class Checkpointing:
         """Why a checkpoint of this moment would be of no use, after an error; ``None`` if it would be."""
         trainer = self._trainer
         plan = getattr(trainer, "fit_plan", None)
+        if trainer.signals.twice:
+            return "Ctrl-C came twice"
         if plan is None or trainer.global_step == self._first_step:
             return "no update was made yet"
         engine = trainer.accelerator
@@ -346,19 +352,9 @@ class Checkpointing:
         try:
             self._saver.close()
         finally:
-            for lock in self._locks:
+            for lock in self._locks.values():
                 lock.release()
-            self._locks = []
-            self._tidy()
-
-    def _tidy(self) -> None:
-        """Remove the folders that were made for nothing: a fit that ends before its first save leaves none."""
-        for folder in self._made:
-            lock = folder / LOCK
-            if folder.is_dir() and not [name for name in folder.iterdir() if name != lock]:
-                lock.unlink(missing_ok=True)
-                folder.rmdir()
-        self._made = []
+            self._locks = {}
 
 
 def contents_of(save: str, weights_only: bool) -> dict[str, Any]:

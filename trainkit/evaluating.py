@@ -9,8 +9,8 @@ from trainkit import loop
 from trainkit.arguments import refuse_unknown
 from trainkit.datamodule import DataModule
 from trainkit.explain import results_table
-from trainkit.resume import check_restore, find_checkpoint, load_weights
-from trainkit.running import build_hooks, checkpoint_folders, plan_evaluation, refuse_evaluation, running
+from trainkit.resume import check_restore, load_weights
+from trainkit.running import build_hooks, plan_evaluation, refuse_evaluation, running
 from trainkit.trainer_state import TrainerState
 
 if TYPE_CHECKING:
@@ -112,9 +112,7 @@ def _run(
         build_hooks(trainer)
         if ckpt_path is not None:
             check_restore(ckpt_path, None, None)
-            found = find_checkpoint(trainer, ckpt_path, checkpoint_folders(trainer), whole=False)
-            if found is not None:
-                load_weights(trainer, found)
+            load_weights(trainer, ckpt_path)
         trainer.validating = stage == "validate"
         results = loop.evaluate(trainer, plan)
         if verbose and trainer.is_global_zero:

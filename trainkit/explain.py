@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from trainkit.running import checkpoint_folders
+from trainkit.resume import checkpoint_folders
 
 if TYPE_CHECKING:
     from trainkit.module import TrainModule

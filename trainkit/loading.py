@@ -13,6 +13,7 @@ import torch
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import notice
 from trainkit.errors import CheckpointError, UnknownNameError, nearest
+from trainkit.hparams import HyperParameters
 from trainkit.precision import Precision
 from trainkit.training_state import Parts, model_stems, restore
 
@@ -82,7 +83,7 @@ def _arguments(cls: type, state: Mapping[str, Any], overrides: Mapping[str, Any]
     if whole is not None and whole in names:  # save_hyperparameters(config): one argument that holds them
         inside = {name: value for name, value in overrides.items() if name not in names}
         given = {name: value for name, value in overrides.items() if name in names}
-        return {whole: {**saved, **inside}, **given}
+        return {whole: HyperParameters({**saved, **inside}), **given}
     arguments = {**saved, **overrides}
     unused = [name for name in arguments if name not in names]
     if unused and not takes_all:

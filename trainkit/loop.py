@@ -51,6 +51,7 @@ def fit(trainer: Trainer) -> None:
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_start")
     trainer.signals.working = True
+    trainer.look()  # at the first safe point, when there may be workers
     while not trainer.finished:
         trainer.refresh_loaders()
         train_epoch(trainer)
@@ -78,8 +79,7 @@ def train_epoch(trainer: Trainer) -> None:
         for hook in hooks.on_train_batch_start:
             skip = hook(batch, batch_idx) == -1 or skip
         if skip:
-            complete = True  # the user is done with this epoch
-            engine.skip_asked = False
+            complete, engine.skip_asked = True, False  # the user is done with this epoch
             break
         if optimizer is not None and window.first:
             for hook in hooks.on_before_zero_grad:
@@ -107,9 +107,10 @@ def train_epoch(trainer: Trainer) -> None:
                 plan.step(optimizer)
         updated = engine.updates != updates or (plan.without_optimizer and window.full)
         if updated:
-            trainer.global_step, trainer.phase = trainer.global_step + 1, Phase.UPDATED
+            trainer.global_step += 1
             if plan.schedulers:
                 advance_schedulers(trainer, "step", trainer.global_step)
+            trainer.phase = Phase.UPDATED
         if hooks.on_train_batch_end:
             detached = _detached(outputs)
             for hook in hooks.on_train_batch_end:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.folder import candidates, list_checkpoints
+from trainkit.checkpoint.folder import POINTER, candidates, read_pointer
 from trainkit.checkpoint.reader import Loaded, open_checkpoint
 from trainkit.console import notice, warn
 from trainkit.data.order import ORDER_VERSION
@@ -27,7 +27,7 @@ from trainkit.training_state import Parts, model_stems, restore
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
 
-__all__ = ["PARTS", "check_restore", "find_checkpoint", "load_weights", "restore_fit", "take_over"]
+__all__ = ["PARTS", "Found", "begin_resume", "check_restore", "checkpoint_folders", "load_weights", "restore_fit"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers")
 _WORDS = ("auto", "last", "best")
@@ -88,6 +88,8 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str], folders
     elif ckpt_path in ("auto", "last"):
         return _newest(str(ckpt_path), folders, whole)
     path = Path(ckpt_path)
+    if path.name == POINTER and path.is_file():  # of save_last
+        path = path.parent / (read_pointer(path.parent) or POINTER)
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, _WORDS)):
         raise CheckpointNotFoundError(f"there is no checkpoint {str(ckpt_path)!r}, and it is none of {_WORDS}.{hint}")
     return _read(path, whole)
@@ -107,11 +109,13 @@ def _read(path: Path, whole: bool) -> Found:
 
 def _newest(word: str, folders: list[Path], whole: bool) -> Found | None:
     bad: list[str] = []
-    for folder in folders:
-        bad += [f"{found.path}: {found.problem}" for found in list_checkpoints(folder) if found.problem is not None]
-    good = [found for folder in folders for found in candidates(folder) if found.problem is None]
-    for found in good:
-        if found.manifest is not None and not found.manifest.contents.get("resumable", False):
+    weights: list[str] = []
+    for found in candidates(*folders):
+        if found.problem is not None or found.manifest is None:
+            bad.append(str(found.problem))
+            continue
+        if whole and not found.manifest.contents.get("resumable", False):
+            weights.append(str(found.path))
             continue
         try:
             read = _read(found.path, whole)
@@ -129,8 +133,13 @@ def _newest(word: str, folders: list[Path], whole: bool) -> Found | None:
             + "\nRemove them to start "
             "from the beginning, or name another folder: ModelCheckpoint(dirpath=...)"
         )
+    if weights:
+        raise CheckpointError(
+            f"ckpt_path={word!r}: {where} holds checkpoints of weights only, so that no run can go on from them. Start a new "
+            f"run with the weights: fit(..., ckpt_path={weights[0]!r}, restore={{'model'}})"
+        )
     if word == "auto":
-        notice(f"there is no checkpoint in {where}: starting from the beginning.")
+        notice(f"there is no checkpoint in {where}: " + ("starting from the beginning." if whole else "weights as they are."))
         return None
     raise CheckpointNotFoundError(
         f"ckpt_path='last': there is no checkpoint in {where}. ckpt_path='auto' starts from the beginning then."
@@ -159,7 +168,37 @@ def _best(trainer: Trainer, folders: list[Path]) -> Path:
     )
 
 
-def take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -> None:
+def checkpoint_folders(trainer: Trainer) -> list[Path]:
+    """Where "auto", "last" and "best" look: where this run saves."""
+    own: list[Any] = list(trainer.checkpoint_callbacks)
+    folders = [Path(callback.folder_in(trainer)) for callback in own]
+    return list(dict.fromkeys(folders)) or [Path(trainer.default_root_dir) / "checkpoints"]
+
+
+def begin_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], chosen: bool) -> None:
+    """Read the checkpoint that a fit goes on from, before anything is set up: data may be split under its seed.
+
+    Args:
+        trainer: the trainer.
+        ckpt_path: which one; ``None``: a fresh start.
+        wanted: the parts to be restored; what cannot be is taken out.
+        chosen: the user has named the parts.
+    """
+    trainer.found = None
+    if ckpt_path is None:
+        return
+    folders = checkpoint_folders(trainer)
+    if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
+        for folder in folders:
+            trainer.checkpointing.use_folder(folder)  # so that no other run removes what is being read
+    if trainer.fast_dev_run and wanted > {"model"}:
+        wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
+    trainer.found = find_checkpoint(trainer, ckpt_path, folders, whole=not wanted <= {"model"})
+    if trainer.found is not None:
+        _take_over(trainer, trainer.found, wanted, chosen)
+
+
+def _take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -> None:
     """What has to be known of the checkpoint before loaders and optimizers are made: seed and run.
 
     Args:
@@ -204,12 +243,15 @@ def take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) ->
             )
 
 
-def restore_fit(trainer: Trainer, found: Found, wanted: set[str], overrides: Mapping[str, Any]) -> None:
-    """Put the checkpoint's state into the run, which is set up.
+def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]) -> bool:
+    """Put the checkpoint's state into the run, which is set up; returns whether there is a checkpoint.
 
     Raises:
         StateMismatchError: it does not fit; nothing has been trained.
     """
+    found, trainer.found = trainer.found, None  # whose memory is given back with the end of this function
+    if found is None:
+        return False
     loaded = found.loaded
     state = loaded.state
     # the position first: that it does not fit is found before anything has changed
@@ -227,6 +269,7 @@ def restore_fit(trainer: Trainer, found: Found, wanted: set[str], overrides: Map
             f"the checkpoint is of step {trainer.global_step}, epoch {trainer.current_epoch}, and nothing is left to train: "
             f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}. Raise them to go on."
         )
+    return True
 
 
 def _ask_hooks(trainer: Trainer, loaded: Loaded) -> dict[str, Any]:
@@ -244,8 +287,11 @@ def _ask_hooks(trainer: Trainer, loaded: Loaded) -> dict[str, Any]:
     return seen
 
 
-def load_weights(trainer: Trainer, found: Found) -> None:
+def load_weights(trainer: Trainer, ckpt_path: str | os.PathLike[str]) -> None:
     """The model's weights only, for an evaluation."""
+    found = find_checkpoint(trainer, ckpt_path, checkpoint_folders(trainer), whole=False)
+    if found is None:
+        return
     loaded = found.loaded
     seen = _ask_hooks(trainer, loaded)
     parts = Parts([trainer.lightning_module], [], [], trainer.precision)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = [
     "build_hooks",
     "check_sanity",
-    "checkpoint_folders",
     "interruptible",
     "plan_evaluation",
     "refuse_evaluation",
@@ -47,17 +46,29 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
     try:
         with trainer.signals:
             yield
-    except Preempted:
-        if trainer.arguments.slurm_requeue:
+        if trainer.signals.received is not None:  # it came when there was no step left to be finished
+            raise trainer.signals.ending("after the last step")
+    except (Preempted, KeyboardInterrupt) as ending:
+        newest = trainer.checkpointing.newest if hasattr(trainer, "checkpointing") else None
+        if newest is not None:
+            notice(f"to go on: trainer.fit(..., ckpt_path={str(newest)!r}), or ckpt_path='auto' for the newest.")
+        if isinstance(ending, Preempted) and trainer.arguments.slurm_requeue:
             requeue()
         raise
 
 
 @contextmanager
-def running(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None, *given: Any) -> Iterator[None]:
+def running(
+    trainer: Trainer,
+    stage: str,
+    module: TrainModule,
+    datamodule: DataModule | None,
+    *given: Any,
+    first: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Within it the module is set up, on its device; afterwards everything that the run took is given back.
 
-    The order: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``, the body, ``teardown``.
+    The order: ``configure_callbacks``, ``first``, ``prepare_data``, ``setup``, ``configure_model``, the body, ``teardown``.
     """
     if trainer.stage is not None:
         raise ConfigurationError(
@@ -77,6 +88,7 @@ def running(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataM
         with torch_flags(*trainer.flags):
             if trainer.profiler is not None:
                 trainer.profiler.start(Path(trainer.log_dir or "."))
+            first()
             _set_up(trainer, stage, module)
             yield
         status = "success"
@@ -160,13 +172,6 @@ def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
     trainer.wrapped_module = trainer.strategy.prepare_module(module)
 
 
-def checkpoint_folders(trainer: Trainer) -> list[Path]:
-    """Where "auto", "last" and "best" look: where this run saves."""
-    own: list[Any] = list(trainer.checkpoint_callbacks)
-    folders = [Path(callback.folder_in(trainer)) for callback in own]
-    return list(dict.fromkeys(folders)) or [Path(trainer.default_root_dir) / "checkpoints"]
-
-
 def build_hooks(trainer: Trainer) -> None:
     """Who is called for which hook, now that callbacks and loaders are known."""
     trainer.hooks = HookTable(
@@ -220,9 +225,8 @@ def check_sanity(trainer: Trainer, given: Any) -> None:
 
 def _ending(trainer: Trainer, exception: BaseException) -> BaseException:
     """What the run ends with: a signal to the whole process group ends the loader's workers too, and is the reason then."""
-    if trainer.signals.received is None or "DataLoader worker" not in str(exception):
-        return exception
-    return trainer.signals.ending(f"at step {trainer.global_step}")
+    workers = trainer.stage == "fit" and isinstance(exception, RuntimeError) and "DataLoader worker" in str(exception)
+    return trainer.signals.ending(f"at step {trainer.global_step}") if workers and trainer.signals.soon() else exception
 
 
 def _report(trainer: Trainer, exception: BaseException) -> None:

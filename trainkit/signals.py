@@ -13,10 +13,11 @@ from typing import Any
 from trainkit.console import notice, warn
 from trainkit.errors import Preempted
 
-__all__ = ["Signals", "requeue"]
+__all__ = ["Signals", "outlast_the_step", "requeue"]
 
 _HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 _GRACE = 0.05  # seconds in which the signal that ended a worker reaches this process too
+_OUTLAST = 30  # seconds that a worker goes on after SIGTERM
 
 
 class Signals:
@@ -31,12 +32,15 @@ class Signals:
     Attributes:
         received: the number of the signal that came, if one did.
         working: the loop runs. Before that there is no step to be finished: a signal ends the fit where it is.
+        twice: Ctrl-C came again: nothing more is saved.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.received: int | None = None
         self.working = False
+        self.twice = False
         self._wake = wake
+        self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -58,7 +62,7 @@ class Signals:
 
         A signal to the whole process group ends the workers as well, and torch then raises from its handler of SIGCHLD,
         wherever the main process is at that moment. Called when the workers may have been started, which is when torch sets
-        that handler.
+        that handler. What the workers no longer deliver is noticed where it is waited for.
         """
         number = getattr(signal, "SIGCHLD", None)
         before = None if number is None else signal.getsignal(number)
@@ -66,15 +70,26 @@ class Signals:
             return
 
         def noted(received: int, frame: FrameType | None) -> None:
-            threading.Event().wait(_GRACE)  # this process's own signal may be a moment behind
-            if self.received is None:
+            try:
                 before(received, frame)
+            except RuntimeError:
+                if not self.soon():
+                    raise
 
         self._before[number] = before
         signal.signal(number, noted)
 
+    def soon(self) -> bool:
+        """Whether a signal has come, or comes within a moment: workers may notice one before this process does."""
+        if self.received is None:
+            threading.Event().wait(_GRACE)
+        return self.received is not None
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
+        if os.getpid() != self._process:
+            _as_before(number, frame, before)
+            return
         if self.received is not None:
             self._end_now(number)
             return
@@ -90,6 +105,7 @@ class Signals:
 
     def _end_now(self, number: int) -> None:
         if number == signal.SIGINT:
+            self.twice = True
             raise KeyboardInterrupt
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -100,6 +116,36 @@ class Signals:
             return KeyboardInterrupt()
         name = signal.Signals(self.received or signal.SIGTERM).name
         return Preempted(f"{name} {when}")
+
+
+def _as_before(number: int, frame: FrameType | None, before: Any) -> None:
+    """In a process that was forked during the fit and has inherited the handler: what the signal did before."""
+    if callable(before):
+        before(number, frame)
+    elif before == signal.SIG_DFL:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def outlast_the_step() -> None:
+    """In a loader's worker process: leave a signal to the whole process group to the main process.
+
+    That one still needs the worker's batches to finish its step, and ends its workers itself. For the case that it does not,
+    SIGTERM ends the worker after 30 seconds, and at once when it comes again.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in ("SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "SIGALRM"):
+        signal.signal(signal.SIGTERM, _end_later)
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    for each in (number, signal.SIGALRM):
+        signal.signal(each, signal.SIG_DFL)
+    signal.alarm(_OUTLAST)
 
 
 def requeue() -> None:

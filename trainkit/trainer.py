@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,9 @@ from trainkit.module import TrainModule
 from trainkit.precision import Precision
 from trainkit.profiler import Profiler, make_profiler
 from trainkit.registry import make_strategy
-from trainkit.resume import check_restore, find_checkpoint, restore_fit, take_over
+from trainkit.resume import begin_resume, check_restore, restore_fit
 from trainkit.rng import resolve_seed, seed_was_given
-from trainkit.running import build_hooks, check_sanity, checkpoint_folders, interruptible, plan_evaluation, running
+from trainkit.running import build_hooks, check_sanity, interruptible, plan_evaluation, running
 from trainkit.setup_run import finish_fit_plan, fit_plan, overrides, train_loader, validate_every
 from trainkit.strategy import Strategy
 
@@ -202,11 +203,8 @@ class Trainer(Evaluating):
             train_dataloaders, datamodule = None, train_dataloaders
         wanted = check_restore(ckpt_path, restore, overrides)
         self._given = train_dataloaders, val_dataloaders
-        with interruptible(self), running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders):
-            whole = not wanted <= {"model"}
-            found = None if ckpt_path is None else find_checkpoint(self, ckpt_path, checkpoint_folders(self), whole=whole)
-            if found is not None:
-                take_over(self, found, wanted, chosen=restore is not None)
+        first = partial(begin_resume, self, ckpt_path, wanted, chosen=restore is not None)
+        with interruptible(self), running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders, first=first):
             loader = train_loader(self, train_dataloaders)
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
@@ -215,8 +213,7 @@ class Trainer(Evaluating):
             self.val_plan = plan_evaluation(self, "validation", val_dataloaders)
             build_hooks(self)
             finish_fit_plan(self)
-            if found is not None:
-                restore_fit(self, found, wanted, overrides or {})
+            resumed = restore_fit(self, wanted, overrides or {})
             self._loaded_in = self.current_epoch
             self._start_loggers()
             self.checkpointing.begin()
@@ -224,7 +221,7 @@ class Trainer(Evaluating):
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
             notice(f"fit on {self.device}, {self.precision.name}, seed {self.seed}.")
             self.hooks.run("on_fit_start")
-            if found is None:
+            if not resumed:
                 check_sanity(self, val_dataloaders)
             loop.fit(self)
             self.hooks.run("on_fit_end")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainkit.plans import EvaluationPlan, FitPlan
     from trainkit.precision import Precision
     from trainkit.profiler import Profiler
+    from trainkit.resume import Found
     from trainkit.strategy import Strategy
 
 __all__ = ["TrainerState"]
@@ -58,6 +59,7 @@ class TrainerState(Cadence):
         strategy: where the run runs.
         seed: the seed of the run.
         phase: what of the present update is done.
+        found: the checkpoint that the fit goes on from, until it is restored.
         attention: there is cause to look at saves and signals when the step is complete; may be set by any thread.
         next_save_step: likewise, from this ``global_step`` on.
         ended: the loop of this fit is over.
@@ -110,6 +112,7 @@ class TrainerState(Cadence):
         self.plans: dict[str, EvaluationPlan | None] = {}
         self.phase = Phase.STEP
         self.attention = False
+        self.found: Found | None = None
         self.next_save_step: float = math.inf
         self.ended = False
         self.computed: dict[str, int] = {}
@@ -150,6 +153,7 @@ class TrainerState(Cadence):
 
     def evaluated(self, plan: EvaluationPlan) -> None:
         """The metrics of an evaluation are complete."""
+        self.signals.follow_workers()
         if self.sanity_checking:
             return
         self.note_computed(plan.results)

@@ -21,7 +21,7 @@ from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint.folder import Found, list_checkpoints, read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
-from trainkit.errors import CheckpointNotFoundError, MissingMetricError, Preempted
+from trainkit.errors import CheckpointError, MissingMetricError, Preempted
 
 FOLDER = Path("trainkit_runs") / "checkpoints"
 
@@ -165,7 +165,7 @@ def test_by_time() -> None:
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             end = time.monotonic() + 60
-            while not trainer.attention and time.monotonic() < end:
+            while not trainer.checkpointing._requests and time.monotonic() < end:
                 time.sleep(0.001)
 
     fit(ModelCheckpoint(train_time_interval=timedelta(microseconds=1), keep_last=-1), Waiting())
@@ -176,8 +176,11 @@ def test_weights_only_and_a_file_that_names_the_newest() -> None:
     fit(ModelCheckpoint("weights", save_weights_only=True, save_last=True), max_epochs=3)
     assert [found.manifest.contents["resumable"] for found in found("weights") if found.manifest] == [False, False]
     assert read_pointer(Path("weights")) == "step-00000012"
-    with pytest.raises(CheckpointNotFoundError):
-        fit(ModelCheckpoint("weights"), ckpt_path="last")
+    for word in ("auto", "last"):
+        with pytest.raises(CheckpointError, match=r"holds checkpoints of weights only.*restore=\{'model'\}"):
+            fit(ModelCheckpoint("weights"), ckpt_path=word)
+    with pytest.raises(CheckpointError, match="holds weights only"):
+        fit(ckpt_path="weights/last")  # the file that names the newest is followed
 
 
 # -------------------------------------------------------------------------------------------------------------- ranks
@@ -251,7 +254,7 @@ def test_the_last_complete_step_is_saved_when_a_run_fails(error: BaseException, 
     with pytest.raises(type(error)):
         fit(callback, Failing(6, raising(error)), max_epochs=3)
     assert steps() == [4, 6] if saved else [4]
-    said = f"{type(error).__name__}: the newest checkpoint is {callback.last_model_path}. Go on with: trainer.fit(..., ckpt_path='auto')"
+    said = f"{type(error).__name__}: the newest checkpoint is {callback.last_model_path}"
     assert (said in caplog.messages) == saved
 
 

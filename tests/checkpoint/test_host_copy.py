@@ -85,7 +85,7 @@ def test_the_second_copy_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     def empty(*args: object, **kwargs: object) -> None:
         raise AssertionError("memory is allocated")
 
-    monkeypatch.setattr(np, "empty", empty)
+    monkeypatch.setattr(torch, "empty", empty)
     second = buffers.copy(files)
     assert {name: address(view) for name, view in second.items()} == first
     assert {name: bytes(view) for name, view in second.items()} == streamed(files)

@@ -35,8 +35,17 @@ def subcommand(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.
 def test_options_are_frozen() -> None:
     """A new option is a decision: add it here and to the documentation."""
     found = options()
-    assert list(found) == ["", "demo", "plot"]
+    subcommands = [f"checkpoint {name}" for name in ("ls", "show", "verify", "diff", "export")]
+    assert list(found) == ["", "checkpoint", *subcommands, "demo", "plot", "verify-resume"]
     assert found[""] == ["--help", "--version", "-h"]
+    assert found["checkpoint ls"] == ["--help", "--json", "-h", "FOLDER"]
+    assert found["checkpoint show"] == ["--help", "--json", "--state", "--tensors", "-h", "PATH"]
+    assert found["checkpoint verify"] == ["--help", "-h", "PATH"]
+    assert found["checkpoint diff"] == ["--all", "--help", "-h", "A", "B"]
+    assert found["checkpoint export"] == [
+        "--attribute", "--dtype", "--format", "--help", "--max-shard-size", "--overwrite", "-h", "OUT", "PATH",
+    ]  # fmt: skip
+    assert found["verify-resume"] == ["--help", "--more", "--steps", "-h", "SCRIPT"]
     assert found["plot"] == ["--help", "--metrics", "--out", "--x", "-h", "RUN_DIR"]
 
 
@@ -88,8 +97,8 @@ def test_ctrl_c(subcommand: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["plto", "x"], "trainkit: Unknown subcommand 'plto'. Did you mean 'plot'? There are: demo, plot"),
-    (["zzz"], "trainkit: Unknown subcommand 'zzz'. There are: demo, plot"),
+    (["plto", "x"], "trainkit: Unknown subcommand 'plto'. Did you mean 'plot'? There are: checkpoint, demo, plot, "),
+    (["zzz"], "trainkit: Unknown subcommand 'zzz'. There are: checkpoint, demo, plot, verify-resume"),
     ([], "usage: trainkit [-h] [--version] <subcommand>"),
     (["--vers"], "unrecognized arguments: --vers"),
     (["plot"], "the following arguments are required: RUN_DIR"),
@@ -106,8 +115,9 @@ def test_wrong_arguments(arguments: list[str], words: str, capsys: pytest.Captur
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert "  plot  draw the metrics of a run to a PNG file" in shown
-    assert "  demo  " in shown
+    assert "  plot           draw the metrics of a run to a PNG file" in shown
+    for name in ("checkpoint", "demo", "verify-resume"):
+        assert f"\n  {name} " in shown
     assert main(["plot", "--help"]) == 0
     assert "usage: trainkit plot [-h] [--out FILE]" in capsys.readouterr().out
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +118,28 @@ def test_the_byte_gpt_learns(example: ModuleType, run_dir: Path, capsys: pytest.
     assert loss < bigram - 0.1
     assert re.search(rf"{loss:.3f} bits per byte; a bigram model has {bigram:.3f}", capsys.readouterr().out)
     assert list(run_dir.glob("trainkit_runs/byte_gpt/logs/default/version_0/metrics.csv"))
+
+
+@pytest.mark.parametrize("example", ["resume"], indirect=True)
+def test_a_killed_run_goes_on_to_the_same_result(example: ModuleType, run_dir: Path) -> None:
+    expected = example.main(["--root", "whole"])
+    for step in (30, 110):
+        done = run_python(str(EXAMPLES / "resume.py"), "--root", "killed", "--kill-at", str(step), cwd=run_dir)
+        assert done.returncode == (-signal.SIGKILL if os.name == "posix" else signal.SIGTERM), done.stderr
+    assert example.main(["--root", "killed", "--num-workers", "2"]) == expected
+    # the newest log: a process that is killed before its first checkpoint is complete leaves one that nobody goes on with
+    logs = [max(Path(root, "logs/default").iterdir()) for root in ("whole", "killed")]
+    tables = [(log / "metrics.csv").read_text("utf-8") for log in logs]
+    assert tables[0] == tables[1]
+    losses = [float(row.split(",")[2]) for row in tables[0].splitlines()[1:] if row.split(",")[2]]
+    assert losses[0] > 0.3
+    assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize("example", ["resume"], indirect=True)
+def test_the_result_depends_on_the_seed_alone(example: ModuleType) -> None:
+    results = [example.main(["--max-epochs", "1", "--seed", seed, "--root", root]) for seed, root in ("1a", "1b", "2c")]
+    assert results[0] == results[1] != results[2]
 
 
 def test_an_example_runs_as_a_script(run_dir: Path) -> None:

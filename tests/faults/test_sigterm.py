@@ -7,19 +7,18 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulting import Ballast, Child, checkpoints, left_over, rows, tell, told
+from faulting import At, Child, Watched, checkpoints, left_over, rows, send, tell, told
 from resuming import Run, read_trace
 
 from trainkit import Callback
-from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 
-UPDATES = Run().updates
 WINDOW = Run().accumulate
 
 
@@ -33,46 +32,20 @@ class Clock(Callback):
         tell(time.monotonic(), "clock")
 
 
-class Rows(Callback):
-    """Logs each validation batch, so that a validation that is repeated could write a row twice."""
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        module.log("validated", float(batch[0].mean()), on_step=True)
-
-
-@dataclass
-class Watched(Run):
-    """A run whose saves take a while."""
-
-    more: list[Callback] = field(default_factory=list)
-
-    def callbacks(self) -> list[Callback]:
-        return [Ballast(), Rows(), *self.more]
-
-
-class At(Callback):
-    """Does something in a hook, the first time that so many updates have been made."""
-
-    def __init__(self, hook: str, act: Callable[[], Any], step: int = 0, batch_idx: int | None = None) -> None:
-        self.act, self.step, self.batch_idx = act, step, batch_idx
-        setattr(self, hook, self._call)
-
-    def _call(self, trainer: Any, *given: Any) -> None:
-        here = self.batch_idx is None or given[3] == self.batch_idx  # (module, outputs, batch, batch_idx) of …_batch_end
-        if trainer.global_step >= self.step and here and not trainer.sanity_checking:
-            self.step = sys.maxsize
-            self.act()
-
-
-def send(number: int) -> Callable[[], None]:
-    """Sends a signal to this very process, which Python handles before the call returns."""
-    return lambda: os.kill(os.getpid(), number)
-
-
 def lines(trace: str) -> int:
     """How many micro-batches are in a trace."""
     path = Path(trace)
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def newest(folder: str) -> Checkpoint:
+    """The newest checkpoint of a run."""
+    return open_checkpoint(Path(folder) / "checkpoints" / checkpoints(f"{folder}/checkpoints")[0])
+
+
+def reached(trace: str, number: int, child: Child) -> bool:
+    """Whether a trace has so many micro-batches, or the process has ended."""
+    return lines(trace) >= number or child.ended
 
 
 def plain(**options: Any) -> Any:
@@ -106,14 +79,13 @@ def chain(run: Run, drawn: list[tuple[int, float]], signals: list[int]) -> int:
     """Signals one after the other to a run that goes on each time; returns how many came before its end."""
     hits = 0
     for number, (batches, delay) in enumerate(drawn):
-        begun = lines(run.trace)
+        until = max(batches, lines(run.trace) + WINDOW)
         with Child(run.go, f"{run.folder}-{number}", group=run.workers > 0) as child:
-            child.until(lambda: lines(run.trace) >= max(batches, begun + WINDOW) or child.ended, f"micro-batch {batches}")
+            child.until(partial(reached, run.trace, until, child), f"micro-batch {until}")
             time.sleep(delay)
             if not child.ended:
                 child.signal(signals[number % len(signals)])
-            finished = checkpoints(f"{run.folder}/checkpoints")[0] == f"step-{UPDATES:08d}"
-            if finished and child.code in (0, -signal.SIGTERM, -signal.SIGUSR1):
+            if child.code in (0, -signal.SIGTERM, -signal.SIGUSR1) and newest(run.folder).manifest.epoch == run.epochs:
                 break  # it came when the fit had ended
             assert child.code == 143, child.output
         hits += 1
@@ -210,9 +182,8 @@ def test_sigterm_in_a_validation() -> None:
     stop = At("on_validation_batch_end", send(signal.SIGTERM), 8, batch_idx=1)
     with Child(Watched(more=[stop]).go) as child:
         assert child.code == 143, child.output
-    newest = open_checkpoint(Path("runs/checkpoints") / checkpoints("runs/checkpoints")[0])
-    assert newest.read().state["loop"]["validation_pending"] is True
-    assert newest.manifest.position["phase"] == "validating"
+    assert newest("runs").read().state["loop"]["validation_pending"] is True
+    assert newest("runs").manifest.position["phase"] == "validating"
     seen = At("on_train_batch_start", lambda: tell("training", "order"))
     repeated = [At("on_validation_batch_end", lambda: tell("validation", "order"), 0, batch_idx=number) for number in range(3)]
     assert_nothing_lost(expected, Watched(more=[seen, *repeated]))
@@ -226,7 +197,7 @@ def test_sigterm_before_the_first_step(hook: str) -> None:
     setattr(stop, hook, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with Child(Watched(more=[stop]).go) as child:
         assert child.code == 143, child.output
-    assert not Path("runs/checkpoints").exists()
+    assert checkpoints("runs/checkpoints") == []
     assert lines("trace.jsonl") == 0
 
 
@@ -261,7 +232,7 @@ def test_a_second_sigterm_ends_at_once() -> None:
         Watched(more=[At("on_before_backward", lambda: wait_forever("steps"), 5)]).go()
 
     with Child(work) as child:
-        child.until(lambda: told("steps"), "the step")
+        child.until(lambda: told("steps") and checkpoints("runs/checkpoints"), "the step")
         child.signal(signal.SIGTERM)
         child.until(lambda: told(), "the first signal's handler")
         assert not child.ended
@@ -275,12 +246,12 @@ def test_ctrl_c() -> None:
     expected = plain()
     with Child(Watched(more=[At("on_before_backward", send(signal.SIGINT), 4)]).go) as child:
         assert child.code == 130, child.output
-    newest = Path("runs/checkpoints/step-00000005").absolute()
+    path = Path("runs/checkpoints/step-00000005").absolute()
     assert child.output.count("Ctrl-C") == 1
     assert "finishing the step" in child.output
-    assert checkpoints("runs/checkpoints")[0] == newest.name, "the step in which it came was finished"
-    assert str(newest) in child.output
-    assert f"ckpt_path='{newest}'" in child.output or "ckpt_path='auto'" in child.output
+    assert newest("runs").path.absolute() == path, "the step in which it came was finished"
+    assert f"the newest checkpoint is {path}" in child.output
+    assert f"trainer.fit(..., ckpt_path='{path}')" in child.output
     assert_nothing_lost(expected, Watched())
 
 
@@ -297,7 +268,7 @@ def test_ctrl_c_to_the_whole_process_group() -> None:
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
     with Child(Watched(more=[At("on_before_backward", lambda: wait_forever("steps"), 5)]).go) as child:
-        child.until(lambda: told("steps"), "the step")
+        child.until(lambda: told("steps") and checkpoints("runs/checkpoints"), "the step")
         child.signal(signal.SIGINT)
         child.until(lambda: "finishing the step" in child.output, "its answer")
         child.signal(signal.SIGINT)
@@ -336,67 +307,3 @@ def test_a_fit_in_another_thread() -> None:
     with Child(work) as child:
         assert child.answer == expected
     assert told() == [True]
-
-
-# -------------------------------------------------------------------------------------------------------------- SLURM
-
-
-def slurm(variables: dict[str, str], number: int = signal.SIGTERM, script: str = "", code: int = 143) -> tuple[str, str]:
-    """A run with slurm_requeue that gets a signal; what scontrol was called with, and what the run printed."""
-    Path("bin").mkdir()
-    scontrol = Path("bin/scontrol")
-    if script:
-        scontrol.write_text(f'#!/bin/sh\necho "$@" >> called\nls runs/checkpoints >> called\n{script}\n')
-        scontrol.chmod(0o755)
-
-    def work() -> None:
-        os.environ["PATH"] = f"{Path('bin').absolute()}{os.pathsep}{os.environ['PATH']}"
-        os.environ.update(variables)
-        run = Requeued(more=[At("on_train_batch_end", send(number), 5)] if number else [])
-        run.go()
-
-    with Child(work) as child:
-        assert child.code == code, child.output
-    called = Path("called")
-    return called.read_text() if called.exists() else "", child.output
-
-
-class Requeued(Watched):
-    """In a job of SLURM."""
-
-    def trainer(self, *callbacks: Callback) -> Any:
-        trainer = super().trainer(*callbacks)
-        trainer.arguments.slurm_requeue = True
-        return trainer
-
-
-def test_slurm_runs_the_job_again() -> None:
-    called, output = slurm({"SLURM_JOB_ID": "77"}, script="true")
-    assert called.splitlines()[0] == "requeue 77"
-    assert "step-00000005" in called, "it is saved by then"
-    assert "77" in output
-
-
-def test_slurm_runs_a_task_of_an_array_again() -> None:
-    variables = {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"}
-    called, _ = slurm(variables, signal.SIGUSR1, script="true")
-    assert called.splitlines()[0] == "requeue 77_2"
-
-
-@pytest.mark.parametrize("script", ["", "echo no such job >&2; exit 1"])
-def test_slurm_refuses(script: str) -> None:
-    """A warning that names the job; the run ends as it would have."""
-    _, output = slurm({"SLURM_JOB_ID": "77"}, script=script)
-    assert "TrainkitWarning" in output
-    assert "requeue job 77" in output
-    assert not script or "no such job" in output
-
-
-def test_no_job_of_slurm() -> None:
-    called, output = slurm({}, script="true")
-    assert (called, "SLURM_JOB_ID" in output) == ("", True)
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (0, 0)])
-def test_slurm_is_asked_after_a_preemption_only(number: int, code: int) -> None:
-    assert slurm({"SLURM_JOB_ID": "77"}, number, "true", code)[0] == ""

@@ -282,7 +282,7 @@ def _fix(error: OSError, draft: Draft) -> str:
     if error.errno in _FULL:
         return f"free {draft.size} bytes there, keep fewer checkpoints, or save to another file system"
     if error.errno == errno.EFBIG:
-        return "raise the limit on the size of a file (ulimit -f), or let the files be divided by a smaller max_shard_size"
+        return "raise the limit on the size of a file (ulimit -f)"
     if error.errno in _FORBIDDEN:
         return "make the folder writable, or save to another one"
     return "see what that folder and its disk have"

@@ -70,16 +70,16 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
     return [one for one in found if one.problem is None] + [one for one in found if one.problem is not None]
 
 
-def candidates(folder: str | os.PathLike[str]) -> list[Found]:
+def candidates(*folders: str | os.PathLike[str]) -> list[Found]:
     """The checkpoints in the order in which to try them: of the run saved to last the newest first, then older runs.
 
     Bad ones are in it, so that each is named before an older one is used: those whose manifest is sound at their place,
     the others, of which nothing can be known, first.
 
     Raises:
-        CheckpointError: ``folder`` cannot be read.
+        CheckpointError: a folder cannot be read.
     """
-    found = _find(Path(folder))
+    found = [one for folder in folders for one in _find(Path(folder))]
     latest: dict[str, str] = {}
     for one in found:
         if one.manifest is not None:

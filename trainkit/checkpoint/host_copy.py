@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +74,7 @@ class HostBuffers:
             # A state that has grown a little will grow again.
             spare = sizes[name] // 32 if name in self._buffers else 0
             self._drop([name])
-            buffer = torch.from_numpy(np.empty(sizes[name] + spare, np.uint8))
+            buffer = torch.empty(sizes[name] + spare, dtype=torch.uint8)
             # torch's own page-locked memory comes in powers of two: up to twice what is needed. Where the system does not
             # let that much be locked, the copies are slower and nothing else.
             if lock and buffer.nbytes and int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0:

@@ -7,6 +7,7 @@ header, the tensors' bytes. Source: https://github.com/huggingface/safetensors, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -17,13 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.digest import Digest
 from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
-from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
+from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, UnsavableError
 
 __all__ = [
     "Entry",
@@ -65,6 +64,7 @@ _GATHER = 16 * 2**20  # what is copied at a time of a tensor that is not contigu
 _SMALL = 64 * 2**10  # below this, pieces are put together before they are written
 _MAX_DIMENSIONS = 64
 _MAX_NUMEL = 2**63 - 1
+_KINDS = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 _METADATA = {"format": "pt"}  # what transformers asks for
 
 
@@ -241,15 +241,16 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, s
         FileExistsError: there is something of that name.
         OSError: it cannot be written; what was written so far is left behind.
     """
-    size = 0
-    with path.open("xb", buffering=0) as file, Digest() as digest:
+    # Hashed in this thread: each piece is in the cache already, and another thread was slower on two busy cores.
+    size, digest = 0, hashlib.sha256()
+    with path.open("xb", buffering=0) as file:
         for block in _blocks(pieces):
             digest.update(block)
             size += len(block)
             while block:  # a raw write may take only part of it
                 block = block[file.write(block) or 0 :]
         _sync(file.fileno())
-        return size, digest.hexdigest()
+    return size, digest.hexdigest()
 
 
 def _sync(descriptor: int) -> None:
@@ -280,28 +281,31 @@ def read_file(path: Path, size: int, sha256: str, what: str) -> memoryview:
 
     Raises:
         CorruptCheckpointError: it is missing, cannot be read, or its size or digest is another.
+        CheckpointError: it does not fit into memory.
     """
     try:
         with open(_open_regular(path, what), "rb", buffering=0) as file:
             found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise CorruptCheckpointError(f"{what}: {found:,} bytes, but {size:,} were written")
-            buffer = np.empty(size, np.uint8).data
-            with Digest() as digest:
-                position = 0
-                while position < size:
-                    count = file.readinto(buffer[position : position + _PIECE])
-                    if not count:
-                        raise CorruptCheckpointError(f"{what}: ends after {position:,} of {size:,} bytes")
-                    digest.update(buffer[position : position + count])
-                    position += count
-                if file.read(1):
-                    raise CorruptCheckpointError(f"{what}: grows while it is read")
-                actual = digest.hexdigest()
+            # not numpy: its empty() asks for huge pages, and putting those together can take seconds
+            buffer = torch.empty(size, dtype=torch.uint8).numpy().data
+            position, digest = 0, hashlib.sha256()
+            while position < size:
+                count = file.readinto(buffer[position : position + _PIECE])
+                if not count:
+                    raise CorruptCheckpointError(f"{what}: ends after {position:,} of {size:,} bytes")
+                digest.update(buffer[position : position + count])
+                position += count
+            if file.read(1):
+                raise CorruptCheckpointError(f"{what}: grows while it is read")
+            actual = digest.hexdigest()
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{what}: missing") from None
     except OSError as error:
         raise CorruptCheckpointError(f"{what}: cannot be read: {error}") from error
+    except (MemoryError, RuntimeError) as error:  # the latter is torch's
+        raise CheckpointError(f"{what}: {size:,} bytes, for which there is not enough memory") from error
     if actual != sha256:
         raise CorruptCheckpointError(f"{what}: its SHA-256 is {actual}, but what was written had {sha256}")
     return buffer
@@ -311,7 +315,7 @@ def _open_regular(path: Path, what: str) -> int:
     """A descriptor of a regular file. Looked at before and after it is opened: opening a device may set it going."""
     before = os.lstat(path)
     if not stat.S_ISREG(before.st_mode):
-        raise CorruptCheckpointError(f"{what}: not a regular file, but {_kind(before.st_mode)}")
+        raise CorruptCheckpointError(f"{what}: not a regular file, but {_KINDS.get(stat.S_IFMT(before.st_mode), 'a device')}")
     flags = os.O_RDONLY
     for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY"):
         flags |= getattr(os, name, 0)
@@ -320,11 +324,6 @@ def _open_regular(path: Path, what: str) -> int:
         os.close(descriptor)
         raise CorruptCheckpointError(f"{what}: was exchanged for something that is not a regular file")
     return descriptor
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, Tensor]:
@@ -351,8 +350,8 @@ def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, T
     entries = [_entry(name, described, len(data), what) for name, described in header.items()]
     position = 0
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
-        if entry.start != position:
-            fault = "overlaps another one" if entry.start < position else f"leaves a gap of {entry.start - position:,} bytes"
+        if gap := entry.start - position:
+            fault = f"leaves a gap of {gap:,} bytes" if gap > 0 else "overlaps another one"
             raise CorruptCheckpointError(f"{what}: the tensor {entry.name!r:.200} {fault}")
         position = entry.end
     if position != len(data):

@@ -36,7 +36,7 @@ class Decoder:
         self._tensors, self._what = tensors, what
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
         self._decode: dict[str, Callable[[Any], Any]] = {
-            "$array": self.array,
+            "$array": self._array,
             "$bytearray": lambda v: bytearray(_base64(v)),
             "$bytes": lambda v: _base64(v),
             "$complex": lambda v: complex(*_list(v, float, 2)),
@@ -52,7 +52,7 @@ class Decoder:
             "$path": lambda v: Path(_text(v)),
             "$scalar": _scalar,
             "$set": lambda v: _set(v, set),
-            "$tensor": self.tensor,
+            "$tensor": self._tensor,
             "$timedelta": lambda v: timedelta(*_list(v, int, 3)),
             "$tuple": lambda v: tuple(_list(v)),
         }
@@ -65,12 +65,12 @@ class Decoder:
         else:
             return value
         if len(value) == 1 and not key.startswith("$$"):
-            return self.tagged(key, value[key])
+            return self._tagged(key, value[key])
         if all(key[:1] != "$" or key[:2] == "$$" for key in value):
             return {key[1:] if key[:1] == "$" else key: item for key, item in value.items()}
         raise CorruptCheckpointError(f"{self._what}: the tag {key!r:.40} beside other keys")
 
-    def tagged(self, tag: str, payload: Any) -> Any:
+    def _tagged(self, tag: str, payload: Any) -> Any:
         decode = self._decode.get(tag)
         if decode is None:
             raise CorruptCheckpointError(f"{self._what}: the unknown tag {tag!r:.40}; written by a newer trainkit?")
@@ -82,15 +82,15 @@ class Decoder:
             # torch and numpy say in several ways that they cannot make sense of a value
             raise CorruptCheckpointError(f"{self._what}: malformed {tag} ({type(error).__name__}: {error!s:.200})") from error
 
-    def tensor(self, reference: Any) -> Tensor:
+    def _tensor(self, reference: Any) -> Tensor:
         file, _, key = _text(reference).partition("#")
         try:
             return self._tensors[file][key]
         except KeyError:
             raise CorruptCheckpointError(f"{self._what}: refers to {reference!r:.200}, a tensor that is not there") from None
 
-    def array(self, reference: Any) -> np.ndarray[Any, Any]:
-        tensor = self.tensor(reference)
+    def _array(self, reference: Any) -> np.ndarray[Any, Any]:
+        tensor = self._tensor(reference)
         if reference not in self._arrays:
             self._arrays[reference] = tensor.detach().numpy()
         return self._arrays[reference]

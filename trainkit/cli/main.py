@@ -27,6 +27,7 @@ _SUBCOMMANDS = {
 
 _FAILED = 2
 _INTERRUPTED = 130
+_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"trainkit: {error}", file=sys.stderr)
         return _FAILED
+    except BrokenPipeError:  # whoever reads has read enough: `trainkit checkpoint show … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at the end complain
+        return _BROKEN_PIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED

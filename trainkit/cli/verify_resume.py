@@ -50,9 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "state are compared bit for bit. Checkpoints and logs go to a temporary folder. Exit code 0: all the same, 1: not."
     )
     _add_options(parser, steps=10, more=10)
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file that calls Trainer.fit")
-    own = "after --: the script's own"
-    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, action=_Rest, help=own).required = False
+    purpose = "a Python file that calls Trainer.fit; its own arguments come after --"
+    parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, action=_Command, help=purpose)
 
 
 def _add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -61,11 +60,16 @@ def _add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.set_defaults(**defaults)
 
 
-class _Rest(argparse.Action):
-    """What comes after SCRIPT: our options, and after ``--`` the arguments of the script, whatever they look like."""
+class _Command(argparse.Action):
+    """SCRIPT and what comes after it: our options, and after ``--`` the arguments of the script, whatever they look like.
+
+    argparse would take a ``--`` that follows SCRIPT for its own.
+    """
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:
-        rest = list(values)
+        if not values or values[0] == "--":
+            parser.error("the following arguments are required: SCRIPT")
+        namespace.script, *rest = values
         at = rest.index("--") if "--" in rest else len(rest)
         ours = argparse.ArgumentParser(prog=parser.prog, usage=parser.usage, allow_abbrev=False)
         _add_options(ours)

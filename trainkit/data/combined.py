@@ -102,8 +102,7 @@ class CombinedStream:
             raise EmptyLoaderError("a loader inside a CombinedLoader has no batch. Remove it, or fill its dataset.")
         self.length = self._length()
         self.sizes = self._sizes()
-        samples = [stream.samples for stream in self._streams]
-        self.samples = None if None in samples else sum(count for count in samples if count is not None)
+        self.samples: int | None = None  # of several datasets
 
     def trails(self) -> list[Trail]:
         """None: batch m of the whole is not batch m of each, so what cannot start in the middle is skipped through."""

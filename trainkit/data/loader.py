@@ -76,7 +76,8 @@ class PreparedLoader:
         self._epoch = 0
         self._next_epoch = 0
         self._next_start = 0
-        self._given = 0  # micro-batches of the epoch that have been given out
+        self._begun = False  # the epoch, by an own loop
+        self._given = 0  # micro-batches of it that have been given out
         for trail in self._stream.trails():
             trail.keep(4 + (0 if window is None else window.size))
 
@@ -113,11 +114,11 @@ class PreparedLoader:
         """The next iteration gives this epoch, from its first batch unless it is the one that a checkpoint was taken in."""
         if epoch != self._next_epoch:
             self._next_start = 0
-        self._next_epoch = epoch
+        self._next_epoch, self._begun = epoch, False
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self._next_epoch, self._next_start
-        self._epoch, self._next_epoch, self._next_start = epoch, epoch + 1, 0
+        self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
         return self.iterate(epoch, start)
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,12 +126,14 @@ class PreparedLoader:
 
         What has been fetched ahead does not count, nor does a window that is being worked on: it is repeated whole.
         """
+        if not self._begun:
+            return self.position(self._next_epoch, self._next_start)
         done = self._given
         if self._window is not None and done and not self._window.full:
             done = self._window_start
         if done and done == self.length:
             return self.position(self._epoch + 1, 0)
-        return self.position(self._epoch if done or self._given else self._next_epoch, done)
+        return self.position(self._epoch, done)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The next iteration goes on where :meth:`state_dict` was.
@@ -139,15 +142,15 @@ class PreparedLoader:
             StateMismatchError: the position is not the start of a micro-batch of this loader.
         """
         self._next_epoch = self._epoch = int(state_dict["epoch"])
-        self._next_start = self.resume(state_dict)
-        self._given = 0
+        self._next_start, self._begun = self.resume(state_dict), False
 
     def position(self, epoch: int, batches: int) -> dict[str, Any]:
         """What a checkpoint keeps of a position: after ``batches`` micro-batches of ``epoch``.
 
         Returns:
-            ``epoch``; ``batches``; ``samples`` (``None`` where only the batches themselves tell their sizes); ``dataset``,
-            the number of samples there are; ``iterable``, the state of an iterable that has one.
+            ``epoch``; ``batches``; ``samples`` (``None`` where only the batches themselves tell their sizes); ``complete``:
+            those were all batches of the epoch; ``dataset``: the number of samples there are; ``iterable``: the state of an
+            iterable that has one.
         """
         sizes, length = self._stream.sizes, self._stream.length
         samples = None
@@ -158,6 +161,7 @@ class PreparedLoader:
             "epoch": epoch,
             "batches": batches,
             "samples": samples,
+            "complete": 0 < batches == length,
             "dataset": self._stream.samples,
             "iterable": next((state for state in states if state is not None), None),
         }
@@ -175,7 +179,9 @@ class PreparedLoader:
                 f"the dataset has {here} samples, and had {there} when the checkpoint was written: the rest of the epoch comes "
                 "from another order, in which samples that were seen may come again. From the next epoch on all is regular."
             )
-        if samples is not None and sizes is not None and samples != there:
+        if position["complete"] and self._stream.length is not None:
+            start = self._stream.length  # whatever the size of its last micro-batch
+        elif samples is not None and sizes is not None:
             start, rest = divmod(samples, sizes[0])
             if rest:
                 raise StateMismatchError(
@@ -183,8 +189,6 @@ class PreparedLoader:
                     f"{sizes[0]}. Use a batch_size that divides {samples}, such as {gcd(samples, sizes[0])}, or a checkpoint "
                     "from the end of an epoch."
                 )
-        elif samples is not None and samples == there and self._stream.length is not None:
-            start = self._stream.length  # the epoch was complete, whatever its last micro-batch
         if position["iterable"] is not None:
             for trail in self._stream.trails():
                 trail.resume(start, position["iterable"])

@@ -26,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from trainkit.console import warn
 from trainkit.data.order import Permutation
 from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
+from trainkit.signals import outlast_the_step
 
 __all__ = ["KeyedBatches", "KeyedDataset", "KeyedSlots", "UserWorkerInit", "keyed_batches", "user_epoch"]
 
@@ -117,13 +118,18 @@ class KeyedSlots(list[None]):
 
 
 class UserWorkerInit:
-    """The user's ``worker_init_fn``; in the worker ``get_worker_info().dataset`` is the user's dataset, not our wrapper."""
+    """The user's ``worker_init_fn``; in the worker ``get_worker_info().dataset`` is the user's dataset, not our wrapper.
+
+    Signals to the whole process group are left to the main process, unless the user's function sets handlers of its own.
+    """
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self._function = function
 
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
+        if info is not None:
+            outlast_the_step()
         if info is not None and isinstance(info.dataset, KeyedDataset):
             # WorkerInfo refuses assignment, to protect it from its readers; this is one of its makers
             object.__setattr__(info, "dataset", info.dataset.dataset)

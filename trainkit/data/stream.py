@@ -75,7 +75,7 @@ class LoaderStream:
         self._source = loader
         self._seed, self._stage = seed, stage
         self._iterable = isinstance(loader.dataset, IterableDataset)
-        changes: dict[str, Any] = {"_iterator": None}
+        changes: dict[str, Any] = {"_iterator": None, "worker_init_fn": UserWorkerInit(loader.worker_init_fn)}
         if device.type == "cuda" and loader.num_workers > 0:  # without workers there may be tensors on CUDA: not to be pinned
             changes["pin_memory"] = True
         self.length: int | None
@@ -97,7 +97,6 @@ class LoaderStream:
             self.length, self.sizes, self.exact = self._batches.length, self._batches.sizes, self._batches.exact
             changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._batches
             changes["dataset"] = KeyedDataset(loader.dataset)
-            changes["worker_init_fn"] = UserWorkerInit(loader.worker_init_fn)
         if loader.num_workers > 1 and not loader.in_order:
             changes["in_order"] = True
             notice("in_order=False is not used: which batch came first would be a matter of time, in each run another.")
@@ -162,6 +161,9 @@ def _end_workers(iterator: Any) -> None:
     end = getattr(iterator, "_shutdown_workers", None)
     if end is not None:
         end()
+        for worker in getattr(iterator, "_workers", ()):
+            if worker.is_alive():  # so busy that it does not even notice that it is to end
+                worker.kill()
 
 
 class _Slots:

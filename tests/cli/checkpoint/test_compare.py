@@ -19,7 +19,8 @@ from trainkit.training_state import model_stem
 
 
 def trained(root: Path, steps: int = 4, **arguments: Any) -> Path:
-    make_trainer(default_root_dir=root, enable_checkpointing=True, max_steps=steps, max_epochs=-1, **arguments).fit(TinyModule(), tiny_loader())
+    trainer = make_trainer(default_root_dir=root, enable_checkpointing=True, max_steps=steps, max_epochs=-1, **arguments)
+    trainer.fit(TinyModule(), tiny_loader())
     return root / "checkpoints" / f"step-{steps:08d}"
 
 
@@ -66,7 +67,10 @@ def test_what_differs_is_named(save: Any, capsys: pytest.CaptureFixture[str]) ->
     assert lines[0] == "manifest: step: 7 and 8"
     assert "model: 0.weight: 2 of 6 elements differ, by at most 0.5; the first at [1, 0]: 1.0 and 1.25" in lines
     assert any(line.startswith("model: 1.running_mean: 1 of 2 elements differs") for line in lines)
-    assert any(line.startswith("optimizer: 0/0.bias/exp_avg: 1 of 2 elements differs, by at most 1; the first at [1]") for line in lines)
+    assert any(
+        line.startswith("optimizer: 0/0.bias/exp_avg: 1 of 2 elements differs, by at most 1; the first at [1]")
+        for line in lines
+    )
     assert "state: hyper_parameters['depth']: 3 and 4" in lines
     assert "state: optimizers[0]['groups'][0]['options']['lr']: 0.1 and 0.05" in lines
     assert lines[-1] == "6 differences: manifest 1, model 2, optimizer 1, state 2"
@@ -150,8 +154,8 @@ def test_values_with_their_types() -> None:
         "list": [1, 2], "z": complex(0.0, -0.0), "np": np.float32(1.0),
     }  # fmt: skip
     second = {
-        "same": [1, (2.0, NAN)], "zero": -0.0, "kind": True, "tuple": [1], "new": 2, 7: "y", "t": torch.zeros(2), "a": np.zeros(2),
-        "list": [1, 3, 4], "z": complex(0.0, 0.0), "np": np.float32(1.0),
+        "same": [1, (2.0, NAN)], "zero": -0.0, "kind": True, "tuple": [1], "new": 2, 7: "y", "t": torch.zeros(2),
+        "a": np.zeros(2), "list": [1, 3, 4], "z": complex(0.0, 0.0), "np": np.float32(1.0),
     }  # fmt: skip
     assert dict(compare_values(first, second, "s")) == {
         "s['zero']": "0.0 and -0.0",

@@ -98,7 +98,8 @@ def test_json(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("model, resumable, word", [
-    ("all", True, "all"), ("trainable", True, "trainable"), ("all", False, "weights"), ("trainable", False, "trainable weights"),
+    ("all", True, "all"), ("trainable", True, "trainable"), ("all", False, "weights"),
+    ("trainable", False, "trainable weights"),
 ])  # fmt: skip
 def test_what_it_holds(
     save: Any, tmp_path: Path, model: str, resumable: bool, word: str, capsys: pytest.CaptureFixture[str]

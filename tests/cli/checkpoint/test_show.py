@@ -52,15 +52,17 @@ def test_tensors_and_aliases(save: Any, capsys: pytest.CaptureFixture[str]) -> N
 def test_the_state_in_a_readable_form(save: Any, capsys: pytest.CaptureFixture[str]) -> None:
     state = {
         "user": {
-            "seen": {3, 1}, "pair": (1, 2.5), 7: "seven", "far": -math.inf, "big": torch.zeros(100, 3), "few": torch.tensor([1, 2]),
-            "array": np.arange(3), "deep": [{"x": None}], "long": list(range(30)), "text": "\x1b[31mred",
+            "seen": {3, 1}, "pair": (1, 2.5), 7: "seven", "far": -math.inf, "big": torch.zeros(100, 3),
+            "few": torch.tensor([1, 2]), "array": np.arange(3), "deep": [{"x": None}], "long": list(range(30)),
+            "text": "\x1b[31mred",
         }
     }  # fmt: skip
     assert main(["checkpoint", "show", str(save(TinyModule(), state=state)), "--state"]) == 0
     shown = capsys.readouterr().out
     for line in (
-        "  user:", "    seen: {1, 3}", "    pair: (1, 2.5)", "    7: 'seven'", "    far: -inf", "    big: tensor float32 [100, 3]",
-        "    few: tensor int64 [2] [1, 2]", "    array: array int64 [3] [0, 1, 2]", "    deep:", "      0:", "        x: None",
+        "  user:", "    seen: {1, 3}", "    pair: (1, 2.5)", "    7: 'seven'", "    far: -inf",
+        "    big: tensor float32 [100, 3]", "    few: tensor int64 [2] [1, 2]", "    array: array int64 [3] [0, 1, 2]",
+        "    deep:", "      0:", "        x: None",
         "    text: '\\x1b[31mred'",
     ):  # fmt: skip
         assert line in shown.splitlines(), line
@@ -113,8 +115,8 @@ def test_a_header_that_lies(save: Any, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("size, text", [
-    (0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1234, "1.23 kB"), (999_499, "999 kB"), (999_500, "1 MB"), (580 * 10**6, "580 MB"),
-    (5 * 10**9, "5 GB"), (2 * 10**12, "2 TB"), (3 * 10**15, "3e+03 TB"),
+    (0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1234, "1.23 kB"), (999_499, "999 kB"), (999_500, "1 MB"),
+    (580 * 10**6, "580 MB"), (5 * 10**9, "5 GB"), (2 * 10**12, "2 TB"), (3 * 10**15, "3e+03 TB"),
 ])  # fmt: skip
 def test_sizes(size: int, text: str) -> None:
     assert bytes_text(size) == text

@@ -20,7 +20,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 # How PEFT names the parameters of its methods. Others keep what they learn in ways of their own, which it alone knows.
 _PREFIXES = {
-    "BOFT": "boft_",
     "C3A": "c3a_",
     "FOURIERFT": "fourierft_",
     "HRA": "hra_",
@@ -116,6 +115,11 @@ def _transformers(piece: Piece) -> dict[str, Folder]:
     own = piece.configs.get("", {})
     if own.get("kind") != "transformers":
         raise ConfigurationError(_not_that("a transformers model", "transformers", piece))
+    if piece.within:
+        raise ConfigurationError(
+            f"What is exported is the base within a PEFT model ({piece.within}), whose adapters lie between its parameters. "
+            "Fix: export the PEFT model with --format peft; or merge them in Python first: model.merge_and_unload()"
+        )
     if own.get("adapters"):
         raise ConfigurationError(
             "The model has PEFT adapters, which a folder for transformers does not hold. Fix: --format peft; or, to have them "

@@ -27,19 +27,21 @@ class Piece:
         aliases: name of a tied tensor → the name in ``tensors`` that it is stored under.
         lacking: parameters that the module has and the checkpoint has not, because they were frozen.
         configs: of the ``transformers`` and PEFT models inside, by path; ``""`` is the module itself.
-        trainable: the checkpoint holds only what was trained.
+        within: the PEFT model that this is a part of, whose adapters lie between its parameters; "" if there is none.
     """
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     lacking: list[str]
     configs: dict[str, Mapping[str, Any]]
-    trainable: bool
+    within: str = ""
 
     @property
     def kind(self) -> str:
         """ "peft", "transformers" or "safetensors": what the module is, and so its format unless another is asked for."""
         own = self.configs.get("", {})
+        if self.within:
+            return "safetensors"
         return "peft" if own.get("kind") == "peft" or own.get("adapters") else str(own.get("kind", "safetensors"))
 
 
@@ -65,7 +67,6 @@ def take(checkpoint: Checkpoint, attribute: str | None) -> Piece:
     trained, configs = about.get("trained"), about.get("configs")
     trained = trained if isinstance(trained, Mapping) else {}
     configs = {p: c for p, c in configs.items() if isinstance(c, Mapping)} if isinstance(configs, Mapping) else {}
-    trainable = checkpoint.manifest.contents.get("model") == "trainable"
     names = [*tensors, *aliases, *trained]
     if path and not any(name.startswith(f"{path}.") for name in names):
         raise UnknownNameError(_unknown(str(attribute), path, names, configs))
@@ -84,7 +85,8 @@ def take(checkpoint: Checkpoint, attribute: str | None) -> Piece:
         else:  # tied to something outside, under whose name it is stored
             own[alias] = tensors[stored]
     lacking = [name for name in inside(trained) if name not in own and name not in own_aliases]
-    return Piece(own, own_aliases, lacking, own_configs, trainable)
+    outer = [p or "the model" for p, c in configs.items() if c.get("kind") == "peft" and p != path and _within(path, p)]
+    return Piece(own, own_aliases, lacking, own_configs, outer[0] if outer else "")
 
 
 def _split(checkpoint: Checkpoint, attribute: str | None) -> tuple[str, str]:

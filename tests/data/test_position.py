@@ -1,0 +1,157 @@
+"""Where a loop is in its data, and going on there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from samples import Drawing, collate_and_draw, prepare, same, whole_epoch
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+
+from trainkit import CombinedLoader
+from trainkit.data.trail import Trail
+from trainkit.data.window import Window
+from trainkit.errors import StateMismatchError
+
+
+def shuffled(length: int = 14, **options: Any) -> DataLoader:
+    return DataLoader(Drawing(length), **{"batch_size": 4, "shuffle": True, "collate_fn": collate_and_draw, **options})
+
+
+@pytest.mark.parametrize("done", range(5))
+def test_the_position_after_each_batch(done: int) -> None:
+    """Two loops, one of them in two parts, read the same."""
+    first = prepare(shuffled())
+    batches = iter(first)
+    head = [next(batches) for _ in range(done)]
+    second = prepare(shuffled())
+    second.load_state_dict(first.state_dict())
+    epoch = 0 if done < 4 else 1  # an epoch that is complete is followed by the next
+    assert second.epoch == epoch
+    expected = whole_epoch(second, epoch)
+    assert same(list(second), expected[done:] if done < 4 else expected)
+    assert len(head) == done
+
+
+def test_what_a_position_holds() -> None:
+    loader = prepare(shuffled())
+    assert loader.position(3, 2) == {
+        "epoch": 3,
+        "batches": 2,
+        "samples": 8,
+        "complete": False,
+        "dataset": 14,
+        "iterable": None,
+    }
+    last = loader.position(3, 4)
+    assert (last["samples"], last["complete"]) == (14, True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_may_change(workers: int) -> None:
+    first = prepare(shuffled(num_workers=2 - workers))
+    batches = iter(first)
+    next(batches)
+    second = prepare(shuffled(num_workers=workers))
+    second.load_state_dict(first.state_dict())
+    assert same(list(second), whole_epoch(first, 0)[1:])
+    first.close()
+    second.close()
+
+
+def test_a_window_that_is_being_worked_on_is_repeated() -> None:
+    loader = prepare(shuffled(30), window=Window(3))
+    batches = iter(loader)
+    positions = [loader.state_dict()["batches"] for _ in batches]
+    assert positions == [0, 0, 3, 3, 3, 6, 6, 0], "8 batches: windows of 3, 3 and 2, and then the next epoch"
+
+
+def test_a_sampler_that_draws_more_samples_than_there_are() -> None:
+    """That as many samples were seen as the dataset has does not make the epoch complete."""
+    sampler = RandomSampler(range(8), replacement=True, num_samples=16)
+    loader = prepare(DataLoader(Drawing(8), batch_size=4, sampler=sampler, collate_fn=collate_and_draw))
+    assert loader.position(0, 2)["samples"] == 8
+    assert loader.resume(loader.position(0, 2)) == 2
+    assert loader.resume(loader.position(0, 4)) == 4
+
+
+def test_an_epoch_that_was_complete_is_complete_in_any_batch_size() -> None:
+    position = prepare(shuffled(14)).position(0, 4)
+    assert prepare(shuffled(14, batch_size=5)).resume(position) == 3
+
+
+def test_a_position_inside_a_batch_is_refused() -> None:
+    position = prepare(shuffled(14)).position(0, 2)
+    assert prepare(shuffled(14, batch_size=2)).resume(position) == 4
+    with pytest.raises(StateMismatchError, match="8 samples .* inside a micro-batch of 3.*divides 8, such as 1"):
+        prepare(shuffled(14, batch_size=3)).resume(position)
+
+
+def test_loaders_read_together_go_on_together() -> None:
+    def both() -> CombinedLoader:
+        return CombinedLoader([shuffled(24), shuffled(8, batch_size=2)], mode="max_size_cycle")
+
+    whole = list(prepare(both()))
+    loader = prepare(both())
+    loader.load_state_dict(loader.position(0, 3))
+    rest = list(loader)
+    assert len(rest) == len(whole) - 3
+    assert same(rest, whole[3:])
+
+
+def test_a_weighted_sampler_goes_on() -> None:
+    def weighted() -> DataLoader:
+        sampler = WeightedRandomSampler([1.0] * 10 + [5.0] * 4, 14)
+        return DataLoader(Drawing(14), batch_size=4, sampler=sampler, collate_fn=collate_and_draw)
+
+    whole = list(prepare(weighted()))
+    loader = prepare(weighted())
+    loader.load_state_dict(loader.position(0, 2))
+    assert same(list(loader), whole[2:])
+
+
+class Countdown:
+    """An iterable with a state."""
+
+    def __init__(self) -> None:
+        self.left = 6
+
+    def __iter__(self) -> Any:
+        while self.left:
+            self.left -= 1
+            yield self.left
+
+    def state_dict(self) -> dict[str, int]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.left = state["left"]
+
+
+def test_a_trail_keeps_the_last_states() -> None:
+    owner = Countdown()
+    trail = Trail(owner, readable=True)
+    batches = trail.follow(iter(owner), trail.begin(0))
+    assert [next(batches) for _ in range(5)] == [5, 4, 3, 2, 1]
+    assert trail.at(5) == {"left": 1}
+    assert trail.at(2) == {"left": 4}
+    assert trail.at(1) is None, "only the last ones are kept"
+    trail.keep(10)
+    assert trail.at(2) == {"left": 4}
+
+
+def test_a_trail_goes_on_without_reading() -> None:
+    owner = Countdown()
+    trail = Trail(owner, readable=True)
+    trail.resume(4, {"left": 2})
+    assert trail.resumes(4)
+    assert trail.begin(4) == 0
+    assert list(trail.follow(iter(owner), 4)) == [1, 0]
+    assert not trail.resumes(4), "once"
+
+
+def test_a_state_that_lies_in_workers_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    trail = Trail(Countdown(), readable=False)
+    assert not trail.active
+    assert trail.begin(3) == 3
+    assert "its state lies in worker processes; it can be kept with num_workers=0" in caplog.text

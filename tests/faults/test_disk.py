@@ -1,0 +1,286 @@
+"""A disk that fills up or becomes read-only in the middle of a run: training goes on, and says so."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulting import Child, checkpoints, left_over, tell, told
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainkit import Callback, Trainer, TrainModule
+from trainkit.callbacks import ModelCheckpoint
+from trainkit.errors import CheckpointWriteError
+
+MOUNT = Path("disk")
+MIB = 2**20
+NEW_MOUNTS, NEW_USER = 0x20000, 0x10000000  # CLONE_NEWNS, CLONE_NEWUSER
+READ_ONLY, REMOUNT, RECURSIVE, PRIVATE = 1, 32, 0x4000, 1 << 18  # MS_…
+
+
+class Steady(TrainModule):
+    """Ten MiB of parameters, and nothing to learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(10 * MIB // 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.weight[:1].sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Events(Callback):
+    """After some updates does something, and tells what lies in the folder after each update, when no save is in flight."""
+
+    def __init__(self, folder: Path, acts: dict[int, Callable[[], Any]]) -> None:
+        self.folder, self.acts = folder, acts
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        trainer.checkpointing.wait()
+        tell({"step": trainer.global_step, "names": sorted(checkpoints(self.folder)), "left": left_over(self.folder)})
+        self.acts.get(trainer.global_step, lambda: None)()
+
+
+def train(
+    acts: dict[int, Callable[[], Any]], *more: Callback, folder: Path = MOUNT / "saves", steps: int = 6
+) -> dict[str, Any]:
+    """A fit that saves after each update, and keeps the two newest; returns the class and text of the error that ended it."""
+    trainer = Trainer(
+        accelerator="cpu",
+        seed=1,
+        max_steps=steps,
+        default_root_dir="runs",
+        logger=False,
+        callbacks=[Events(folder, acts), ModelCheckpoint(folder, every_n_train_steps=1, keep_last=2), *more],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(Steady(), DataLoader(list(range(100))), ckpt_path="auto")
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error), "step": trainer.global_step}
+    return {"error": None, "step": trainer.global_step, "names": sorted(checkpoints(folder)), "left": left_over(folder)}
+
+
+def mount(size: str | None, flags: int = 0) -> None:
+    """A file system of a process's own at ``disk``: it is gone when the process is."""
+    options = b"" if size is None else f"size={size}".encode()
+    source = None if flags & REMOUNT else b"tmpfs"
+    if ctypes.CDLL(None, use_errno=True).mount(source, bytes(MOUNT.absolute()), source, flags, options):
+        raise OSError(ctypes.get_errno(), "mount")
+
+
+def with_a_disk() -> None:
+    """In a child: a tmpfs of 50 MiB, seen by this process alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(NEW_MOUNTS) and libc.unshare(NEW_USER | NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    libc.mount(b"none", b"/", None, RECURSIVE | PRIVATE, None)
+    MOUNT.mkdir(exist_ok=True)
+    mount("50m")
+
+
+def on_a_disk(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a process with a small disk of its own, and what that printed."""
+
+    def prepared() -> Any:
+        try:
+            with_a_disk()
+        except (OSError, AttributeError):
+            return "no mount"
+        return work()
+
+    with Child(prepared) as child:
+        answer = child.answer
+    if answer == "no mount":
+        pytest.skip("a process may not mount a file system here")
+    return answer, child.output
+
+
+def fill(left: int) -> None:
+    """Leave so many bytes free on the disk."""
+    room = os.statvfs(MOUNT)
+    (MOUNT / "filler").write_bytes(bytes(max(0, room.f_bavail * room.f_frsize - left)))
+
+
+def free() -> None:
+    (MOUNT / "filler").unlink()
+
+
+def warnings_in(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("TrainkitWarning")]
+
+
+def test_too_little_space() -> None:
+    """Nothing is begun; the warning names what is needed and what is free; it works again when there is space."""
+    answer, output = on_a_disk(lambda: train({2: lambda: fill(5 * MIB), 4: free}))
+    assert answer == {"error": None, "step": 6, "names": ["step-00000005", "step-00000006"], "left": []}
+    after = {event["step"]: event["names"] for event in told()}
+    assert after[2] == after[3] == after[4] == ["step-00000001", "step-00000002"]
+    assert after[5] == ["step-00000002", "step-00000005"]
+    assert all(event["left"] == [] for event in told())
+    first, second = warnings_in(output)
+    for text, step in ((first, 3), (second, 4)):
+        assert f"step-{step:08d}" in text
+        assert "bytes" in text
+        needed, free_bytes = (int(number) for number in _numbers(text))
+        assert 10 * MIB < needed < 11 * MIB
+        assert 4 * MIB < free_bytes <= 5 * MIB
+        assert "Training goes on" in text
+        assert "disk/saves/step-00000002" in text, "the last good one"
+
+
+def _numbers(text: str) -> list[str]:
+    """The numbers of more than six digits that stand alone."""
+    return [word.strip(",.;:") for word in text.split() if word.strip(",.;:").isdigit() and len(word.strip(",.;:")) > 6]
+
+
+class FillingUp(Callback):
+    """Somebody else takes the space when the files of a save are being written: at the first that is as large as the disk."""
+
+    def __init__(self, step: int) -> None:
+        self.name = f".step-{step:08d}.tmp-"
+        self.done = False
+        sys.addaudithook(self._opened)
+
+    def _opened(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and not self.done and self.name in str(arguments[0]) and "model" in str(arguments[0]):
+            self.done = True
+            fill(4 * MIB)
+
+
+def test_the_disk_fills_up_in_mid_save() -> None:
+    """What was written is removed, training goes on, and the next save works when there is space."""
+    answer, output = on_a_disk(lambda: train({3: free}, FillingUp(3)))
+    assert answer == {"error": None, "step": 6, "names": ["step-00000005", "step-00000006"], "left": []}
+    after = {event["step"]: event for event in told()}
+    assert after[3] == {"step": 3, "names": ["step-00000001", "step-00000002"], "left": []}
+    assert after[4]["names"] == ["step-00000002", "step-00000004"]
+    [text] = warnings_in(output)
+    assert "No space left on device" in text
+    assert "step-00000003" in text
+    [needed, *_] = _numbers(text)
+    assert 10 * MIB < int(needed) < 11 * MIB
+
+
+def test_three_failures_in_a_row_end_the_run() -> None:
+    answer, output = on_a_disk(lambda: train({2: lambda: fill(MIB)}))
+    assert answer["error"] == CheckpointWriteError.__name__
+    assert answer["step"] == 5
+    assert "3 saves in a row" in answer["text"]
+    assert "disk/saves/step-00000002" in answer["text"], "the last good checkpoint"
+    assert len(warnings_in(output)) == 2
+
+
+def test_two_failures_and_two_failures_do_not() -> None:
+    acts = {1: lambda: fill(MIB), 3: free, 4: lambda: fill(MIB), 6: free}
+    answer, output = on_a_disk(lambda: train(acts, steps=8))
+    assert answer == {"error": None, "step": 8, "names": ["step-00000007", "step-00000008"], "left": []}
+    assert len(warnings_in(output)) == 4
+
+
+def test_the_last_good_one_may_be_that_of_the_process_before() -> None:
+    def work() -> Any:
+        train({}, steps=2)
+        fill(MIB)
+        return train({})
+
+    answer, _ = on_a_disk(work)
+    assert answer["error"] == CheckpointWriteError.__name__
+    assert "disk/saves/step-00000002" in answer["text"]
+
+
+def test_a_folder_that_is_read_only_at_the_start() -> None:
+    """An error before training."""
+
+    def work() -> Any:
+        mount(None, REMOUNT | READ_ONLY)
+        return train({})
+
+    answer, _ = on_a_disk(work)
+    assert (answer["error"], answer["step"]) == (CheckpointWriteError.__name__, 0)
+    assert "Read-only file system" in answer["text"]
+    assert "disk/saves" in answer["text"]
+    assert told() == []
+
+
+def test_a_folder_that_becomes_read_only() -> None:
+    """Treated like a full disk: a warning, and it is tried again."""
+    acts = {2: lambda: mount(None, REMOUNT | READ_ONLY), 4: lambda: mount(None, REMOUNT)}
+    answer, output = on_a_disk(lambda: train(acts))
+    assert answer == {"error": None, "step": 6, "names": ["step-00000005", "step-00000006"], "left": []}
+    texts = warnings_in(output)
+    assert len(texts) == 2
+    assert all("Read-only file system" in text for text in texts)
+
+
+def test_a_folder_that_becomes_and_stays_read_only() -> None:
+    answer, _ = on_a_disk(lambda: train({2: lambda: mount(None, REMOUNT | READ_ONLY)}))
+    assert (answer["error"], answer["step"]) == (CheckpointWriteError.__name__, 5)
+    assert "disk/saves/step-00000002" in answer["text"]
+
+
+def without_privileges() -> None:
+    """In a child: obey the permissions of files, as all but root do."""
+    # capset(2): header (version 3, this thread), then effective, permitted, inheritable, for the two halves of the set
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    if ctypes.CDLL(None, use_errno=True).capset(header, none):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def test_a_folder_without_permission() -> None:
+    saves = Path("saves")
+
+    def work() -> Any:
+        without_privileges()
+        return train({2: lambda: saves.chmod(0o555), 4: lambda: saves.chmod(0o755)}, folder=saves)
+
+    with Child(work) as child:
+        assert child.answer == {"error": None, "step": 6, "names": ["step-00000005", "step-00000006"], "left": []}
+    assert len(warnings_in(child.output)) == 2
+    assert child.output.count("Permission denied") == 2
+
+
+def test_a_folder_without_permission_at_the_start() -> None:
+    Path("saves").mkdir(mode=0o555)
+
+    def work() -> Any:
+        without_privileges()
+        return train({}, folder=Path("saves"))
+
+    with Child(work) as child:
+        assert (child.answer["error"], child.answer["step"]) == (CheckpointWriteError.__name__, 0)
+    assert "Permission denied" in child.answer["text"]
+
+
+def test_a_limit_on_the_size_of_files() -> None:
+    """What a file system that is too small for one file does, where none can be mounted."""
+
+    def work() -> Any:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+        def limit(size: int) -> Callable[[], None]:
+            return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
+
+        return train({2: limit(6 * MIB), 4: limit(unlimited[0])}, folder=Path("saves"))
+
+    with Child(work) as child:
+        assert child.answer == {"error": None, "step": 6, "names": ["step-00000005", "step-00000006"], "left": []}
+    assert {event["step"]: event["names"] for event in told()}[4] == ["step-00000001", "step-00000002"]
+    texts = warnings_in(child.output)
+    assert len(texts) == 2
+    assert all("File too large" in text for text in texts)
+    assert all(event["left"] == [] for event in told())
