@@ -26,7 +26,7 @@ from trainkit.callbacks._checkpoint_books import CheckpointBooks, Save, score_of
 from trainkit.callbacks._checks import check_choice, check_int
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, Preempted, nearest
-from trainkit.model_state import has_adapters
+from trainkit.state.model import has_adapters
 
 if TYPE_CHECKING:
     from trainkit.module import TrainModule

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint.tagged import dumps, loads
-from trainkit.model_fit import same_bits
-from trainkit.model_state import ModelState, capture_model
+from trainkit.state.fit import same_bits
+from trainkit.state.model import ModelState, capture_model
 
 __all__ = ["Extra", "differences", "frozen_copy", "stored", "through_json", "unchanged"]
 

@@ -508,8 +508,8 @@ def test_what_becomes_unsavable_on_the_way_does_not_end_the_run_at_once() -> Non
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             self.epochs += 1
 
+    trainer = saving(Turning(), max_epochs=2)
     with pytest.warns(UserWarning, match=r"could not be saved: .*\[\"bad\"\].*the last good checkpoint is .*step-00000004"):
-        trainer = saving(Turning(), max_epochs=2)
         trainer.fit(Adam(), tiny_loader())
     with (
         pytest.warns(UserWarning, match="could not be saved"),

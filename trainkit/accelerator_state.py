@@ -16,9 +16,9 @@ from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CheckpointError, ConfigurationError, StateMismatchError, UnknownNameError, nearest
-from trainkit.model_state import capture_model, has_adapters
 from trainkit.rng import KEY_VERSION
-from trainkit.training_state import Parts, SaveMode, capture, configurations, restore
+from trainkit.state.model import capture_model, has_adapters
+from trainkit.state.parts import Parts, SaveMode, capture, configurations, restore
 
 if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator

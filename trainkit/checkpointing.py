@@ -18,10 +18,10 @@ from trainkit.checkpoint.saver import Saver
 from trainkit.console import notice, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CheckpointWriteError, UnsavableError
-from trainkit.model_state import frozen_fingerprint, has_adapters
 from trainkit.rng import KEY_VERSION
-from trainkit.run_state import Phase, capture_run, consumed, parts_of
-from trainkit.training_state import SaveMode, capture
+from trainkit.state.model import frozen_fingerprint, has_adapters
+from trainkit.state.parts import SaveMode, capture
+from trainkit.state.run import Phase, capture_run, consumed, parts_of
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer

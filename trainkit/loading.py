@@ -15,7 +15,7 @@ from trainkit.console import notice
 from trainkit.errors import CheckpointError, UnknownNameError, nearest
 from trainkit.hparams import HyperParameters
 from trainkit.precision import Precision
-from trainkit.training_state import Parts, model_stems, restore
+from trainkit.state.parts import Parts, model_stems, restore
 
 __all__ = ["build_from_checkpoint"]
 

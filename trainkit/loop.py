@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from trainkit.console import warn
 from trainkit.errors import LossError, MissingMetricError, nearest
 from trainkit.metrics import Scope
-from trainkit.run_state import Phase
+from trainkit.state.run import Phase
 
 if TYPE_CHECKING:
     from trainkit.optimizer_config import SchedulerConfig

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from trainkit.data.nested import batch_size as size_of
 from trainkit.errors import MetricError
-from trainkit.metric_state import adopt, capture, capture_objects, fill, restore_objects, stored, unstored, without_it
 from trainkit.metric_values import alike, is_metric_object, number_of, one_element, read, reduction_of, stacked, weight_of
+from trainkit.state.metrics import adopt, capture, capture_objects, fill, restore_objects, stored, unstored, without_it
 
 __all__ = ["MetricResults", "MetricStore", "Scope"]
 
@@ -350,7 +350,7 @@ class MetricStore:
 
         Args:
             module: where torchmetrics objects are attributes: all of them that hold anything are in the state, logged or not.
-            before: see :func:`trainkit.metric_state.capture_objects`.
+            before: see :func:`trainkit.state.metrics.capture_objects`.
         """
         objects = {} if module is None else capture_objects(module, before)
         paths = {} if module is None else {id(module.get_submodule(path)): path for path in objects}

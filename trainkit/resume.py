@@ -21,8 +21,8 @@ from trainkit.errors import (
 )
 from trainkit.registry import load_callback
 from trainkit.rng import KEY_VERSION
-from trainkit.run_state import keyed, parts_of, restore_loop, restore_run
-from trainkit.training_state import Parts, model_stems, restore
+from trainkit.state.parts import Parts, model_stems, restore
+from trainkit.state.run import keyed, parts_of, restore_loop, restore_run
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer

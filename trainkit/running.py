@@ -22,9 +22,9 @@ from trainkit.metrics import MetricResults, MetricStore, Scope
 from trainkit.module import TrainModule
 from trainkit.plans import EvaluationPlan
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
-from trainkit.run_state import Phase
 from trainkit.setup_run import evaluation_plan, refuse_incomplete
 from trainkit.signals import Signals, requeue
+from trainkit.state.run import Phase
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer

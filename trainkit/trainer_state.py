@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from trainkit.cadence import Cadence
 from trainkit.errors import ModuleError
-from trainkit.metric_state import count_updates
 from trainkit.metrics import MetricResults, MetricStore
 from trainkit.registry import load_callback
-from trainkit.run_state import Phase, logger_states
 from trainkit.setup_run import count_batches
 from trainkit.signals import Signals
+from trainkit.state.metrics import count_updates
+from trainkit.state.run import Phase, logger_states
 
 if TYPE_CHECKING:
     import torch

@@ -368,7 +368,7 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_the_old_and_no_partial(
     monkeypatch.setattr(made, "files", filling)
     target = small_disk / ("best" if replace else "other")
     with pytest.raises(
-        CheckpointWriteError, match=rf"{target}: .*No space left.*optimizer\.safetensors.*Fix: free \d+ bytes"
+        CheckpointWriteError, match=rf"{target}: .*No space left.*optimizer\.safetensors.*Fix: it needs \d+ bytes, and \d+ are free"
     ) as raised:
         commit(made, target, replace=replace)
     assert isinstance(raised.value.__cause__, OSError)
@@ -667,3 +667,16 @@ def test_a_kill_leaves_the_old_or_the_new(run_dir: Path, mode: str, way: str) ->
 @WAYS
 def test_a_kill_anywhere_leaves_the_old_or_the_new(run_dir: Path, mode: str, way: str) -> None:
     assert all(partials_left(mode, way, 100, 300))
+
+
+def test_what_killed_runs_have_left_at_this_path_goes(run_dir: Path) -> None:
+    """Of any run; one that was changed lately may be being written."""
+    old, young, other = (run_dir / f".{name}" for name in ("best.tmp-aaaa", "best.tmp-bbbb", "next.tmp-aaaa"))
+    for folder in (old, young, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+    for folder in (old, other):
+        for path in (folder / "model.safetensors", folder):
+            os.utime(path, (0, 0))
+    commit(draft(1), run_dir / "best")
+    assert [folder.exists() for folder in (old, young, other)] == [False, True, True]

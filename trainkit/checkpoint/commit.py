@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import os
 import re
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckp
 __all__ = ["commit", "sync_folder"]
 
 _MAX_NAME = 255  # bytes, on every file system in use
+_ABANDONED = 3600.0  # seconds without a change
 _FOLDER_BYTES = 2 * 4096  # what a folder and its entry in the parent may take beside its files
 _DIGEST_LINE = re.compile(rb"[0-9a-f]{64}  manifest\.json\n")
 # What a checkpoint is made of, for one whose manifest cannot be read.
@@ -65,6 +68,7 @@ def commit(draft: Draft, target: Path, *, replace: bool = False) -> Manifest:
         old = _occupant(target, replace)
         _make_folder(target.parent)
         _remove(partial)  # left by a kill of this very run
+        _remove_abandoned(target)
         _check_space(draft, target)
         try:
             partial.mkdir()
@@ -78,7 +82,7 @@ def commit(draft: Draft, target: Path, *, replace: bool = False) -> Manifest:
         sync_folder(target.parent)
     except OSError as error:
         raise CheckpointWriteError(
-            f"{target}: the checkpoint could not be written: {error}. Fix: {_fix(error, draft)}"
+            f"{target}: the checkpoint could not be written: {error}. Fix: {_fix(error, draft, target)}"
         ) from error
     if old is not None:
         _remove(partial)  # that is the old one now
@@ -278,9 +282,19 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _fix(error: OSError, draft: Draft) -> str:
+def _remove_abandoned(target: Path) -> None:
+    """Remove what killed runs have left of checkpoints at this very path; one that is being written is younger."""
+    for path in target.parent.glob(glob.escape(f".{target.name}.tmp-") + "*"):
+        with contextlib.suppress(OSError):
+            newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+            if time.time() - newest > _ABANDONED:
+                _remove(path)
+
+
+def _fix(error: OSError, draft: Draft, target: Path) -> str:
     if error.errno in _FULL:
-        return f"free {draft.size} bytes there, keep fewer checkpoints, or save to another file system"
+        free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
+        return f"it needs {draft.size} bytes, and {free} are free. Free some, keep fewer checkpoints, or save elsewhere"
     if error.errno == errno.EFBIG:
         return "raise the limit on the size of a file (ulimit -f)"
     if error.errno in _FORBIDDEN:

@@ -27,7 +27,6 @@ from trainkit.callback import Callback
 from trainkit.cli.resume_records import fingerprint, loss_of
 from trainkit.console import notice
 from trainkit.loggers.base import Logger
-from trainkit.registry import load_callback
 from trainkit.trainer import Trainer
 
 __all__ = ["END", "FAILURE", "OUTCOME", "RECORDS", "SAVES", "Task", "main"]
@@ -76,15 +75,19 @@ class _Recorder(Callback):
         self._file: int | None = None
 
     def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
-        """Save in a folder of this process's own, the user's ``ModelCheckpoint`` too."""
+        """Save in a folder of this process's own."""
         if stage != "fit":
             return
         self._file = os.open(Path(self.task.folder) / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        kind = load_callback("model_checkpoint")
-        for number, callback in enumerate(trainer.callbacks):
-            if isinstance(callback, kind) and not callback._default_dirpath:
-                callback.dirpath = str(Path(self.task.root) / f"checkpoints-{number}")
+        self.redirect(trainer)  # those that the module has brought
         trainer.checkpointing.use_folder(Path(self.task.root) / SAVES)
+
+    def redirect(self, trainer: Trainer) -> None:
+        """Let the user's ``ModelCheckpoint`` save in a folder of this process's own."""
+        for number, callback in enumerate(trainer.checkpoint_callbacks):
+            own: Any = callback
+            if not own._default_dirpath:
+                own.dirpath = str(Path(self.task.root) / f"checkpoints-{number}")
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         if self.task.save_at:
@@ -172,8 +175,10 @@ class _Harness:
         path, parts = arguments.get("ckpt_path"), arguments.get("restore")
         if trainer.fast_dev_run:
             self.refuse("Trainer(fast_dev_run=...) ends after a few batches and saves nothing. Leave it out.")
-        if not any(isinstance(callback, _Recorder) for callback in trainer.callbacks):
+        recorders = [callback for callback in trainer.callbacks if isinstance(callback, _Recorder)]
+        if not recorders:
             self.refuse("the Trainer's callbacks were replaced after it was made. Give them to Trainer(callbacks=[...]).")
+        recorders[0].redirect(trainer)  # before the checkpoint is read
         from_the_start = path in (None, "auto") or (parts is not None and "loop" not in parts and path not in ("last", "best"))
         if not from_the_start:
             self.refuse(

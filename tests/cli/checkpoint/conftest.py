@@ -15,7 +15,7 @@ from trainers import make_trainer
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.precision import Precision
-from trainkit.training_state import Parts, capture
+from trainkit.state.parts import Parts, capture
 
 Save = Callable[..., Path]
 

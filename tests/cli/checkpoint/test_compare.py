@@ -15,7 +15,7 @@ from trainers import make_trainer
 
 from trainkit.cli.checkpoint.compare import compare_tensors, compare_values
 from trainkit.cli.main import main
-from trainkit.training_state import model_stem
+from trainkit.state.parts import model_stem
 
 
 def trained(root: Path, steps: int = 4, **arguments: Any) -> Path:

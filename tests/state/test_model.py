@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
-from trainkit.model_state import ModelState, capture_model, frozen_fingerprint, plan_model, restore_model
+from trainkit.state.model import ModelState, capture_model, frozen_fingerprint, plan_model, restore_model
 
 WHAT = "the checkpoint step-4"
 

@@ -12,8 +12,8 @@ from saved_state import differences, stored, through_json, unchanged
 from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError, UnsavableError
-from trainkit.model_state import capture_model, frozen_fingerprint, has_adapters, parameter_names, restore_model
-from trainkit.optim_state import capture_optimizer, restore_optimizer
+from trainkit.state.model import capture_model, frozen_fingerprint, has_adapters, parameter_names, restore_model
+from trainkit.state.optimizer import capture_optimizer, restore_optimizer
 
 WHAT = "the checkpoint step-4"
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from trainkit.errors import UnsavableError
-from trainkit.model_state import capture_model, clean_names, parameter_names, restore_model
+from trainkit.state.model import capture_model, clean_names, parameter_names, restore_model
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -91,7 +91,7 @@ def test_names_of_parameters_of_several_modules() -> None:
 
 def test_distributed_data_parallel() -> None:
     done = run_python(
-        "import torch, torch.distributed as d; from trainkit.model_state import capture_model; "
+        "import torch, torch.distributed as d; from trainkit.state.model import capture_model; "
         "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1); "
         "wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)); "
         "print(list(wrapped.state_dict()), list(capture_model(wrapped).tensors)); d.destroy_process_group()"
@@ -101,7 +101,7 @@ def test_distributed_data_parallel() -> None:
 
 def test_names_do_not_load_the_compiler() -> None:
     done = run_python(
-        "import sys, torch; from trainkit.model_state import capture_model; capture_model(torch.nn.Linear(1, 1)); "
+        "import sys, torch; from trainkit.state.model import capture_model; capture_model(torch.nn.Linear(1, 1)); "
         "print('torch._dynamo.eval_frame' in sys.modules)"
     )
     assert done.stdout.strip() == "False", done.stderr

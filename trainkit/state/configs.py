@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainkit.errors import UnsavableError
-from trainkit.model_names import cleaned
+from trainkit.state.names import cleaned
 
 __all__ = ["has_adapters", "model_configs"]
 

@@ -72,7 +72,7 @@ class StoredSlots:
 
 @dataclass
 class Described:
-    """What :attr:`trainkit.optim_state.OptimizerState.described` says, its structure checked.
+    """What :attr:`trainkit.state.optimizer.OptimizerState.described` says, its structure checked.
 
     Attributes:
         kind: the class.

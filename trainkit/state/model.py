@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
-from trainkit.model_configs import has_adapters, model_configs
-from trainkit.model_fit import Fit, place_of
-from trainkit.model_names import clean_names, cleaned, parameter_names
-from trainkit.optim_described import copied
+from trainkit.state.configs import has_adapters, model_configs
+from trainkit.state.described import copied
+from trainkit.state.fit import Fit, place_of
+from trainkit.state.names import clean_names, cleaned, parameter_names
 
 __all__ = [
     "ModelState",
@@ -44,7 +44,7 @@ class ModelState:
         trained: ``requires_grad`` of every parameter, those included that are not stored. Restoring leaves a parameter that
             is not in it as it is.
         fingerprint: of the parameters that are not stored because they are frozen; None if all are stored.
-        configs: of the ``transformers`` and PEFT models inside, see :func:`trainkit.model_configs.model_configs`.
+        configs: of the ``transformers`` and PEFT models inside, see :func:`trainkit.state.configs.model_configs`.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from saved_state import Extra, differences, frozen_copy, stored, unchanged
 from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError
-from trainkit.model_state import restore_model
+from trainkit.state.model import restore_model
 
 WHAT = "the checkpoint step-4"
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
-from trainkit.optim_described import copied
 from trainkit.optimizer import PreparedScheduler
+from trainkit.state.described import copied
 
 __all__ = ["capture_scheduler", "restore_scheduler"]
 

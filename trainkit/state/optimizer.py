@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainkit.errors import StateMismatchError, UnsavableError
-from trainkit.model_fit import castable
-from trainkit.optim_described import Described, StoredSlots, copied
 from trainkit.optimizer import PreparedOptimizer
+from trainkit.state.described import Described, StoredSlots, copied
+from trainkit.state.fit import castable
 
 __all__ = ["OptimizerState", "capture_optimizer", "plan_optimizer", "restore_optimizer"]
 
@@ -51,7 +51,7 @@ def capture_optimizer(optimizer: Optimizer, index: int, names: Mapping[int, str]
     Args:
         optimizer: its ``state_dict`` is asked, which may be its own.
         index: its number in the run.
-        names: :func:`trainkit.model_state.parameter_names` of the run's modules.
+        names: :func:`trainkit.state.model.parameter_names` of the run's modules.
 
     Raises:
         UnsavableError: it holds a parameter that none of the modules has, or one twice.
@@ -106,7 +106,7 @@ def restore_optimizer(
     Args:
         optimizer: made as the saved one was.
         index: its number in the run.
-        names: :func:`trainkit.model_state.parameter_names` of the run's modules.
+        names: :func:`trainkit.state.model.parameter_names` of the run's modules.
         tensors: those of all optimizers; they are copied.
         described: what :attr:`OptimizerState.described` was.
         parameter_dtypes: name → dtype that the checkpoint holds the parameter in.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainkit.console import notice, warn
-from trainkit.training_state import Parts
+from trainkit.state.parts import Parts
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback

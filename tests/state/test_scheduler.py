@@ -33,9 +33,9 @@ from torch.optim.swa_utils import SWALR
 
 from trainkit import Accelerator, Strategy
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
-from trainkit.model_state import parameter_names
-from trainkit.optim_state import capture_optimizer, restore_optimizer
-from trainkit.scheduler_state import capture_scheduler, restore_scheduler
+from trainkit.state.model import parameter_names
+from trainkit.state.optimizer import capture_optimizer, restore_optimizer
+from trainkit.state.scheduler import capture_scheduler, restore_scheduler
 
 
 class Warmup:

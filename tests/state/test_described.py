@@ -13,9 +13,9 @@ from torch.optim import SGD, Adam, Optimizer
 
 from trainkit import Accelerator, Strategy
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnsavableError
-from trainkit.model_state import parameter_names
-from trainkit.optim_described import copied
-from trainkit.optim_state import OptimizerState, capture_optimizer, restore_optimizer
+from trainkit.state.described import copied
+from trainkit.state.model import parameter_names
+from trainkit.state.optimizer import OptimizerState, capture_optimizer, restore_optimizer
 
 WHAT = "the checkpoint step-4"
 

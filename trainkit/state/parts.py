@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from trainkit.console import notice
 from trainkit.errors import StateMismatchError
-from trainkit.model_state import ModelState, capture_model, parameter_names, plan_model
-from trainkit.optim_state import capture_optimizer, plan_optimizer
 from trainkit.precision import Precision
-from trainkit.scheduler_state import capture_scheduler, restore_scheduler
+from trainkit.state.model import ModelState, capture_model, parameter_names, plan_model
+from trainkit.state.optimizer import capture_optimizer, plan_optimizer
+from trainkit.state.scheduler import capture_scheduler, restore_scheduler
 
 __all__ = ["Captured", "Parts", "SaveMode", "capture", "configurations", "model_stem", "model_stems", "restore"]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.console import TrainkitWarning
 from trainkit.errors import MetricError
-from trainkit.metric_state import capture_objects, count_updates, restore_objects
 from trainkit.metrics import MetricResults, MetricStore, Scope
+from trainkit.state.metrics import capture_objects, count_updates, restore_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
 

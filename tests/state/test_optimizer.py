@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.errors import StateMismatchError, UnsavableError
-from trainkit.model_state import capture_model, parameter_names, restore_model
-from trainkit.optim_state import capture_optimizer, plan_optimizer, restore_optimizer
+from trainkit.state.model import capture_model, parameter_names, restore_model
+from trainkit.state.optimizer import capture_optimizer, plan_optimizer, restore_optimizer
 
 WHAT = "the checkpoint step-4"
 
@@ -112,7 +112,7 @@ def saved(net: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict
 
 
 def load(net: nn.Module, optimizer: Optimizer, stored: Any) -> list[str]:
-    from trainkit.model_state import ModelState
+    from trainkit.state.model import ModelState
 
     tensors, described, dtypes, model = stored
     notices = restore_optimizer(optimizer, 0, parameter_names([net]), tensors, described, dtypes, WHAT)
