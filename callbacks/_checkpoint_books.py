@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.folder import list_checkpoints, remove, write_pointer
+from trainkit.checkpoint.folder import Found, list_checkpoints, remove, write_pointer
 from trainkit.checkpoint.manifest import DIGEST
 from trainkit.console import notice
 from trainkit.errors import CheckpointError
@@ -80,6 +80,19 @@ class CheckpointBooks(Callback):
         """The worst of the ``save_top_k`` best checkpoints; "" while there are fewer."""
         paths = list(self.best_k_models)
         return paths[-1] if paths and len(paths) >= self.save_top_k else ""
+
+    def best_in(self, found: Sequence[Found]) -> str:
+        """The best of the checkpoints that the newest run of such a callback has saved; "" if there is none.
+
+        It is told by what is in the manifests, so weights without a run's state will do.
+        """
+        own = [one for one in found if one.manifest is not None and one.manifest.saved_by == self.state_key and not one.problem]
+        manifests = [(str(one.path), one.manifest) for one in own if one.manifest is not None]
+        run = [(path, manifest) for path, manifest in manifests if manifest.run_id == manifests[0][1].run_id]
+        if self.monitor is None:
+            return run[0][0] if run else ""
+        scores = {path: score_of(m.metrics[self.monitor]) for path, m in reversed(run) if self.monitor in m.metrics}
+        return next(iter(self._best_with("", None, scores)), "")
 
     def _best_with(self, path: str, score: Tensor | None, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The best of ``others`` (default: of those that are now) and of a newer one, in order."""

@@ -149,6 +149,9 @@ class EarlyStopping(Callback):
         self.stopping_reason = None
         self._warned = self._deferred = False
         raised = self._ran_out and self.wait_count < self.patience
+        if self._ran_out and not raised:
+            trainer.should_stop = True  # a run that goes on from where it was stopped, for the same reason
+            return
         self._ran_out = False
         if raised:
             self.stopped_epoch = 0

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from resuming import Run
+from resuming import Run, fork
 from torch import Tensor
 
 from trainkit import Callback
@@ -44,11 +43,7 @@ class Child:
         self._answer.unlink(missing_ok=True)
         self.group = group
         self.status: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if not self.pid:
-            self._be_the_child(work)
+        self.pid = fork(lambda: self._be_the_child(work))
         if group:
             self._in_its_group()
 
@@ -57,24 +52,10 @@ class Child:
             os.setpgid(self.pid, self.pid)
 
     def _be_the_child(self, work: Callable[[], Any]) -> None:
-        code = 1
-        try:
-            if self.group:
-                os.setpgid(0, 0)
-            self._speak_to_the_log()
-            self._answer.write_text(json.dumps(work()))
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 1
-        except KeyboardInterrupt:
-            print("KeyboardInterrupt", file=sys.stderr)
-            code = 130
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        if self.group:
+            os.setpgid(0, 0)
+        self._speak_to_the_log()
+        self._answer.write_text(json.dumps(work()))
 
     def _speak_to_the_log(self) -> None:
         """Output, warnings and signals as in a script, not as pytest has set them."""

@@ -22,7 +22,7 @@ from trainkit import Callback, Trainer, TrainModule
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.loggers import JSONLLogger
 
-__all__ = ["Augmented", "Run", "SmallTransformer", "forked", "read_trace"]
+__all__ = ["Augmented", "Run", "SmallTransformer", "fork", "forked", "read_trace"]
 
 WIDTH, LENGTH, CLASSES = 16, 6, 5
 
@@ -187,28 +187,40 @@ class Run:
         return asdict(self)
 
 
-def forked(work: Callable[[], Any], answer: str = "answer.json") -> tuple[int, Any]:
-    """Run ``work`` in a forked process; its wait status, and what it returned if it ended by itself."""
-    Path(answer).unlink(missing_ok=True)
+def fork(work: Callable[[], None]) -> int:
+    """Call ``work`` in a forked process, which ends with it as a script would; its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
-    if not process:
-        code = 1
-        try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-            result = work()
-            Path(answer).write_text(json.dumps(result))
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    if process:
+        return process
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except KeyboardInterrupt:
+        print("KeyboardInterrupt", file=sys.stderr)
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def forked(work: Callable[[], Any], answer: str = "answer.json") -> tuple[int, Any]:
+    """Run ``work`` in a forked process; its wait status, and what it returned if it ended by itself."""
+    Path(answer).unlink(missing_ok=True)
+
+    def child() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        Path(answer).write_text(json.dumps(work()))
+
+    process = fork(child)
     _, status = os.waitpid(process, 0)
     path = Path(answer)
     return status, json.loads(path.read_text()) if path.exists() else None

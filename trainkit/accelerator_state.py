@@ -168,6 +168,8 @@ def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection
         _same("loaders", len(positions), len(accelerator.loaders), path)
     if "registered" in wanted:
         _same("registered", len(state.get("registered") or []), len(accelerator.registered), path)
+    positions = positions if "loaders" in wanted else []
+    starts = [loader.start_of(position) for loader, position in zip(accelerator.loaders, positions, strict=False)]
     restore(_parts(accelerator), loaded.tensors, state, manifest.aliases, wanted=wanted, what=str(path), strict=strict)
     if "loaders" in wanted:
         if positions and accelerator.seed != manifest.seed:
@@ -175,8 +177,8 @@ def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection
                 f"the seed is {accelerator.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness "
                 f"are others from here on. To go on as before: trainkit.set_seed({manifest.seed}) before Accelerator()."
             )
-        for loader, position in zip(accelerator.loaders, positions, strict=True):
-            loader.load_state_dict(position)
+        for loader, position, start in zip(accelerator.loaders, positions, starts, strict=True):
+            loader.go_on(position, start)
         accelerator.updates, accelerator.window.counted = manifest.step, int(state.get("window", 0))
         accelerator.run_id = manifest.run_id
     if "registered" in wanted:

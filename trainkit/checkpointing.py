@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -51,7 +52,7 @@ class Checkpointing:
         self._locks: dict[Path, FolderLock] = {}
         self._counter = 0
         self._saver = Saver(trainer.look)
-        self._requests: list[Callable[[], None]] = []
+        self._requests: deque[Callable[[], None]] = deque()  # appended to by other threads
         self._cadences: list[tuple[int, Callable[[], None]]] = []
         self._timers: list[threading.Timer] = []
         self._failures = 0
@@ -133,13 +134,13 @@ class Checkpointing:
         trainer.attention = False  # before looking, so that what comes meanwhile is seen next time
         trainer.signals.follow_workers()
         self._saver.poll()
-        requests, self._requests = self._requests, []
+        requests = [self._requests.popleft() for _ in range(len(self._requests))]
         step = trainer.global_step
         if self._cadences and step >= trainer.next_save_step:
             if step > self._first_step:
                 requests += [due for n, due in self._cadences if step % n == 0]
             trainer.next_save_step = min((step // n + 1) * n for n, _ in self._cadences)
-        for due in dict.fromkeys(requests):
+        for due in requests:
             due()
         self.obey()
 
@@ -316,7 +317,8 @@ class Checkpointing:
         present = any(trainer.computed.get(key) == step for key in (name, f"{name}_epoch"))
         stamp = trainer.train_metrics.logged_at(name)
         if not present and stamp is not None:
-            present = stamp > trainer.train_metrics.stamp - trainer.accumulate_grad_batches
+            last = trainer.train_metrics.stamp
+            present = stamp >= last - last % trainer.accumulate_grad_batches  # where the last window began
         return float(value.detach()), present
 
     @property
@@ -347,7 +349,8 @@ class Checkpointing:
         """End timers and the writer, and let other runs into the folders."""
         for timer in self._timers:
             timer.cancel()
-        self._cadences, self._requests, self._timers = [], [], []
+        self._cadences, self._timers = [], []
+        self._requests.clear()
         self._trainer.next_save_step = math.inf
         try:
             self._saver.close()

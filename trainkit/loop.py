@@ -52,7 +52,7 @@ def fit(trainer: Trainer) -> None:
     hooks.run("on_train_start")
     trainer.signals.working = True
     trainer.look()  # at the first safe point, when there may be workers
-    while not trainer.finished:
+    while trainer.phase is not Phase.STEP or not trainer.finished:  # what a resumed step has left to do comes first
         trainer.refresh_loaders()
         train_epoch(trainer)
     trainer.ended = True
@@ -128,17 +128,14 @@ def finish_step(trainer: Trainer) -> bool:
     phase, plan = trainer.phase, trainer.fit_plan
     trainer.phase = Phase.STEP
     if phase is Phase.EPOCH_END:
-        end_of_epoch(trainer, complete=True, exhausted=False)
+        end_of_epoch(trainer, plan.complete, exhausted=False)
         return True
     last = plan.start - 1
     if phase is Phase.UPDATED:
         trainer.should_log = trainer.log_due(trainer.global_step)
         stop = after_window(trainer, last, True)
     else:
-        if phase is Phase.VALIDATING:
-            validate(trainer)
-        else:
-            advance_plateaus(trainer)
+        validate(trainer)
         stop = end_step(trainer, last, validated=True)
     if stop:
         end_of_epoch(trainer, plan.is_last(last), False)
@@ -170,9 +167,13 @@ def end_step(trainer: Trainer, batch_idx: int, validated: bool) -> bool:
         plan.stopping = plan.stopping or (trainer.should_stop and trainer.may_stop)
     plan.done, plan.updates = batch_idx + 1, trainer.accelerator.updates
     trainer.phase = Phase.STEP
+    ends = plan.stopping or trainer.steps_done
     if trainer.attention or trainer.global_step >= trainer.next_save_step:
-        trainer.checkpointing.attend()
-    return plan.stopping or trainer.steps_done
+        if ends:
+            trainer.look()  # when the epoch's end is done too: a run that has ended does not come back to it
+        else:
+            trainer.checkpointing.attend()
+    return ends
 
 
 def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
@@ -188,8 +189,7 @@ def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
         plan.refuse_empty()
     if exhausted and not trainer.steps_done and trainer.validation_due_at_end():
         validate(trainer, at_end=True)
-    trainer.phase = Phase.EPOCH_END
-    plan.start_epoch(trainer.batch_idx + 1, trainer.arguments.check_val_every_n_epoch is None)
+    trainer.phase, plan.complete = Phase.EPOCH_END, complete
     metrics.batch = None
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_end")
@@ -197,7 +197,9 @@ def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
     if complete:
         advance_schedulers(trainer, "epoch", trainer.current_epoch + 1)
         trainer.current_epoch += 1
-        plan.start = plan.done = 0
+        plan.start_epoch(trainer.batch_idx + 1, trainer.arguments.check_val_every_n_epoch is None)
+    else:
+        plan.start = plan.done
     trainer.batch_idx = -1
     trainer.phase = Phase.STEP
     if trainer.attention:
@@ -219,7 +221,7 @@ def validate(trainer: Trainer, at_end: bool = False) -> None:
         evaluate(trainer, plan)
     finally:
         trainer.validating = False
-    trainer.states_of_loggers = None
+    trainer.states_of_loggers = trainer.metric_updates = None
     advance_plateaus(trainer)
 
 

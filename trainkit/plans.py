@@ -38,6 +38,7 @@ class FitPlan:
         start: the micro-batch that the epoch begins with: not the first one after a resume.
         done: micro-batches of the epoch whose windows are complete, logged and validated.
         updates: the accelerator's count of updates at that point.
+        complete: the epoch whose end is being worked on counts: it was not left for a stop.
         validated: how many times ``validate_every`` has been reached, in this epoch or since ``earlier_batches`` was 0.
         earlier_batches: micro-batches of earlier epochs, where validation counts across epochs.
     """
@@ -58,6 +59,7 @@ class FitPlan:
     start: int = 0
     done: int = 0
     updates: int = 0
+    complete: bool = True
     validated: int = 0
     earlier_batches: int = 0
 
@@ -72,7 +74,8 @@ class FitPlan:
         return batches if self.profiler is None else self.profiler.iterated("next training batch", batches)
 
     def start_epoch(self, batches: int, across_epochs: bool) -> None:
-        """Count towards the next validation from here on; ``batches`` is what the epoch that ends had."""
+        """The next epoch begins at its first micro-batch; ``batches`` is what the one that ends had."""
+        self.start = self.done = 0
         if across_epochs:
             self.earlier_batches += batches
         else:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from trainkit.checkpoint.folder import POINTER, candidates, read_pointer
 from trainkit.checkpoint.reader import Loaded, open_checkpoint
 from trainkit.console import notice, warn
@@ -22,7 +24,7 @@ from trainkit.errors import (
 from trainkit.registry import load_callback
 from trainkit.rng import KEY_VERSION
 from trainkit.state.parts import Parts, model_stems, restore
-from trainkit.state.run import keyed, parts_of, restore_loop, restore_run
+from trainkit.state.run import parts_of, restore_loop, restore_run
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
@@ -153,15 +155,9 @@ def _best(trainer: Trainer, folders: list[Path]) -> Path:
         raise CheckpointNotFoundError(
             "ckpt_path='best' asks a ModelCheckpoint: Trainer(callbacks=[ModelCheckpoint(monitor=...)])."
         )
-    if not any(callback.best_model_path for callback in own):
-        newest = _newest("auto", folders, whole=True)
-        saved = {} if newest is None else newest.loaded.state.get("callbacks", {})
-        for key, callback in keyed(trainer.callbacks).items():
-            if isinstance(callback, kind) and saved.get(key):
-                callback.load_state_dict(saved[key])
     for callback in own:
-        if callback.best_model_path:
-            return Path(callback.best_model_path)
+        if path := callback.best_model_path or callback.best_in(candidates(*folders)):
+            return Path(path)
     raise CheckpointNotFoundError(
         "ckpt_path='best': no checkpoint has been ranked yet. A ModelCheckpoint ranks by its monitor: "
         "ModelCheckpoint(monitor='val_loss')"
@@ -191,7 +187,7 @@ def begin_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wan
     if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
         for folder in folders:
             trainer.checkpointing.use_folder(folder)  # so that no other run removes what is being read
-    if trainer.fast_dev_run and wanted > {"model"}:
+    if trainer.fast_dev_run and wanted - {"model"}:
         wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
     trainer.found = find_checkpoint(trainer, ckpt_path, folders, whole=not wanted <= {"model"})
     if trainer.found is not None:
@@ -225,6 +221,10 @@ def _take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -
     checkpointing.resumed_from = found.path
     if "loop" not in wanted:
         return
+    # what is asked for before the loop is restored: loaders, which belong to the epoch that they were last asked for in
+    every = trainer.arguments.reload_dataloaders_every_n_epochs
+    trainer.current_epoch = manifest.epoch - (manifest.epoch % every if every else 0)
+    trainer.global_step = manifest.step
     if not trainer.seed_given:
         trainer.seed = trainer.accelerator.seed = manifest.seed
     elif trainer.seed != manifest.seed:
@@ -264,7 +264,7 @@ def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]
     restore_run(trainer, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
     if overrides:
         _override(parts, overrides)
-    if "loop" in wanted and trainer.finished:
+    if "loop" in wanted and trainer.finished and not trainer.should_stop:
         notice(
             f"the checkpoint is of step {trainer.global_step}, epoch {trainer.current_epoch}, and nothing is left to train: "
             f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}. Raise them to go on."
@@ -324,18 +324,18 @@ def _override_rates(optimizer: Any, schedulers: Collection[Any], rate: float) ->
     for group in optimizer.param_groups:
         before = float(group.get("initial_lr", group["lr"]))
         factors.append(rate / before if before else 1.0)
-        if not own or not before:
-            group["lr"] = rate
-            continue
-        for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+        keys = ("lr", "initial_lr", "max_lr", "min_lr") if own and before else ("lr",)
+        for key in keys:
             if key in group:
-                group[key] = group[key] * factors[-1]
+                value = rate if len(keys) == 1 else float(group[key]) * factors[-1]
+                # a rate that is a tensor stays that tensor: compiled and captured steps hold it
+                group[key] = group[key].fill_(value) if isinstance(group[key], Tensor) else value
     for scheduler in own:
         _scale(scheduler, factors)
 
 
 def _scale(scheduler: Any, factors: list[float]) -> None:
-    for key in ("base_lrs", "max_lrs", "_last_lr", "min_lrs"):
+    for key in ("base_lrs", "max_lrs", "_last_lr"):
         values = getattr(scheduler, key, None)
         if isinstance(values, list) and len(values) == len(factors):
             setattr(scheduler, key, [value * factor for value, factor in zip(values, factors, strict=True)])

@@ -42,7 +42,7 @@ __all__ = [
 @contextmanager
 def interruptible(trainer: Trainer) -> Iterator[None]:
     """Within it SIGTERM, SIGUSR1 and Ctrl-C let the step be finished and saved first."""
-    trainer.signals = Signals(trainer.look)
+    outer, trainer.signals = trainer.signals, Signals(trainer.look)
     try:
         with trainer.signals:
             yield
@@ -55,6 +55,8 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
         if isinstance(ending, Preempted) and trainer.arguments.slurm_requeue:
             requeue()
         raise
+    finally:
+        trainer.signals = outer
 
 
 @contextmanager
@@ -150,6 +152,7 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
         trainer.next_save_step = math.inf
         trainer.computed, trainer.states_of_loggers = {}, None
         trainer.checkpointing = Checkpointing(trainer)
+        trainer.fitted = module
         trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], []
         trainer.__dict__.pop("fit_plan", None)  # what is asked of it before there is a new one must not be the old one's
         trainer.precision.reset()
@@ -251,15 +254,17 @@ def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
     parts += [trainer.accelerator.free_memory, trainer.strategy.teardown]
     if trainer.profiler is not None:
         parts += [trainer.profiler.stop, lambda: trainer.print(trainer.profiler.summary() if trainer.profiler else "")]
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     for part in parts:
         try:
             part()
-        except Exception as error:
+        except BaseException as error:  # an interrupt too: what comes after it gives locks and threads back
             errors.append(error)
     for callback in trainer.callbacks:
         callback._module = None
-    if errors and status == "success":
-        raise errors[0]
+    trainer.found = None
+    interrupts = [error for error in errors if not isinstance(error, Exception)]
+    if errors and (status == "success" or interrupts):
+        raise (interrupts or errors)[0]
     for failure in errors:
         notice(f"the tear-down failed too: {failure!r}")

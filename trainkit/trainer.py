@@ -202,9 +202,9 @@ class Trainer(Evaluating):
         if isinstance(train_dataloaders, DataModule) and datamodule is None:
             train_dataloaders, datamodule = None, train_dataloaders
         wanted = check_restore(ckpt_path, restore, overrides)
-        self._given = train_dataloaders, val_dataloaders
         first = partial(begin_resume, self, ckpt_path, wanted, chosen=restore is not None)
         with interruptible(self), running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders, first=first):
+            self._given = train_dataloaders, val_dataloaders
             loader = train_loader(self, train_dataloaders)
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
@@ -229,8 +229,9 @@ class Trainer(Evaluating):
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, blocking: bool = True) -> None:
         """Write a checkpoint of this moment to a folder of your choice; a checkpoint that is there is replaced.
 
-        It can be called from any hook and after ``fit``. In the middle of an accumulation window, what is saved is the
-        position at its start: a run that resumes repeats the window.
+        It can be called from any hook and after ``fit``; a run that resumes does what was left to do of the step. In the middle
+        of an accumulation window, what is saved is the position at its start, and the window is repeated. In a validation the
+        validation is repeated whole, and in ``on_train_epoch_end`` that hook, also for callbacks that had run before.
 
         Args:
             filepath: the folder that the checkpoint becomes.

@@ -59,6 +59,7 @@ class TrainerState(Cadence):
         strategy: where the run runs.
         seed: the seed of the run.
         phase: what of the present update is done.
+        fitted: the module of the last fit.
         found: the checkpoint that the fit goes on from, until it is restored.
         attention: there is cause to look at saves and signals when the step is complete; may be set by any thread.
         next_save_step: likewise, from this ``global_step`` on.
@@ -109,6 +110,7 @@ class TrainerState(Cadence):
         self.active_plan: EvaluationPlan | None = None
         self.results = MetricResults()
         self._module: TrainModule | None = None
+        self.fitted: TrainModule | None = None
         self.plans: dict[str, EvaluationPlan | None] = {}
         self.phase = Phase.STEP
         self.attention = False
@@ -130,10 +132,11 @@ class TrainerState(Cadence):
         Raises:
             ModuleError: there is nothing to be saved.
         """
-        if self._module is None or not (weights_only or hasattr(self, "fit_plan")):
+        fitted = hasattr(self, "fit_plan") and self._module is self.fitted
+        if self._module is None or not (weights_only or fitted):
             raise ModuleError(
-                "save_checkpoint saves a run, and this Trainer has had no fit. Call trainer.fit(module, ...) first, or save "
-                "the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
+                "save_checkpoint saves a run, and this Trainer has had no fit of this module. Call trainer.fit(module, ...) "
+                "first, or save the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
             )
         if not hasattr(self, "checkpointing"):
             from trainkit.checkpointing import Checkpointing
@@ -146,21 +149,15 @@ class TrainerState(Cadence):
         self.validating = True
         plan.began = plan.count
         self.metric_updates = count_updates(self.lightning_module)
-        if self.checkpointing.folders:
-            self.states_of_loggers = logger_states(self)  # type: ignore[arg-type]
+        self.states_of_loggers = logger_states(self)  # type: ignore[arg-type]
         if not at_end:
             self.phase = Phase.VALIDATING
 
     def evaluated(self, plan: EvaluationPlan) -> None:
         """The metrics of an evaluation are complete."""
         self.signals.follow_workers()
-        if self.sanity_checking:
-            return
-        self.note_computed(plan.results)
-        self.metric_updates = None
-        if self.phase is Phase.VALIDATING:
-            self.phase = Phase.VALIDATED
-            self.states_of_loggers = None
+        if not self.sanity_checking:
+            self.note_computed(plan.results)
 
     def note_computed(self, names: Iterable[str]) -> None:
         """Metrics whose values were computed at the present step."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import draft
 
 from trainkit.callbacks import ModelCheckpoint, model_checkpoint
 from trainkit.checkpoint.commit import commit
-from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.folder import free_name, list_checkpoints, read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
@@ -105,33 +105,24 @@ class Checkpointing:
             {"step": trainer.global_step, "path": path, "weights_only": weights_only, "save": save, "blocking": blocking}
             | {"metrics": metrics, "replace": replace}
         )
-        about: dict[str, Any] = {
-            "run_id": self.run_id,
-            "save_counter": len(self.saves),
-            "step": trainer.global_step,
-            "epoch": trainer.current_epoch,
-            "position": {},
-            "seed": 1,
-            "order_version": 1,
-            "key_version": 1,
-            "world_size": 1,
-            "strategy": "single",
-            "precision": "32-true",
-            "contents": {},
-            "aliases": {},
-            "irregular": [],
-            "metrics": metrics,
-            "saved_by": saved_by,
-        }
         state = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
-        draft = Draft(Content({"model": {"weight": torch.zeros(1)}}, state, about))
+        made = draft(
+            len(self.saves),
+            tensors={"model": {"weight": torch.zeros(1)}},
+            state=state,
+            run_id=self.run_id,
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            metrics=metrics,
+            saved_by=saved_by,
+        )
         fails, self.fail = self.fail, False
 
         def finish() -> None:
             if fails:
                 failed(CheckpointWriteError("disk full"))
                 return
-            commit(draft, path, replace=replace)
+            commit(made, path, replace=replace)
             committed()
 
         if self.hold and not blocking:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import content
 from torch import nn
 
 from trainkit import __version__
@@ -23,29 +24,8 @@ from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, UnsavableError
 
 
-def about(**changes: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "run_id": "run1",
-        "save_counter": 3,
-        "step": 12,
-        "epoch": 1,
-        "position": {"samples": 96},
-        "seed": 5,
-        "order_version": 1,
-        "key_version": 1,
-        "world_size": 1,
-        "strategy": "single",
-        "precision": "32-true",
-        "contents": {"model": "all", "optimizer": True, "resumable": True},
-        "aliases": {"model": {"tied": "weight"}},
-        "irregular": [],
-        "metrics": {"val_loss": float("nan")},
-        "saved_by": None,
-    }
-    return {**fields, **changes}
-
-
-def content(**changes: Any) -> Content:
+def made_of(**changes: Any) -> Content:
+    """Of many types, not all contiguous, and with parts that can be changed in place."""
     torch.manual_seed(1)
     fields: dict[str, Any] = {
         "tensors": {
@@ -53,10 +33,14 @@ def content(**changes: Any) -> Content:
             "optimizer": {"0/weight/exp_avg": torch.randn(20, 30).t(), "0/weight/step": torch.tensor(12.0)},
         },
         "state": {"epoch": 1, "best": torch.tensor([0.5]), "betas": (0.9, 0.999), "array": np.arange(3)},
-        "about": about(),
         "attachments": {"config.json": b"{}"},
+        "epoch": 1,
+        "position": {"samples": 96},
+        "seed": 5,
+        "aliases": {"model": {"tied": "weight"}},
+        "metrics": {"val_loss": float("nan")},
     }
-    return Content(**{**fields, **changes})
+    return content(3, step=12, **{**fields, **changes})
 
 
 def written(draft: Draft) -> dict[str, bytes]:
@@ -77,7 +61,7 @@ def stored(files: dict[str, bytes], stem: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("detached", [False, True], ids=["streamed", "detached"])
 @pytest.mark.parametrize("max_shard_size", [5 * 10**9, 1500], ids=["whole", "divided"])
 def test_the_size_is_exact_before_anything_is_written(max_shard_size: int, detached: bool) -> None:
-    draft = Draft(content(max_shard_size=max_shard_size))
+    draft = Draft(made_of(max_shard_size=max_shard_size))
     size, sizes = draft.size, dict(draft.sizes)
     if detached:
         draft.detach(HostBuffers())
@@ -89,7 +73,7 @@ def test_the_size_is_exact_before_anything_is_written(max_shard_size: int, detac
 
 @pytest.mark.parametrize("detached", [False, True], ids=["streamed", "detached"])
 def test_the_files_hold_the_content(detached: bool) -> None:
-    made = content()
+    made = made_of()
     draft = Draft(made)
     if detached:
         draft.detach(HostBuffers())
@@ -116,7 +100,7 @@ def test_the_files_hold_the_content(detached: bool) -> None:
 
 def test_the_manifest_tells_of_the_files() -> None:
     before = datetime.now(timezone.utc).replace(tzinfo=None)
-    draft = Draft(content())
+    draft = Draft(made_of())
     manifest = draft.manifest({name: hashlib.sha256(name.encode()).hexdigest() for name, _ in draft.files()})
     assert {name: entry.size for name, entry in manifest.files.items()} == {
         name: size for name, size in draft.sizes.items() if name not in (MANIFEST, DIGEST)
@@ -130,12 +114,12 @@ def test_the_manifest_tells_of_the_files() -> None:
 
 
 def test_state_without_tensors_makes_no_file_of_tensors() -> None:
-    files = written(Draft(content(state={"epoch": 1})))
+    files = written(Draft(made_of(state={"epoch": 1})))
     assert "state.safetensors" not in files
 
 
 def test_a_module_without_tensors_makes_an_empty_file() -> None:
-    assert stored(written(Draft(content(tensors={"model": {}}))), "model") == {}
+    assert stored(written(Draft(made_of(tensors={"model": {}}))), "model") == {}
 
 
 def test_the_overhead_is_below_one_percent() -> None:
@@ -148,14 +132,14 @@ def test_the_overhead_is_below_one_percent() -> None:
         },
     }
     state = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
-    assert state < Draft(content(tensors=tensors)).size <= 1.01 * state
+    assert state < Draft(made_of(tensors=tensors)).size <= 1.01 * state
 
 
 # ----------------------------------------------------------------------------------------------- what a draft holds on to
 
 
 def test_after_detach_no_change_of_the_process_reaches_it() -> None:
-    made = content()
+    made = made_of()
     parameter = nn.Parameter(torch.ones(4))
     made.tensors["model"]["parameter"] = parameter
     draft = Draft(made)
@@ -177,14 +161,14 @@ def test_after_detach_no_change_of_the_process_reaches_it() -> None:
 
 
 def test_without_detach_the_tensors_are_read_when_they_are_written() -> None:
-    made = content()
+    made = made_of()
     draft = Draft(made)
     made.tensors["model"]["count"].fill_(8)
     assert stored(written(draft), "model")["count"] == 8
 
 
 def test_state_and_manifest_are_taken_when_it_is_made() -> None:
-    made = content(state={"history": [1, 2]})
+    made = made_of(state={"history": [1, 2]})
     draft = Draft(made)
     made.state["history"].append(3)
     made.about["position"]["samples"] = 99
@@ -193,7 +177,7 @@ def test_state_and_manifest_are_taken_when_it_is_made() -> None:
 
 
 def test_detach_lets_the_tensors_go() -> None:
-    made = content(tensors={"model": {"weight": torch.ones(5)}})
+    made = made_of(tensors={"model": {"weight": torch.ones(5)}})
     gone = weakref.ref(made.tensors["model"]["weight"])
     draft = Draft(made)
     draft.detach(HostBuffers())
@@ -205,7 +189,7 @@ def test_detach_lets_the_tensors_go() -> None:
 def test_buffers_serve_one_draft_after_the_other() -> None:
     buffers = HostBuffers()
     for value in (1.0, 2.0, 3.0):
-        draft = Draft(content(tensors={"model": {"weight": torch.full((1000,), value)}}))
+        draft = Draft(made_of(tensors={"model": {"weight": torch.full((1000,), value)}}))
         draft.detach(buffers)
         assert stored(written(draft), "model")["weight"].unique().tolist() == [value]
 
@@ -218,14 +202,14 @@ def test_buffers_serve_one_draft_after_the_other() -> None:
     [
         ({"state": {"callbacks": {"Mine": {"fn": print}}}}, "['\"]callbacks['\"].*['\"]Mine['\"].*['\"]fn['\"]"),
         ({"tensors": {"model": {"ghost": torch.empty(3, device="meta")}}}, "ghost"),
-        ({"about": about(position={"samples": {1, 2}})}, "position"),
-        ({"about": about(run_id="../x")}, "run_id"),
+        ({"position": {"samples": {1, 2}}}, "position"),
+        ({"run_id": "../x"}, "run_id"),
     ],
     ids=["state", "tensor", "position", "run_id"],
 )
 def test_what_cannot_be_stored_is_named_at_once(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsavableError, match=named):
-        Draft(content(**changes))
+        Draft(made_of(**changes))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +226,7 @@ def test_what_cannot_be_stored_is_named_at_once(changes: dict[str, Any], named: 
     ids=["outside", "manifest", "stem", "case", "state", "stem of state", "stem with a folder"],
 )
 def test_files_that_cannot_be_together_are_refused(change: Callable[[Content], object]) -> None:
-    made = content()
+    made = made_of()
     change(made)
     with pytest.raises(CheckpointError, match="Fix: "):
         Draft(made)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from checkpoints import IMPORTABLE, make
 from support import run_python
 
 from trainkit.checkpoint import folder as folder_module
 from trainkit.checkpoint import open_checkpoint
-from trainkit.checkpoint.commit import commit
-from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.folder import (
     POINTER,
     Found,
@@ -31,39 +27,8 @@ from trainkit.checkpoint.folder import (
     remove_leftovers,
     write_pointer,
 )
-from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
+from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
-
-ABOUT: dict[str, Any] = {
-    "step": 1,
-    "epoch": 0,
-    "position": {},
-    "seed": 1,
-    "order_version": 1,
-    "key_version": 1,
-    "world_size": 1,
-    "strategy": "auto",
-    "precision": "32-true",
-    "contents": {},
-    "aliases": {},
-    "irregular": [],
-    "metrics": {},
-    "saved_by": None,
-}
-
-
-def draft(run_id: str = "run", counter: int = 1) -> Draft:
-    about = {**ABOUT, "run_id": run_id, "save_counter": counter}
-    return Draft(Content(tensors={"model": {"w": torch.zeros(2)}}, state={"x": 1}, about=about))
-
-
-def make(path: Path, run_id: str = "run", counter: int = 1, minute: int = 0) -> Path:
-    """A checkpoint that was saved at a certain minute."""
-    manifest = commit(draft(run_id, counter), path)
-    data = dataclasses.replace(manifest, saved_at=f"2026-11-20T15:{minute:02d}:00.000000Z").to_bytes()
-    (path / MANIFEST).write_bytes(data)
-    (path / DIGEST).write_bytes(digest_line(data))
-    return path
 
 
 def names(found: list[Found]) -> list[str]:
@@ -75,11 +40,11 @@ def names(found: list[Found]) -> list[str]:
 
 def test_newest_first_run_by_run(run_dir: Path) -> None:
     """Two runs, one after the other in one folder; the second one's clock is of no use for its own order."""
-    make(run_dir / "a1", "first", 1, minute=10)
-    make(run_dir / "a2", "first", 2, minute=20)
-    make(run_dir / "b1", "second", 1, minute=31)
-    make(run_dir / "b3", "second", 3, minute=15)  # the clock was set back
-    make(run_dir / "b2", "second", 2, minute=30)
+    make(run_dir / "a1", 1, run_id="first", metrics={}, minute=10)
+    make(run_dir / "a2", 2, run_id="first", metrics={}, minute=20)
+    make(run_dir / "b1", 1, run_id="second", metrics={}, minute=31)
+    make(run_dir / "b3", 3, run_id="second", metrics={}, minute=15)  # the clock was set back
+    make(run_dir / "b2", 2, run_id="second", metrics={}, minute=30)
     expected = ["b3", "b2", "b1", "a2", "a1"]
     assert names(list_checkpoints(run_dir)) == names(candidates(run_dir)) == expected
     assert names(list_checkpoints(str(run_dir))) == expected
@@ -90,11 +55,11 @@ def test_newest_first_run_by_run(run_dir: Path) -> None:
 
 
 def test_bad_ones_are_named(run_dir: Path) -> None:
-    make(run_dir / "good-1", "run", 1, minute=1)
-    make(run_dir / "good-3", "run", 3, minute=3)
-    (make(run_dir / "cut-2", "run", 2, minute=2) / "model.safetensors").write_bytes(b"x")
-    (make(run_dir / "lost-4", "run", 4, minute=4) / "state.json").unlink()
-    (make(run_dir / "no-digest", "run", 9) / DIGEST).unlink()
+    make(run_dir / "good-1", 1, minute=1)
+    make(run_dir / "good-3", 3, minute=3)
+    (make(run_dir / "cut-2", 2, minute=2) / "model.safetensors").write_bytes(b"x")
+    (make(run_dir / "lost-4", 4, minute=4) / "state.json").unlink()
+    (make(run_dir / "no-digest", 9) / DIGEST).unlink()
     (run_dir / "foreign").mkdir()
     (run_dir / "foreign" / "model.safetensors").write_bytes(b"")
     found = list_checkpoints(run_dir)
@@ -111,7 +76,7 @@ def test_bad_ones_are_named(run_dir: Path) -> None:
     }.items():
         assert f"{run_dir / name}{os.sep}{part}" in (problems[name] or "")
     assert {one.path.name for one in found if one.manifest is None} == {"foreign", "no-digest"}
-    assert next_counter(run_dir, "run") == 5
+    assert next_counter(run_dir, "run1") == 5
 
 
 def test_what_is_no_checkpoint_is_not_listed(run_dir: Path) -> None:
@@ -140,8 +105,8 @@ def test_a_link_to_a_checkpoint_elsewhere_is_listed(run_dir: Path) -> None:
 
 def test_a_checkpoint_that_vanishes_is_not_reported(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruned by its run while somebody else lists the folder."""
-    make(run_dir / "1", counter=1)
-    make(run_dir / "2", counter=2)
+    make(run_dir / "1", 1)
+    make(run_dir / "2", 2)
     real = folder_module.look_at
 
     def slow(path: Path) -> tuple[Manifest | None, str | None]:
@@ -281,7 +246,7 @@ for number, path in enumerate(sys.argv[1:]):
 
 
 def test_a_killed_removal_leaves_all_or_nothing(run_dir: Path) -> None:
-    paths = [make(run_dir / f"checkpoint-{number}", counter=number) for number in range(9)]
+    paths = [make(run_dir / f"checkpoint-{number}", number) for number in range(9)]
     files = len(os.listdir(paths[0]))
     assert run_python("-c", REMOVER, *map(str, paths)).returncode == 0
     left = [name for name in sorted(os.listdir(run_dir)) if name.startswith(".")]
@@ -342,15 +307,13 @@ def test_leftovers_of_a_save_are_removed(run_dir: Path) -> None:
     program = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_folder import draft
+from checkpoints import draft
 from trainkit.checkpoint import commit as module
 
 module._put_in_place = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 module.commit(draft(), Path(sys.argv[1]) / "checkpoint")
 """
-    tests = Path(__file__).parent
-    done = run_python("-c", program, str(run_dir), str(tests), env={"PYTHONPATH": f"{tests.parent.parent}:{tests.parent}"})
+    done = run_python("-c", program, str(run_dir), env=IMPORTABLE)
     assert done.returncode == -signal.SIGKILL, done.stderr
     (left,) = os.listdir(run_dir)
     assert list_checkpoints(run_dir) == []

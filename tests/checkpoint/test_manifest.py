@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,8 +95,7 @@ def test_the_digest_is_what_sha256sum_reads(run_dir: Path) -> None:
     data = EXAMPLE.to_bytes()
     assert digest_line(data).split() == [hashlib.sha256(data).hexdigest().encode(), MANIFEST.encode()]
     if shutil.which("sha256sum"):
-        (run_dir / MANIFEST).write_bytes(data)
-        (run_dir / DIGEST).write_bytes(digest_line(data))
+        write_manifest(run_dir, data)
         assert subprocess.run(["sha256sum", "--status", "--strict", "-c", DIGEST]).returncode == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,44 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import IMPORTABLE, draft, verified
 from support import run_python
 
-from trainkit.checkpoint.draft import Content, Draft
-from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
+from trainkit.checkpoint.draft import Draft
+from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointWriteError
 
 
-def draft(counter: int = 1, tensors: dict[str, torch.Tensor] | None = None) -> Draft:
-    about: dict[str, Any] = {
-        "run_id": "run1",
-        "save_counter": counter,
-        "step": counter,
-        "epoch": 0,
-        "position": {},
-        "seed": 0,
-        "order_version": 1,
-        "key_version": 1,
-        "world_size": 1,
-        "strategy": "single",
-        "precision": "32-true",
-        "contents": {},
-        "aliases": {},
-        "irregular": [],
-        "metrics": {},
-        "saved_by": None,
-    }
-    return Draft(Content({"model": tensors or {"weight": torch.full((1000,), float(counter))}}, {"counter": counter}, about))
-
-
-def verified(path: Path) -> dict[str, torch.Tensor]:
+def weights(path: Path) -> dict[str, torch.Tensor]:
     """The model's tensors of a checkpoint whose every byte is as it was written."""
-    data = (path / MANIFEST).read_bytes()
-    assert (path / DIGEST).read_bytes() == digest_line(data)
-    for name, entry in Manifest.from_bytes(data, str(path)).files.items():
-        content = (path / name).read_bytes()
-        assert (len(content), hashlib.sha256(content).hexdigest()) == (entry.size, entry.sha256), name
+    verified(path)
     return tensors_in(bytearray((path / "model.safetensors").read_bytes()), "model.safetensors")
 
 
@@ -103,14 +77,14 @@ def test_a_save_is_committed(run_dir: Path, saver: Saver, blocking: bool) -> Non
     saver.wait()
     assert [manifest.save_counter for manifest in manifests] == [4]
     assert (threads[0] is threading.main_thread()) == blocking
-    assert verified(run_dir / "a")["weight"].unique().tolist() == [4.0]
+    assert weights(run_dir / "a")["weight"].unique().tolist() == [4.0]
 
 
 def test_what_changes_right_after_save_is_not_written(run_dir: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = torch.nn.Linear(300, 300)
     layer.weight.data = layer.weight.data.t()  # one that is not contiguous too
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    held = draft(tensors={**layer.state_dict(), "scalar": torch.tensor(3)})
+    held = draft(tensors={"model": {**layer.state_dict(), "scalar": torch.tensor(3)}})
     gate = Gate(held, monkeypatch)
     saver.save(held, run_dir / "a", blocking=False)
     assert gate.reached.wait(30)
@@ -119,7 +93,7 @@ def test_what_changes_right_after_save_is_not_written(run_dir: Path, saver: Save
             tensor.add_(1.0)
     gate.open()
     saver.wait()
-    after = verified(run_dir / "a")
+    after = weights(run_dir / "a")
     assert {name: torch.equal(after[name], before[name]) for name in before} == {"weight": True, "bias": True}
 
 
@@ -129,7 +103,7 @@ def test_a_blocking_save_writes_the_tensors_from_where_they_are(
     made = draft(2)
     monkeypatch.setattr(made, "detach", lambda buffers: pytest.fail("a copy"))
     saver.save(made, run_dir / "a", blocking=True)
-    assert verified(run_dir / "a")["weight"][0] == 2
+    assert weights(run_dir / "a")["weight"][0] == 2
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -159,26 +133,28 @@ def test_one_save_is_in_flight(run_dir: Path, saver: Saver, monkeypatch: pytest.
     saver.save(second, run_dir / "b", blocking=blocking)
     helper.join()
     saver.wait()
-    assert verified(run_dir / "a")["weight"][0] == 1
-    assert verified(run_dir / "b")["weight"][0] == 2
+    assert weights(run_dir / "a")["weight"][0] == 1
+    assert weights(run_dir / "b")["weight"][0] == 2
 
 
 def test_many_saves_one_after_the_other(run_dir: Path, saver: Saver) -> None:
     weight = torch.zeros(5000)
     for counter in range(1, 9):
         weight.fill_(counter)
-        saver.save(draft(counter, {"weight": weight}), run_dir / f"step-{counter}", blocking=counter % 3 == 0)
+        saver.save(
+            draft(counter, tensors={"model": {"weight": weight}}), run_dir / f"step-{counter}", blocking=counter % 3 == 0
+        )
     weight.fill_(99)
     saver.wait()
     for counter in range(1, 9):
-        assert verified(run_dir / f"step-{counter}")["weight"].unique().tolist() == [counter]
+        assert weights(run_dir / f"step-{counter}")["weight"].unique().tolist() == [counter]
 
 
 def test_replace_is_handed_on(run_dir: Path, saver: Saver) -> None:
     saver.save(draft(1), run_dir / "a", blocking=True)
     saver.save(draft(2), run_dir / "a", blocking=False, replace=True)
     saver.wait()
-    assert verified(run_dir / "a")["weight"][0] == 2
+    assert weights(run_dir / "a")["weight"][0] == 2
     with pytest.raises(CheckpointError, match="not empty"):
         saver.save(draft(3), run_dir / "a", blocking=True)
 
@@ -316,10 +292,11 @@ def test_a_failure_holds_no_draft(run_dir: Path, saver: Saver) -> None:
 
 # --------------------------------------------------------------------------------------------------- the interpreter's end
 
-CHILD = f"""
+CHILD = """
 import sys, threading, time
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
-from test_saver import *
+from pathlib import Path
+from checkpoints import draft
+from trainkit.checkpoint.saver import Saver
 
 def after_the_main_thread(held):
     # Nothing is written before the script has run to its end.
@@ -334,7 +311,7 @@ def after_the_main_thread(held):
     return held
 
 saver = Saver(attention=lambda: None)
-held = after_the_main_thread(draft(3, {{"weight": torch.full((3_000_000,), 3.0)}}))
+held = after_the_main_thread(draft(3, size=12_000_000))
 """
 
 
@@ -344,16 +321,16 @@ held = after_the_main_thread(draft(3, {{"weight": torch.full((3_000_000,), 3.0)}
     ids=["end", "dropped", "exit", "error"],
 )
 def test_the_interpreter_finishes_a_save_in_flight(run_dir: Path, end: str, code: int) -> None:
-    done = run_python(f"{CHILD}\nsaver.save(held, Path('a'), blocking=False)\n{end}")
+    done = run_python(f"{CHILD}\nsaver.save(held, Path('a'), blocking=False)\n{end}", env=IMPORTABLE)
     assert done.returncode == code, done.stderr
     assert "trainkit" not in done.stderr.replace("trainkit/", "")
-    assert verified(run_dir / "a")["weight"].unique().tolist() == [3.0]
+    assert weights(run_dir / "a")["weight"].unique().tolist() == [3.0]
     assert [path.name for path in run_dir.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("end", ["", "del saver, held"], ids=["end", "dropped"])
 def test_a_failure_after_the_end_is_printed(run_dir: Path, end: str) -> None:
-    done = run_python(f"{CHILD}\nPath('file').touch()\nsaver.save(held, Path('file/a'), blocking=False)\n{end}")
+    done = run_python(f"{CHILD}\nPath('file').touch()\nsaver.save(held, Path('file/a'), blocking=False)\n{end}", env=IMPORTABLE)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(f"trainkit: saving {run_dir / 'file' / 'a'} failed, and nobody asked:\nTraceback") == 1
     assert "CheckpointWriteError: " in done.stderr
@@ -361,5 +338,5 @@ def test_a_failure_after_the_end_is_printed(run_dir: Path, end: str) -> None:
 
 def test_a_failure_that_was_reported_is_not_printed_again(run_dir: Path) -> None:
     program = "saver.save(draft(), Path('file/a'), blocking=False, failed=lambda e: print('told'))\nsaver.close()"
-    done = run_python(f"{CHILD}\nPath('file').touch()\n{program}")
+    done = run_python(f"{CHILD}\nPath('file').touch()\n{program}", env=IMPORTABLE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "told\n", "")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import complaint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -462,12 +463,8 @@ def test_long_lists_of_numbers_are_exact() -> None:
 
 
 def refused(data: bytes, known: dict[str, Tensor] | None = None) -> str:
-    with pytest.raises(CorruptCheckpointError) as caught:
-        loads(data, {FILE: {"k": torch.ones(2), "half": torch.ones(2, dtype=torch.bfloat16)} | (known or {})}, "a/state.json")
-    message = str(caught.value)
-    assert message.startswith("a/state.json: ")
-    assert len(message) < 500
-    return message
+    tensors = {"k": torch.ones(2), "half": torch.ones(2, dtype=torch.bfloat16)} | (known or {})
+    return complaint(lambda: loads(data, {FILE: tensors}, "a/state.json"), "a/state.json")
 
 
 @pytest.mark.parametrize(

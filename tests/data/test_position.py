@@ -71,20 +71,20 @@ def test_a_sampler_that_draws_more_samples_than_there_are() -> None:
     sampler = RandomSampler(range(8), replacement=True, num_samples=16)
     loader = prepare(DataLoader(Drawing(8), batch_size=4, sampler=sampler, collate_fn=collate_and_draw))
     assert loader.position(0, 2)["samples"] == 8
-    assert loader.resume(loader.position(0, 2)) == 2
-    assert loader.resume(loader.position(0, 4)) == 4
+    assert loader.start_of(loader.position(0, 2)) == 2
+    assert loader.start_of(loader.position(0, 4)) == 4
 
 
 def test_an_epoch_that_was_complete_is_complete_in_any_batch_size() -> None:
     position = prepare(shuffled(14)).position(0, 4)
-    assert prepare(shuffled(14, batch_size=5)).resume(position) == 3
+    assert prepare(shuffled(14, batch_size=5)).start_of(position) == 3
 
 
 def test_a_position_inside_a_batch_is_refused() -> None:
     position = prepare(shuffled(14)).position(0, 2)
-    assert prepare(shuffled(14, batch_size=2)).resume(position) == 4
+    assert prepare(shuffled(14, batch_size=2)).start_of(position) == 4
     with pytest.raises(StateMismatchError, match="8 samples .* inside a micro-batch of 3.*divides 8, such as 1"):
-        prepare(shuffled(14, batch_size=3)).resume(position)
+        prepare(shuffled(14, batch_size=3)).start_of(position)
 
 
 def test_loaders_read_together_go_on_together() -> None:

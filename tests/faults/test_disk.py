@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from faulting import Child, checkpoints, left_over, tell, told
+from saving import saving
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainkit import Callback, Trainer, TrainModule
+from trainkit import Callback, TrainModule
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.errors import CheckpointWriteError
 
@@ -57,16 +58,8 @@ def train(
     acts: dict[int, Callable[[], Any]], *more: Callback, folder: Path = MOUNT / "saves", steps: int = 6
 ) -> dict[str, Any]:
     """A fit that saves after each update, and keeps the two newest; returns the class and text of the error that ended it."""
-    trainer = Trainer(
-        accelerator="cpu",
-        seed=1,
-        max_steps=steps,
-        default_root_dir="runs",
-        logger=False,
-        callbacks=[Events(folder, acts), ModelCheckpoint(folder, every_n_train_steps=1, keep_last=2), *more],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [Events(folder, acts), ModelCheckpoint(folder, every_n_train_steps=1, keep_last=2), *more]
+    trainer = saving(*callbacks, max_steps=steps, max_epochs=None)
     try:
         trainer.fit(Steady(), DataLoader(list(range(100))), ckpt_path="auto")
     except Exception as error:

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from faulting import Child, checkpoints, left_over, tell, told
+from saving import saving
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainkit import Callback, Trainer, TrainModule
+from trainkit import Callback, TrainModule
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint.reader import open_checkpoint
 
@@ -116,19 +117,9 @@ def work(
 
     def train() -> Any:
         telling = Telling(save, operation)
-        saving: list[Callback] = [Saving(path)] if path else [ModelCheckpoint(every_n_train_steps=1, keep_last=keep)]
-        trainer = Trainer(
-            accelerator="cpu",
-            seed=1,
-            max_steps=steps,
-            max_epochs=-1,
-            default_root_dir="runs",
-            logger=False,
-            callbacks=[telling, *saving, *([Blocking()] if blocking else [])],
-            enable_checkpointing=path is None,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        saves = Saving(path) if path else ModelCheckpoint(every_n_train_steps=1, keep_last=keep)
+        callbacks: list[Callback] = [telling, saves, *([Blocking()] if blocking else [])]
+        trainer = saving(*callbacks, max_steps=steps, max_epochs=-1, enable_checkpointing=path is None)
         resumed = path if path is not None and path.exists() else None
         trainer.fit(Fat(), DataLoader(list(range(1000))), ckpt_path="auto" if path is None else resumed)
         assert trainer.lightning_module.is_of(trainer.global_step)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from faulting import Child, checkpoints, tell, told
+from saving import saving
 from tiny import TinyModule, tiny_loader
 
 from trainkit import Callback, Trainer
@@ -38,17 +39,8 @@ class At(Callback):
 
 def fit(steps: int = 6, *more: Callback, ckpt_path: Any = None, keep: int = 2, **options: Any) -> Trainer:
     """A run that saves after every second update."""
-    trainer = Trainer(
-        accelerator="cpu",
-        seed=1,
-        max_steps=steps,
-        default_root_dir="runs",
-        logger=False,
-        callbacks=[ModelCheckpoint(every_n_train_steps=2, keep_last=keep, **options), *more],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    checkpoint = ModelCheckpoint(every_n_train_steps=2, keep_last=keep, **options)
+    trainer = saving(checkpoint, *more, max_steps=steps, max_epochs=None)
     trainer.fit(TinyModule(), tiny_loader(200), ckpt_path=ckpt_path)
     return trainer
 

@@ -41,6 +41,15 @@ def train(logger: Logger, steps: range) -> None:
             logger.log_metrics({"val": step * 2.0, "epoch": 0}, step)
 
 
+def stopped(logger: Logger, step: int, last: int = 0) -> dict[str, Any]:
+    """The state of a logger after a step, up to which it has logged; it goes on to the ``last`` one, and is closed."""
+    train(logger, range(1, step + 1))
+    state = logger.state_dict()
+    train(logger, range(step + 1, last + 1))
+    logger.finalize()
+    return state
+
+
 def expected(last: int) -> dict[str, list[tuple[int, float]]]:
     return {
         "loss": [(step, step / 8) for step in range(1, last + 1)],
@@ -129,9 +138,7 @@ def test_text_goes_on_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind, name", FILES)
 def test_a_line_that_the_kill_tore_is_gone(kind: Any, name: str, tmp_path: Path) -> None:
     first = kind(tmp_path)
-    train(first, range(1, 4))
-    state = first.state_dict()
-    first.finalize()
+    state = stopped(first, 3)
     path = Path(str(first.log_dir), name)
     with path.open("a") as file:
         file.write('{"step": 4, "lo' if kind is JSONLLogger else "4,0,0.")
@@ -205,9 +212,7 @@ def test_a_state_makes_nothing(kind: Any, tmp_path: Path) -> None:
 def test_the_default_folder_may_be_another_now(kind: Any, tmp_path: Path) -> None:
     first = kind()
     first.set_default_root(tmp_path / "a")
-    train(first, range(1, 4))
-    state = first.state_dict()
-    first.finalize()
+    state = stopped(first, 3)
     second = kind()
     second.set_default_root(tmp_path / "b")
     second.load_state_dict(state)
@@ -222,10 +227,7 @@ def test_the_default_folder_may_be_another_now(kind: Any, tmp_path: Path) -> Non
 def test_a_run_that_was_moved_goes_on_where_it_is_now(kind: Any, copied: bool, tmp_path: Path) -> None:
     first = kind()
     first.set_default_root(tmp_path / "a")
-    train(first, range(1, 4))
-    state = first.state_dict()
-    train(first, range(4, 6))
-    first.finalize()
+    state = stopped(first, 3, 5)
     (shutil.copytree if copied else shutil.move)(tmp_path / "a", tmp_path / "b")
     second = kind()
     second.set_default_root(tmp_path / "b")
@@ -240,9 +242,7 @@ def test_a_run_that_was_moved_goes_on_where_it_is_now(kind: Any, copied: bool, t
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_that_is_gone_is_a_warning(kind: Any, tmp_path: Path) -> None:
     first = kind(tmp_path)
-    train(first, range(1, 4))
-    state = first.state_dict()
-    first.finalize()
+    state = stopped(first, 3)
     shutil.rmtree(tmp_path / "default")
     second = kind(tmp_path)
     with pytest.warns(TrainkitWarning, match="version_0 of the run that is resumed is not there, so that what was logged"):
@@ -258,9 +258,7 @@ def test_a_folder_that_is_gone_is_a_warning(kind: Any, tmp_path: Path) -> None:
 def test_another_runs_files_are_not_touched(kind: Any, rows: int, tmp_path: Path) -> None:
     """The folder was removed, and a new run has taken its number since."""
     first = kind(tmp_path)
-    train(first, range(1, 4))
-    state = first.state_dict()
-    first.finalize()
+    state = stopped(first, 3)
     shutil.rmtree(tmp_path / "default")
     other = kind(tmp_path)
     for step in range(rows):
@@ -280,9 +278,7 @@ def test_another_runs_files_are_not_touched(kind: Any, rows: int, tmp_path: Path
 @pytest.mark.parametrize("cut", ["short", "gone", "torn"])
 def test_a_file_that_lacks_something_is_a_warning(kind: Any, name: str, cut: str, tmp_path: Path) -> None:
     first = kind(tmp_path)
-    train(first, range(1, 5))
-    state = first.state_dict()
-    first.finalize()
+    state = stopped(first, 4)
     path = Path(str(first.log_dir), name)
     if cut == "gone":
         path.unlink()
@@ -325,10 +321,7 @@ def test_event_files_that_lack_something_are_a_warning(tmp_path: Path) -> None:
 def test_what_the_user_says_goes_before(kind: Any, arguments: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO", "trainkit")
     first = kind(tmp_path)
-    train(first, range(1, 4))
-    state = first.state_dict()
-    train(first, range(4, 6))
-    first.finalize()
+    state = stopped(first, 3, 5)
     second = kind(**{"save_dir": tmp_path, **arguments})
     second.load_state_dict(state)
     assert "a new log begins" in caplog.messages[-1]
@@ -383,10 +376,7 @@ def test_loggers_whose_folder_is_gone_start_one_together(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_processes_touch_nothing(kind: Any, tmp_path: Path) -> None:
     first = kind(tmp_path)
-    train(first, range(1, 4))
-    state = first.state_dict()
-    train(first, range(4, 6))
-    first.finalize()
+    state = stopped(first, 3, 5)
     before = {path: path.read_bytes() for path in Path(str(first.log_dir)).iterdir()}
     other = kind(tmp_path)
     other.set_rank(1)
@@ -398,10 +388,7 @@ def test_other_processes_touch_nothing(kind: Any, tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_cut_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = CSVLogger(tmp_path)
-    train(first, range(1, 4))
-    state = first.state_dict()
-    train(first, range(4, 6))
-    first.finalize()
+    state = stopped(first, 3, 5)
 
     def read_only(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")

@@ -26,32 +26,7 @@ from trainkit.loggers.attach import attach
 
 STEP = "trainer/global_step"
 
-
-@pytest.fixture(autouse=True, scope="module")
-def service() -> Iterator[None]:
-    """wandb's own process and threads, offline: started once for these tests and gone after them."""
-    import wandb
-
-    with pytest.MonkeyPatch.context() as environment:
-        for key in [key for key in os.environ if key.startswith("WANDB_")]:
-            environment.delenv(key)
-        environment.setenv("WANDB_MODE", "offline")
-        environment.setenv("WANDB_SILENT", "true")
-        wandb.setup()
-        yield
-        wandb.teardown()
-
-
-@pytest.fixture(autouse=True)
-def no_open_runs() -> Iterator[None]:
-    """End what a test leaves open."""
-    import wandb
-
-    yield
-    for started in WandbLogger._started:
-        started.run.finish()
-    WandbLogger._started.clear()
-    wandb.finish()
+pytestmark = pytest.mark.usefixtures("wandb_service", "no_open_wandb_runs")
 
 
 def run_files(folder: Path, timeout: float = 60.0) -> list[Path]:

@@ -79,7 +79,10 @@ class PreparedLoader:
         self._begun = False  # the epoch, by an own loop
         self._given = 0  # micro-batches of it that have been given out
         for trail in self._stream.trails():
-            trail.keep(4 + (0 if window is None else window.size))
+            if window is None:
+                trail.stop()  # an evaluation begins anew each time
+            else:
+                trail.keep(4 + 2 * window.size)  # a window that is worked on, and the next one fetched ahead
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # not set yet: an object that is being copied or unpickled
@@ -141,8 +144,13 @@ class PreparedLoader:
         Raises:
             StateMismatchError: the position is not the start of a micro-batch of this loader.
         """
-        self._next_epoch = self._epoch = int(state_dict["epoch"])
-        self._next_start, self._begun = self.resume(state_dict), False
+        self.go_on(state_dict, self.start_of(state_dict))
+
+    def go_on(self, position: Mapping[str, Any], start: int) -> None:
+        """The next iteration begins at a position, whose :meth:`start_of` is ``start``."""
+        self._next_epoch = self._epoch = int(position["epoch"])
+        self._next_start, self._begun = start, False
+        self.resume(position, start)
 
     def position(self, epoch: int, batches: int) -> dict[str, Any]:
         """What a checkpoint keeps of a position: after ``batches`` micro-batches of ``epoch``.
@@ -166,7 +174,7 @@ class PreparedLoader:
             "iterable": next((state for state in states if state is not None), None),
         }
 
-    def resume(self, position: Mapping[str, Any]) -> int:
+    def start_of(self, position: Mapping[str, Any]) -> int:
         """The micro-batch that follows a position, in the size that this loader's have.
 
         Raises:
@@ -189,10 +197,13 @@ class PreparedLoader:
                     f"{sizes[0]}. Use a batch_size that divides {samples}, such as {gcd(samples, sizes[0])}, or a checkpoint "
                     "from the end of an epoch."
                 )
+        return start
+
+    def resume(self, position: Mapping[str, Any], start: int) -> None:
+        """Let iterables that have a state go on from that of the position, whose :meth:`start_of` is ``start``."""
         if position["iterable"] is not None:
             for trail in self._stream.trails():
                 trail.resume(start, position["iterable"])
-        return start
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch from micro-batch ``start`` on; nothing before it is fetched from a map-style dataset."""

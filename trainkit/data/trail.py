@@ -30,14 +30,25 @@ class Trail:
         self._unreadable = has_state and not readable
         self._states: deque[tuple[int, Any]] = deque(maxlen=4)
         self._resumed: tuple[int, Any] | None = None
+        self._running = False
 
     def keep(self, batches: int) -> None:
         """Keep the states of at least so many batches."""
         if batches > (self._states.maxlen or 0):
             self._states = deque(self._states, maxlen=batches)
 
+    def stop(self) -> None:
+        """Keep no states: nobody will ask."""
+        self.active = False
+
     def at(self, batches: int) -> Any | None:
         """The state after so many batches of the epoch, ``None`` if it is not known."""
+        if not self.active:
+            return None
+        if self._resumed is not None and self._resumed[0] == batches:
+            return self._resumed[1]
+        if batches == 0 and not self._running:  # between two epochs it may go on where it is
+            return copy.deepcopy(self._owner.state_dict())
         return next((state for number, state in self._states if number == batches), None)
 
     def resume(self, batches: int, state: Any) -> None:
@@ -56,8 +67,9 @@ class Trail:
             self._owner.load_state_dict(copy.deepcopy(resumed[1]))
             return 0
         if start:
-            why = " (its state lies in worker processes; it can be kept with num_workers=0)" if self._unreadable else ""
-            notice(f"{type(self._owner).__name__} cannot start in the middle{why}: skipping through {start} batches.")
+            why = "its state lies in worker processes; it can be kept with num_workers=0" if self._unreadable else ""
+            why = why or ("the checkpoint has no state of it" if self.active else "it has no state_dict")
+            notice(f"{type(self._owner).__name__} cannot start in the middle, as {why}: skipping through {start} batches.")
         return start
 
     def follow(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
@@ -67,6 +79,10 @@ class Trail:
             return
         self._states.clear()
         self._states.append((start, copy.deepcopy(self._owner.state_dict())))
-        for number, batch in enumerate(batches, start + 1):
-            self._states.append((number, copy.deepcopy(self._owner.state_dict())))
-            yield batch
+        self._running = True
+        try:
+            for number, batch in enumerate(batches, start + 1):
+                self._states.append((number, copy.deepcopy(self._owner.state_dict())))
+                yield batch
+        finally:
+            self._running = False

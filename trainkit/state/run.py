@@ -26,9 +26,7 @@ class Phase(str, Enum):
     UPDATED = "updated"
     """The parameters are updated; logging and validation come next."""
     VALIDATING = "validating"
-    """A validation is running. It is repeated whole."""
-    VALIDATED = "validated"
-    """The validation is done; schedulers that wait for it come next."""
+    """A validation is running, its hooks included. It is repeated whole."""
     EPOCH_END = "epoch_end"
     """The hooks of the epoch's end are running. They are run again."""
 
@@ -109,7 +107,11 @@ def _values(value: Any, path: str, left_out: list[str]) -> Any:
 
 def _capture_loop(trainer: Trainer) -> dict[str, Any]:
     plan, validation = trainer.fit_plan, trainer.val_plan
-    validating = trainer.phase is Phase.VALIDATING
+    # left by an error too; also at the end of an epoch of unknown length, where a resumed run comes by itself
+    validating = trainer.states_of_loggers is not None
+    between = trainer.phase is Phase.STEP and (plan.stopping or plan.done == 0)
+    # a stop that was obeyed, or is about to be, must not end the run that goes on from here; who asked for it will ask again
+    asked = not (trainer.ended or (between and trainer.may_stop))
     return {
         "global_step": trainer.global_step,
         "current_epoch": trainer.current_epoch,
@@ -119,10 +121,10 @@ def _capture_loop(trainer: Trainer) -> dict[str, Any]:
         "earlier_batches": plan.earlier_batches,
         "validation_pending": validating,
         "validation_batches": 0 if validation is None else validation.began if validating else validation.count,
-        "stop_asked": plan.stop_asked,
-        "stopping": plan.stopping,
-        # asked for and not yet obeyed; what a fit that has ended was told must not end the one that goes on from it
-        "should_stop": trainer.should_stop and not trainer.ended,
+        "epoch_complete": plan.complete,
+        "stop_asked": plan.stop_asked and asked,
+        "stopping": plan.stopping and asked,
+        "should_stop": trainer.should_stop and asked,
         "computed": dict(trainer.computed),
     }
 
@@ -139,11 +141,13 @@ def restore_loop(trainer: Trainer, saved: Mapping[str, Any]) -> None:
         StateMismatchError: the position does not fit the training loader.
     """
     plan = trainer.fit_plan
-    plan.start = plan.done = plan.loader.resume(saved["position"])
+    plan.start = plan.done = plan.loader.start_of(saved["position"])
+    plan.loader.resume(saved["position"], plan.start)
     trainer.global_step, trainer.current_epoch = int(saved["global_step"]), int(saved["current_epoch"])
     trainer.phase = Phase(saved["phase"])
     trainer.batch_idx = plan.start - 1
     plan.validated, plan.earlier_batches = int(saved["validated"]), int(saved["earlier_batches"])
+    plan.complete = bool(saved["epoch_complete"])
     plan.stop_asked, plan.stopping = bool(saved["stop_asked"]), bool(saved["stopping"])
     trainer.should_stop = bool(saved["should_stop"])
     trainer.computed = {str(name): int(step) for name, step in saved["computed"].items()}

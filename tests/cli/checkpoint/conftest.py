@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import about
 from tiny import TinyModule, tiny_loader
 from torch import nn
 from trainers import make_trainer
@@ -31,17 +32,6 @@ class Momentum(TinyModule):
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
 
-def about(**values: Any) -> dict[str, Any]:
-    """The fields of a manifest."""
-    contents = {"model": "all", "optimizer": True, "resumable": True}
-    fields = {
-        "run_id": "feedface00112233", "save_counter": 1, "step": 7, "epoch": 2, "position": {}, "seed": 1, "order_version": 1,
-        "key_version": 1, "world_size": 1, "strategy": "single", "precision": "32-true", "contents": contents, "aliases": {},
-        "irregular": [], "metrics": {}, "saved_by": None,
-    }  # fmt: skip
-    return {**fields, **values}
-
-
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
     """``save(module, name="ck", save="all", optimizers=(), state={}, **manifest)`` writes a checkpoint of a module."""
@@ -57,7 +47,8 @@ def save(tmp_path: Path) -> Save:
     ) -> Path:
         taken = capture(Parts(list(modules), list(optimizers), [], Precision()), save=save)
         contents = {"model": save, "optimizer": True, "resumable": True}
-        described = {"contents": contents, "aliases": taken.aliases, "irregular": taken.irregular, **manifest}
+        described = {"contents": contents, "aliases": taken.aliases, "irregular": taken.irregular, "step": 7, "epoch": 2}
+        described |= {"run_id": "feedface00112233", **manifest}
         content = Content(taken.tensors, {**taken.state, **(state or {})}, about(**described), taken.attachments, shard)
         commit(Draft(content), tmp_path / name)
         return tmp_path / name

@@ -1,0 +1,153 @@
+"""What saving and loading a checkpoint cost beside plain copies, writes and reads of the same bytes.
+
+    python benchmarks/checkpoint.py [--only save load] [--folder DISK] [--repeats 7] [--threads N] [--json FILE]
+
+A transformer of 48 million parameters with AdamW, float32: 577 MB of state. Each case is a process of its own; the
+measurements are in ``checkpoint_cases.py``. In each repeat the reference runs before and after what is measured, and the ratio
+is taken to the mean of the two; given are the median and the range over the repeats. The lines "… / itself" are the one
+reference beside the other: what they differ from 1 is noise.
+
+- bytes: those of the files, and those handed to the system (Linux), beside those of the tensors.
+- save: ``Accelerator.save_state`` to a new folder, beside one loop that hashes the tensors with SHA-256 and writes them to one
+  file, 1 MiB at a time, and then syncs it.
+- stall: the time inside ``Trainer.save_checkpoint(blocking=False)`` at the end of a training step, no save being in flight,
+  beside copying the same tensors into memory that is used again and again. The first save, which gets that memory, is apart.
+- load: reading and verifying, and all of ``Accelerator.load_state`` into a model whose optimizer has no state yet, beside one
+  loop that reads the same files into new memory and hashes them, 1 MiB at a time. "cold" is after the files have been dropped
+  from the page cache, where the system can be asked to (not macOS, not Windows); what lies below, such as the host of a
+  virtual disk, may still have them.
+- memory: how far ``ru_maxrss`` rises above what the process held, beside the bytes of the largest tensor or of the state
+  (not on Windows).
+
+It needs 2.5 GB of memory and 1.5 GB on a disk, which should be one that checkpoints are written to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MEASURE = Path(__file__).with_name("checkpoint_cases.py")
+
+
+@dataclass
+class Row:
+    """One line of the table: what is measured, the largest ratio that it may have, and the unit."""
+
+    name: str
+    title: str
+    limit: float | None = None
+    unit: str = "s"
+
+
+LOADS = [
+    row
+    for heat in ("warm", "cold")
+    for row in (
+        Row(f"{heat}_control", f"load, {heat}: plain read + hash / itself"),
+        Row(f"{heat}_read", f"load, {heat}: read and verify", 1.5),
+        Row(f"{heat}_load", f"load, {heat}: Accelerator.load_state", 1.5),
+    )
+]
+CASES = {
+    "save": [
+        Row("bytes", "bytes: files / tensors", 1.01, "MB"),
+        Row("handed", "bytes: handed to the system / tensors", 1.01, "MB"),
+        Row("save_control", "save: plain write + fsync + hash / itself"),
+        Row("save", "save: Accelerator.save_state", 1.25),
+    ],
+    "stall": [
+        Row("stall_control", "stall: plain copy / itself"),
+        Row("stall_first", "stall: first asynchronous save"),
+        Row("stall", "stall: later ones", 2.0),
+    ],
+    "load": LOADS,
+    "memory_save": [Row("memory_save", "memory: save / largest tensor", 1.1, "MB")],
+    "memory_stall": [Row("memory_stall", "memory: asynchronous saves / state", 1.1, "MB")],
+    "memory_read": [Row("memory_read", "memory: read and verify / state", None, "MB")],
+    "memory_load": [Row("memory_load", "memory: Accelerator.load_state / state", None, "MB")],
+}
+
+
+def measure(case: str, arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """Measure a case in a process of its own: row → (trainkit, reference) of each repeat."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=arguments.folder) as folder:
+        command = [sys.executable, str(MEASURE), case, os.path.abspath(folder)]
+        command += [f"--layers={arguments.layers}", f"--repeats={arguments.repeats}"]
+        command += [f"--threads={arguments.threads}"] * (arguments.threads is not None)
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{case} failed:\n{done.stderr[-4000:]}")
+    pairs: dict[str, list[tuple[float, float]]] = json.loads(done.stdout.splitlines()[-1])
+    return pairs
+
+
+def summary(row: Row, pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Medians, and the range of the ratios."""
+    ratios = sorted(own / other for own, other in pairs)
+    return {
+        **asdict(row),
+        "trainkit": statistics.median(own for own, _ in pairs),
+        "reference": statistics.median(other for _, other in pairs),
+        "ratio": statistics.median(ratios),
+        "lowest": ratios[0],
+        "highest": ratios[-1],
+        "pairs": pairs,
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as text."""
+    digits = 3 if row["unit"] == "s" else 1
+    text = f"{row['title']:<44}{row['trainkit']:>9.{digits}f}{row['reference']:>11.{digits}f} {row['unit']:<2}"
+    text += f"{row['ratio']:>8.3f} ({row['lowest']:.3f}–{row['highest']:.3f})"
+    if row["limit"] is not None:
+        text = f"{text:<92}≤ {row['limit']:.2f} {'met' if row['ratio'] <= row['limit'] else 'MISSED'}"
+    return text
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="CASE", help=f"some of: {', '.join(CASES)}")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where to write (default: the current folder)")
+    parser.add_argument("--repeats", type=int, default=7, help="of what is timed (default: 7); memory is measured 3 times")
+    parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
+    parser.add_argument("--layers", type=int, default=12, help="of the model (default: 12; fewer only to try the program)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure, print, and return 1 if a limit is exceeded."""
+    arguments = parse_arguments()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    print(f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, load {load:.1f}")
+    print(f"{'':<44}{'trainkit':>9}{'reference':>11}{'ratio (range)':>21}")
+    rows = []
+    for case in arguments.only or CASES:
+        pairs: dict[str, list[tuple[float, float]]] = {}
+        for _ in range(min(arguments.repeats, 3) if case.startswith("memory") else 1):
+            for name, found in measure(case, arguments).items():
+                pairs.setdefault(name, []).extend(found)
+        for row in CASES[case]:
+            if pairs.get(row.name):
+                rows.append(summary(row, pairs[row.name]))
+                print(line(rows[-1]), flush=True)
+    if arguments.json:
+        facts = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(), "load": load}
+        facts |= {"threads": arguments.threads, "layers": arguments.layers}
+        arguments.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=2) + "\n")
+    return int(any(row["limit"] is not None and row["ratio"] > row["limit"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
