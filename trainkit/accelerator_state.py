@@ -14,11 +14,9 @@ from trainkit.checkpoint.folder import next_counter
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice, warn
-from trainkit.data.order import ORDER_VERSION
-from trainkit.errors import CheckpointError, ConfigurationError, StateMismatchError, UnknownNameError, nearest
-from trainkit.rng import KEY_VERSION
+from trainkit.errors import CheckpointError, ConfigurationError, StateMismatchError
 from trainkit.state.model import capture_model, has_adapters
-from trainkit.state.parts import Parts, SaveMode, capture, configurations, restore
+from trainkit.state.parts import Parts, SaveMode, about, capture, check_names, configurations, restore
 
 if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
@@ -127,25 +125,18 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
         "window": accelerator.window.counted,
         "registered": [thing.state_dict() for thing in accelerator.registered],
     }
-    about: dict[str, Any] = {
-        "run_id": accelerator.run_id,
-        "save_counter": next_counter(path.absolute().parent, accelerator.run_id),
-        "step": accelerator.updates,
-        "epoch": positions[0]["epoch"] if positions else 0,
-        "position": {key: value for key, value in positions[0].items() if key != "iterable"} if positions else {},
-        "seed": accelerator.seed,
-        "order_version": ORDER_VERSION,
-        "key_version": KEY_VERSION,
-        "world_size": accelerator.strategy.world_size,
-        "strategy": accelerator.strategy.name,
-        "precision": accelerator.strategy.precision.name,
-        "contents": {"model": save, "optimizer": True, "resumable": True},
-        "metrics": {},
-        "saved_by": None,
-        "aliases": taken.aliases,
-        "irregular": taken.irregular,
-    }
-    return Draft(Content(taken.tensors, state, about, taken.attachments))
+    described = about(
+        accelerator.strategy,
+        taken,
+        seed=accelerator.seed,
+        run_id=accelerator.run_id,
+        save_counter=next_counter(path.absolute().parent, accelerator.run_id),
+        step=accelerator.updates,
+        epoch=positions[0]["epoch"] if positions else 0,
+        position=positions[0] if positions else {},
+        save=save,
+    )
+    return Draft(Content(taken.tensors, state, described, taken.attachments))
 
 
 def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection[str] | None, strict: bool = True) -> None:
@@ -155,10 +146,7 @@ def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection
         CheckpointError: missing, damaged, or does not fit.
         UnknownNameError: ``restore`` names an unknown part.
     """
-    wanted = set(PARTS) if given is None else {given} if isinstance(given, str) else set(given)
-    for part in wanted:
-        if part not in PARTS:
-            raise UnknownNameError(f"restore: unknown part {part!r}; known: {', '.join(PARTS)}.{nearest(part, PARTS)}")
+    wanted = check_names(given, PARTS)
     loaded = open_checkpoint(path).read()
     manifest, state = loaded.manifest, loaded.state
     if "optimizer" in wanted and not manifest.contents.get("resumable", False):

@@ -17,17 +17,15 @@ from trainkit.checkpoint.folder import check_writable, free_name, next_counter, 
 from trainkit.checkpoint.lock import FolderLock
 from trainkit.checkpoint.saver import Saver
 from trainkit.console import notice, warn
-from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CheckpointWriteError, UnsavableError
-from trainkit.rng import KEY_VERSION
 from trainkit.state.model import frozen_fingerprint, has_adapters
-from trainkit.state.parts import SaveMode, capture
+from trainkit.state.parts import SaveMode, about, capture, shown
 from trainkit.state.run import Phase, capture_run, consumed, parts_of
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
 
-__all__ = ["Checkpointing", "contents_of"]
+__all__ = ["Checkpointing"]
 
 _FAILURES = 3  # in a row, which end the run
 
@@ -163,25 +161,29 @@ class Checkpointing:
         prints = {0: self._frozen()} if save == "trainable" else {}
         taken = capture(parts_of(trainer), save=save or "all", weights_only=weights_only, fingerprints=prints)
         state = {**taken.state, **capture_run(trainer, weights_only)}
-        model = taken.tensors["model"]
-        seen: dict[str, Any] = {
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-            "state_dict": model,
-            "callbacks": state.get("callbacks", {}),
-            "hyper_parameters": state["hyper_parameters"],
-        }
+        seen = shown(trainer.current_epoch, trainer.global_step, taken.tensors["model"], state)
         trainer.hooks.run("on_save_checkpoint", seen)
         taken.tensors["model"] = seen.pop("state_dict")
-        for name in ("epoch", "global_step"):
-            seen.pop(name, None)
         for name in ("callbacks", "hyper_parameters"):
+            kept = seen.pop(name, {})
             if name in state:
-                state[name] = seen.pop(name, {})
-        state["user"] = {name: value for name, value in seen.items() if name not in ("callbacks", "hyper_parameters")}
-        about = self._about(saved_by, metrics or {}, weights_only, save or "all")
-        about |= {"aliases": taken.aliases, "irregular": taken.irregular}
-        return Content(taken.tensors, state, about, taken.attachments)
+                state[name] = kept
+        state["user"] = {name: value for name, value in seen.items() if name not in ("epoch", "global_step")}
+        described = about(
+            trainer.strategy,
+            taken,
+            seed=trainer.seed,
+            run_id=self.run_id,
+            save_counter=self._counter + 1,
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            position=self._place(),
+            save=save or "all",
+            weights_only=weights_only,
+            metrics=metrics,
+            saved_by=saved_by,
+        )
+        return Content(taken.tensors, state, described, taken.attachments)
 
     def _frozen(self) -> str:
         """The fingerprint of the parameters that are not trained; taken once, as long as they are the same ones."""
@@ -191,27 +193,13 @@ class Checkpointing:
             self._fingerprint = frozen, frozen_fingerprint(module)
         return self._fingerprint[1]
 
-    def _about(self, saved_by: str | None, metrics: Mapping[str, float], weights_only: bool, save: str) -> dict[str, Any]:
+    def _place(self) -> dict[str, Any]:
+        """Where in the data the run is, for the manifest."""
         trainer = self._trainer
         plan = getattr(trainer, "fit_plan", None)
-        position = {} if plan is None else dict(plan.loader.position(trainer.current_epoch, consumed(trainer)))
-        position.pop("iterable", None)  # may be large, and is in the state
-        return {
-            "run_id": self.run_id,
-            "save_counter": self._counter + 1,
-            "step": trainer.global_step,
-            "epoch": trainer.current_epoch,
-            "position": {**position, "phase": trainer.phase.value},
-            "seed": trainer.seed,
-            "order_version": ORDER_VERSION,
-            "key_version": KEY_VERSION,
-            "world_size": trainer.world_size,
-            "strategy": trainer.strategy.name,
-            "precision": trainer.precision.name,
-            "contents": contents_of(save, weights_only),
-            "metrics": {name: float(value) for name, value in metrics.items()},
-            "saved_by": saved_by,
-        }
+        if plan is None:
+            return {}
+        return {**plan.loader.position(trainer.current_epoch, consumed(trainer)), "phase": trainer.phase.value}
 
     def save(
         self,
@@ -358,8 +346,3 @@ class Checkpointing:
             for lock in self._locks.values():
                 lock.release()
             self._locks = {}
-
-
-def contents_of(save: str, weights_only: bool) -> dict[str, Any]:
-    """What the manifest says of what is in a checkpoint."""
-    return {"model": save, "optimizer": not weights_only, "resumable": not weights_only}

@@ -15,7 +15,7 @@ from trainkit.console import notice
 from trainkit.errors import CheckpointError, UnknownNameError, nearest
 from trainkit.hparams import HyperParameters
 from trainkit.precision import Precision
-from trainkit.state.parts import Parts, model_stems, restore
+from trainkit.state.parts import Parts, model_stems, restore, shown
 
 __all__ = ["build_from_checkpoint"]
 
@@ -49,13 +49,7 @@ def build_from_checkpoint(
     if configure is not None:
         configure()
         module.__dict__["_built"] = True  # the Trainer that runs it must not build it again
-    seen: dict[str, Any] = {
-        "epoch": loaded.manifest.epoch,
-        "global_step": loaded.manifest.step,
-        "state_dict": dict(loaded.tensors["model"]),
-        "hyper_parameters": state["hyper_parameters"],
-        **state.get("user", {}),
-    }
+    seen = shown(loaded.manifest.epoch, loaded.manifest.step, dict(loaded.tensors["model"]), state)
     hook: Any = getattr(module, "on_load_checkpoint", None)
     if hook is not None:
         hook(seen)

@@ -23,7 +23,7 @@ from trainkit.errors import (
 )
 from trainkit.registry import load_callback
 from trainkit.rng import KEY_VERSION
-from trainkit.state.parts import Parts, model_stems, restore
+from trainkit.state.parts import Parts, check_names, model_stems, restore, shown
 from trainkit.state.run import parts_of, restore_loop, restore_run
 
 if TYPE_CHECKING:
@@ -61,14 +61,7 @@ def check_restore(ckpt_path: Any, given: Collection[str] | None, overrides: Mapp
         raise ConfigurationError(
             f"overrides must be a dict of optimizer options, not {overrides!r}. For example: {{'lr': 1e-4}}"
         )
-    if given is None:
-        return set(PARTS)
-    if isinstance(given, str):
-        given = {given}
-    for part in given:
-        if part not in PARTS:
-            raise UnknownNameError(f"restore: unknown part {part!r}; known: {', '.join(PARTS)}.{nearest(str(part), PARTS)}")
-    return set(given)
+    return check_names(given, PARTS)
 
 
 def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str], folders: list[Path], *, whole: bool) -> Found | None:
@@ -274,15 +267,8 @@ def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]
 
 def _ask_hooks(trainer: Trainer, loaded: Loaded) -> dict[str, Any]:
     """Show the checkpoint to the hooks before it is loaded; they may change ``state_dict``."""
-    state = loaded.state
-    seen: dict[str, Any] = {
-        "epoch": loaded.manifest.epoch,
-        "global_step": loaded.manifest.step,
-        "state_dict": dict(loaded.tensors["model"]),
-        "callbacks": state.get("callbacks", {}),
-        "hyper_parameters": state.get("hyper_parameters", {}),
-        **state.get("user", {}),
-    }
+    manifest = loaded.manifest
+    seen = shown(manifest.epoch, manifest.step, dict(loaded.tensors["model"]), loaded.state)
     trainer.hooks.run("on_load_checkpoint", seen)
     return seen
 

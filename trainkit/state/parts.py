@@ -11,13 +11,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.console import notice
-from trainkit.errors import StateMismatchError
+from trainkit.data.order import ORDER_VERSION
+from trainkit.errors import StateMismatchError, UnknownNameError, nearest
 from trainkit.precision import Precision
+from trainkit.rng import KEY_VERSION
 from trainkit.state.model import ModelState, capture_model, parameter_names, plan_model
 from trainkit.state.optimizer import capture_optimizer, plan_optimizer
 from trainkit.state.scheduler import capture_scheduler, restore_scheduler
+from trainkit.strategy import Strategy
 
-__all__ = ["Captured", "Parts", "SaveMode", "capture", "configurations", "model_stem", "model_stems", "restore"]
+__all__ = [
+    "Captured",
+    "Parts",
+    "SaveMode",
+    "about",
+    "capture",
+    "check_names",
+    "configurations",
+    "model_stem",
+    "model_stems",
+    "restore",
+    "shown",
+]
 
 SaveMode = Literal["all", "trainable"]
 
@@ -49,6 +64,67 @@ class Captured:
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     irregular: list[str] = field(default_factory=list)
     attachments: dict[str, bytes] = field(default_factory=dict)
+
+
+def check_names(given: Collection[str] | None, known: Sequence[str]) -> set[str]:
+    """The parts to be restored: those that were named, or all.
+
+    Raises:
+        UnknownNameError: a part that nobody knows.
+    """
+    wanted = set(known) if given is None else {given} if isinstance(given, str) else set(given)
+    for part in wanted:
+        if part not in known:
+            raise UnknownNameError(f"restore: unknown part {part!r}; known: {', '.join(known)}.{nearest(str(part), known)}")
+    return wanted
+
+
+def shown(epoch: int, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint as ``on_save_checkpoint`` and ``on_load_checkpoint`` see it; they may change it."""
+    return {
+        "epoch": epoch,
+        "global_step": step,
+        "state_dict": model,
+        "callbacks": state.get("callbacks", {}),
+        "hyper_parameters": state.get("hyper_parameters", {}),
+        **state.get("user", {}),
+    }
+
+
+def about(
+    strategy: Strategy,
+    taken: Captured,
+    *,
+    seed: int,
+    run_id: str,
+    save_counter: int,
+    step: int,
+    epoch: int,
+    position: Mapping[str, Any],
+    save: SaveMode = "all",
+    weights_only: bool = False,
+    metrics: Mapping[str, float] | None = None,
+    saved_by: str | None = None,
+) -> dict[str, Any]:
+    """What the manifest says of a checkpoint; see :class:`trainkit.checkpoint.manifest.Manifest`."""
+    return {
+        "run_id": run_id,
+        "save_counter": save_counter,
+        "step": step,
+        "epoch": epoch,
+        "position": {name: value for name, value in position.items() if name != "iterable"},  # may be large; in the state
+        "seed": seed,
+        "order_version": ORDER_VERSION,
+        "key_version": KEY_VERSION,
+        "world_size": strategy.world_size,
+        "strategy": strategy.name,
+        "precision": strategy.precision.name,
+        "contents": {"model": save, "optimizer": not weights_only, "resumable": not weights_only},
+        "metrics": {name: float(value) for name, value in (metrics or {}).items()},
+        "saved_by": saved_by,
+        "aliases": taken.aliases,
+        "irregular": taken.irregular,
+    }
 
 
 def model_stem(number: int) -> str:
