@@ -259,3 +259,37 @@ def test_adapters_alone_are_saved() -> None:
     assert same(parameters_of(other), parameters_of(model))
     with pytest.raises(StateMismatchError, match="base"):
         loop(2)[0].load_state("there")
+
+
+def test_state_that_was_read_is_not_copied_again() -> None:
+    """The optimizer keeps what was read for it, where that lies as torch would lay it; two loads share nothing."""
+
+    def loop() -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+        accelerator = Accelerator()
+        prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        return accelerator, prepared, optimizer
+
+    def step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+        accelerator.backward(model(torch.ones(2, 64)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole = loop()
+    step(*whole)
+    whole[0].save_state("there")
+    first, second = loop(), loop()
+    for accelerator, _, optimizer in (first, second):
+        accelerator.load_state("there")
+        slots = [slot for slots in optimizer.state.values() for slot in (slots["exp_avg"], slots["exp_avg_sq"])]
+        assert all(slot.data_ptr() % 64 == 0 for slot in slots), "aligned as torch's own, so that kernels round alike"
+        large = [slot for slot in slots if slot.numel() >= 64]
+        ends = [slot.data_ptr() + slot.nbytes for slot in large]
+        assert sum(slot.data_ptr() in ends for slot in large) > 3, "one after the other, as in the file"
+    step(*first)
+    assert same(parameters_of(second[1]), parameters_of(whole[1]))
+    for loop_ in (whole, second):
+        step(*loop_)
+    assert same(parameters_of(first[1]), parameters_of(whole[1]))
+    assert same(parameters_of(second[1]), parameters_of(whole[1]))

@@ -158,7 +158,8 @@ def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection
         _same("registered", len(state.get("registered") or []), len(accelerator.registered), path)
     positions = positions if "loaders" in wanted else []
     starts = [loader.start_of(position) for loader, position in zip(accelerator.loaders, positions, strict=False)]
-    restore(_parts(accelerator), loaded.tensors, state, manifest.aliases, wanted=wanted, what=str(path), strict=strict)
+    parts = _parts(accelerator)
+    restore(parts, loaded.tensors, state, manifest.aliases, wanted=wanted, what=str(path), strict=strict, keep=True)
     if "loaders" in wanted:
         if positions and accelerator.seed != manifest.seed:
             warn(

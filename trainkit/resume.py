@@ -253,7 +253,7 @@ def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]
     seen = _ask_hooks(trainer, loaded)
     tensors = {**loaded.tensors, "model": seen["state_dict"]}
     parts = parts_of(trainer)
-    restore(parts, tensors, state, loaded.manifest.aliases, wanted=wanted, what=str(found.path))
+    restore(parts, tensors, state, loaded.manifest.aliases, wanted=wanted, what=str(found.path), keep=True)
     restore_run(trainer, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
     if overrides:
         _override(parts, overrides)

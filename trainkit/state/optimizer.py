@@ -23,6 +23,9 @@ from trainkit.state.fit import castable
 
 __all__ = ["OptimizerState", "capture_optimizer", "plan_optimizer", "restore_optimizer"]
 
+# Bytes, of what torch's allocators return. Kernels may round otherwise where it is less, so what is kept has to have it too.
+_ALIGNMENT = 64
+
 # How an optimizer computes, not what: the run that loads has its own answer, which its device may need.
 _EXECUTION = ("foreach", "fused", "capturable")
 
@@ -130,10 +133,13 @@ def plan_optimizer(
     described: Mapping[str, Any],
     parameter_dtypes: Mapping[str, torch.dtype],
     what: str,
+    *,
+    keep: bool = False,
 ) -> Callable[[], list[str]]:
     """The comparison of :func:`restore_optimizer`, with its arguments and errors; what is returned then loads.
 
-    With it everything can be compared before anything is changed.
+    With it everything can be compared before anything is changed. With ``keep`` the optimizer keeps those of the ``tensors``
+    that are as it would make them, which saves a copy of its state; nobody else may use them any more.
     """
     saved = Described.read(described, tensors, index, what)
     kind = type(_bare(optimizer)).__name__
@@ -150,7 +156,8 @@ def plan_optimizer(
             "Build the optimizer as it was when it was saved, or restore the rest without it: leave 'optimizer' out of "
             "restore={...}."
         )
-    return lambda: _load(_bare(optimizer), saved, lacking, by_name, parameter_dtypes, f"{what}: optimizer {index} ({kind})")
+    title = f"{what}: optimizer {index} ({kind})"
+    return lambda: _load(_bare(optimizer), saved, lacking, by_name, parameter_dtypes, title, keep)
 
 
 def _bare(optimizer: Optimizer) -> Optimizer:
@@ -247,6 +254,7 @@ def _load(
     parameters: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
     what: str,
+    keep: bool,
 ) -> list[str]:
     undo = _snapshot(optimizer)
     casts: dict[tuple[torch.dtype, torch.dtype], int] = {}
@@ -260,6 +268,9 @@ def _load(
             return tensor.to(dtype, copy=True)  # torch moves it, or does not, as its flags say
         if tensor.shape != parameter.shape:
             return tensor.to(parameter.device, dtype, copy=True)
+        fits = (tensor.dtype, tensor.device, tensor.stride()) == (dtype, parameter.device, parameter.stride())
+        if keep and fits and tensor.data_ptr() % _ALIGNMENT == 0:
+            return tensor
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)  # strides as torch makes them
 
     try:

@@ -196,6 +196,7 @@ def restore(
     wanted: Collection[str],
     what: str,
     strict: bool = True,
+    keep: bool = False,
 ) -> None:
     """Put back what :func:`capture` took.
 
@@ -207,6 +208,7 @@ def restore(
         wanted: of "model", "optimizer", "scheduler", "scaler".
         what: the checkpoint, for messages.
         strict: names that are missing or not expected in a model are errors.
+        keep: nobody else uses ``tensors`` any more, so that optimizers may keep theirs instead of copying them.
 
     Raises:
         StateMismatchError: something does not fit; the message lists all of it.
@@ -233,7 +235,7 @@ def restore(
         }
         for index, (optimizer, described) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
             slots = tensors.get("optimizer", {})
-            loads.append(plan_optimizer(optimizer, index, names, slots, described, dtypes, what))
+            loads.append(plan_optimizer(optimizer, index, names, slots, described, dtypes, what, keep=keep))
     if "scheduler" in wanted:
         _same_number("schedulers", parts.schedulers, state["schedulers"], what)
     said = [text for load in loads for text in load()]
