@@ -49,9 +49,18 @@ def is_checkpoint(path: Path) -> bool:
 
 def has_our_files(folder: Path) -> bool:
     """Whether a folder holds a file named like one of a checkpoint's, whatever its own name is."""
+    for _ in range(10):
+        before = _identity(folder)
+        if _lists_our_files(folder):
+            return True
+        if _identity(folder) == before:  # else what was listed is the old one, which was replaced and is being removed
+            return False
+    return True
+
+
+def _lists_our_files(folder: Path) -> bool:
     try:
-        with os.scandir(folder) as entries:
-            return any(_RESERVED.fullmatch(entry.name) for entry in entries)
+        return any(map(_RESERVED.fullmatch, os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return False
     except OSError as error:  # a disk that fails must not make a run start anew as if nothing had been saved
