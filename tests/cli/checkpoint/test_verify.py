@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from trainkit.cli.checkpoint.text import on_one_line
 from trainkit.cli.main import main
 
 
@@ -55,3 +57,10 @@ def test_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
     assert "which is not there" in capsys.readouterr().err
     assert main(["checkpoint", "verify"]) == 2
+
+
+def test_a_message_names_files_without_their_folder() -> None:
+    """However the folder was given: the message has the whole path."""
+    text = f"{os.path.abspath('runs/step-1')}/state.json: missing\n{os.path.abspath('runs/step-1')}/model.safetensors: missing"
+    for path in ("runs/step-1", os.path.abspath("runs/step-1"), Path("runs/step-1")):
+        assert on_one_line(text, path) == "state.json: missing; model.safetensors: missing"

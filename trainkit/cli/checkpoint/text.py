@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -80,7 +81,9 @@ def count_text(number: int, thing: str) -> str:
 
 def on_one_line(text: str, path: object) -> str:
     """A message in one line, without the path of the checkpoint before the names of its files."""
-    return "; ".join(line.replace(f"{path}/", "").replace(f"{path}\\", "") for line in text.splitlines())
+    for folder in (os.path.abspath(str(path)), str(path)):  # the longer one first: the other may be its end
+        text = text.replace(f"{folder}/", "").replace(f"{folder}\\", "")
+    return "; ".join(text.splitlines())
 
 
 def holds(manifest: Manifest) -> str:
