@@ -34,6 +34,12 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+def _set_default_device(value: torch.device) -> None:
+    # To set the CPU, even though it is the default, leaves a mode behind that every later call of torch goes through, and in
+    # which modules take other paths: a transformer's evaluation then differs in the last bit.
+    torch.set_default_device(None if value == torch.device("cpu") else value)
+
+
 def _set_environment(value: dict[str, str]) -> None:
     for name in set(os.environ) - set(value) - NOT_OURS:
         del os.environ[name]
@@ -49,7 +55,8 @@ def _set_signals(value: dict[int, Any]) -> None:
 # Name → how it is read and how it is put back.
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch.get_default_device()": (torch.get_default_device, torch.set_default_device),
+    "torch.get_default_device()": (torch.get_default_device, _set_default_device),
+    "torch function modes": (torch._C._len_torch_function_stack, lambda value: torch.set_default_device(None)),
     "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
     "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.is_anomaly_enabled()": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),

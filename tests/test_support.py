@@ -34,6 +34,7 @@ def _set_handler() -> None:
     [
         (lambda: torch.set_default_dtype(torch.float64), "torch.get_default_dtype()"),
         (lambda: torch.set_default_device("meta"), "torch.get_default_device()"),
+        (lambda: torch.set_default_device("cpu"), "torch function modes"),
         (lambda: torch.set_num_threads(2), "torch.get_num_threads()"),
         (lambda: torch.set_grad_enabled(False), "torch.is_grad_enabled()"),
         (lambda: torch.set_float32_matmul_precision("high"), "torch.get_float32_matmul_precision()"),

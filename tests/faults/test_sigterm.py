@@ -305,10 +305,5 @@ def test_a_fit_in_another_thread() -> None:
 
     expected = plain()
     with Child(work) as child:
-        answer = child.answer
-    assert (answer["state"], answer["step"]) == (expected["state"], expected["step"])
-    # A validation's loss has once been seen to differ in its last bit in a thread, with equal parameters, and could not be
-    # made to do so again. What is trained is compared to the bit above.
-    values = ({name: float.fromhex(value) for name, value in each["metrics"].items()} for each in (answer, expected))
-    assert next(values) == pytest.approx(next(values), rel=1e-6)
+        assert child.answer == expected
     assert told() == [True]
