@@ -10,9 +10,19 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.state.fit import same_bits
-from trainkit.state.model import ModelState, capture_model
+from trainkit.state.model import ModelState, capture_model, plan_model
+from trainkit.state.optimizer import plan_optimizer
 
-__all__ = ["Extra", "differences", "frozen_copy", "stored", "through_json", "unchanged"]
+__all__ = [
+    "Extra",
+    "differences",
+    "frozen_copy",
+    "restore_model",
+    "restore_optimizer",
+    "stored",
+    "through_json",
+    "unchanged",
+]
 
 
 def through_json(value: Any) -> Any:
@@ -94,3 +104,13 @@ class unchanged:  # noqa: N801
             groups = [{**group, "params": [id(p) for p in group["params"]]} for group in thing.param_groups]
             return frozen_copy({"state": state, "groups": groups})
         return frozen_copy({key: value for key, value in vars(thing).items() if not callable(value)})
+
+
+def restore_model(*given: Any, **options: Any) -> list[str]:
+    """Compare and load a model's state; what it says."""
+    return plan_model(*given, **options)()
+
+
+def restore_optimizer(*given: Any, **options: Any) -> list[str]:
+    """Compare and load an optimizer's state; what it says."""
+    return plan_optimizer(*given, **options)()

@@ -142,8 +142,12 @@ def test_two_models_and_two_optimizers() -> None:
 def test_parts() -> None:
     Loop().run(1).accelerator.save_state("there")
     loop = Loop()
+    run_id = loop.accelerator.run_id
     loop.accelerator.load_state("there", restore={"model"})
-    assert loop.loader.epoch == 0
+    assert (loop.loader.epoch, loop.accelerator.updates, loop.accelerator.run_id) == (0, 0, run_id), "a loop of its own"
+    other = Loop()
+    other.accelerator.load_state("there", restore={"model", "optimizer"})
+    assert (other.loader.epoch, other.accelerator.updates) == (0, 6), "updates are counted on with the optimizer's state"
     assert not loop.optimizer.state
     with pytest.raises(UnknownNameError, match="unknown part 'models'.*Did you mean 'model'"):
         loop.accelerator.load_state("there", restore={"models"})

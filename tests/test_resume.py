@@ -61,6 +61,8 @@ def test_a_path_that_is_not_there_names_what_is_near() -> None:
         saving().fit(Adam(), tiny_loader(), ckpt_path="runs/checkpoints/step-0000004")
     with pytest.raises(CheckpointNotFoundError, match="Did you mean 'last'"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="lastt")
+    with pytest.raises(ConfigurationError, match="ckpt_path is an empty string"):
+        saving().fit(Adam(), tiny_loader(), ckpt_path="")
     with pytest.raises(ConfigurationError, match="ckpt_path must be a path"):
         saving().fit(Adam(), tiny_loader(), ckpt_path=3)
 
@@ -276,6 +278,9 @@ def test_a_new_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
     assert trainer.optimizers[0].param_groups[0]["eps"] == 1e-5
     said = caplog.text
     assert "lr is 0.01 from here on" in said
+    for wrong in ("big", -1.0, True, float("nan")):
+        with pytest.raises(ConfigurationError, match="overrides: lr must be a number ≥ 0"):
+            saving(max_epochs=3).fit(Adam(), tiny_loader(), ckpt_path="auto", overrides={"lr": wrong})
     with pytest.raises(UnknownNameError, match="no optimizer has the option 'learning_rate'"):
         saving(max_epochs=3).fit(Adam(), tiny_loader(), ckpt_path="auto", overrides={"learning_rate": 1.0})
 

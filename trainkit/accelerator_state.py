@@ -168,8 +168,11 @@ def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection
             )
         for loader, position, start in zip(accelerator.loaders, positions, starts, strict=True):
             loader.go_on(position, start)
-        accelerator.updates, accelerator.window.counted = manifest.step, int(state.get("window", 0))
-        accelerator.run_id = manifest.run_id
+        accelerator.window.counted = int(state.get("window", 0))
+    if "optimizer" in wanted:
+        accelerator.updates = manifest.step
+    if wanted == set(PARTS):
+        accelerator.run_id = manifest.run_id  # it is the same run
     if "registered" in wanted:
         for thing, own in zip(accelerator.registered, state.get("registered") or [], strict=True):
             thing.load_state_dict(own)

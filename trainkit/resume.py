@@ -55,6 +55,8 @@ def check_restore(ckpt_path: Any, given: Collection[str] | None, overrides: Mapp
     """
     if ckpt_path is not None and not isinstance(ckpt_path, str | os.PathLike):
         raise ConfigurationError(f"ckpt_path must be a path, 'auto', 'last' or 'best', not {ckpt_path!r}.")
+    if ckpt_path == "":
+        raise ConfigurationError("ckpt_path is an empty string. For a fresh start: ckpt_path=None; for the newest one: 'auto'.")
     if ckpt_path is None and (given is not None or overrides):
         raise ConfigurationError("restore= and overrides= need a checkpoint: fit(module, loader, ckpt_path='auto', ...).")
     if overrides is not None and not isinstance(overrides, Mapping):
@@ -293,6 +295,8 @@ def _override(parts: Parts, overrides: Mapping[str, Any]) -> None:
             raise UnknownNameError(
                 f"overrides: no optimizer has the option {name!r}; known: {', '.join(known)}.{nearest(name, known)}"
             )
+        if name == "lr" and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+            raise ConfigurationError(f"overrides: lr must be a number ≥ 0, not {value!r}. Write: overrides={{'lr': 1e-4}}")
         for optimizer in parts.optimizers:
             if name == "lr":
                 _override_rates(optimizer, parts.schedulers, value)

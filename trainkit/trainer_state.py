@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from trainkit.profiler import Profiler
     from trainkit.resume import Found
     from trainkit.strategy import Strategy
+    from trainkit.trainer import Trainer
 
 __all__ = ["TrainerState"]
 
@@ -141,7 +142,7 @@ class TrainerState(Cadence):
         if not hasattr(self, "checkpointing"):
             from trainkit.checkpointing import Checkpointing
 
-            self.checkpointing = Checkpointing(self)  # type: ignore[arg-type]
+            self.checkpointing = Checkpointing(cast("Trainer", self))
         return self.checkpointing
 
     def begin_validation(self, plan: EvaluationPlan, at_end: bool) -> None:
@@ -149,7 +150,7 @@ class TrainerState(Cadence):
         self.validating = True
         plan.began = plan.count
         self.metric_updates = count_updates(self.lightning_module)
-        self.states_of_loggers = logger_states(self)  # type: ignore[arg-type]
+        self.states_of_loggers = logger_states(cast("Trainer", self))
         if not at_end:
             self.phase = Phase.VALIDATING
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from saved_state import differences, stored, through_json, unchanged
+from saved_state import differences, restore_model, restore_optimizer, stored, through_json, unchanged
 from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError, UnsavableError
-from trainkit.state.model import capture_model, frozen_fingerprint, has_adapters, parameter_names, restore_model
-from trainkit.state.optimizer import capture_optimizer, restore_optimizer
+from trainkit.state.model import capture_model, frozen_fingerprint, has_adapters, parameter_names
+from trainkit.state.optimizer import capture_optimizer
 
 WHAT = "the checkpoint step-4"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved_state import differences, frozen_copy, through_json, unchanged
+from saved_state import differences, frozen_copy, restore_optimizer, through_json, unchanged
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -15,7 +15,7 @@ from trainkit import Accelerator, Strategy
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnsavableError
 from trainkit.state.described import copied
 from trainkit.state.model import parameter_names
-from trainkit.state.optimizer import OptimizerState, capture_optimizer, restore_optimizer
+from trainkit.state.optimizer import OptimizerState, capture_optimizer
 
 WHAT = "the checkpoint step-4"
 

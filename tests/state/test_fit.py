@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from saved_state import Extra, differences, frozen_copy, stored, unchanged
+from saved_state import Extra, differences, frozen_copy, restore_model, stored, unchanged
 from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError
-from trainkit.state.model import restore_model
 
 WHAT = "the checkpoint step-4"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from saved_state import Extra, differences, frozen_copy, stored, unchanged
+from saved_state import Extra, differences, frozen_copy, restore_model, stored, unchanged
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
-from trainkit.state.model import ModelState, capture_model, frozen_fingerprint, plan_model, restore_model
+from trainkit.state.model import ModelState, capture_model, frozen_fingerprint, plan_model
 
 WHAT = "the checkpoint step-4"
 

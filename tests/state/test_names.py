@@ -6,13 +6,13 @@ import sys
 
 import pytest
 import torch
-from saved_state import differences
+from saved_state import differences, restore_model
 from support import run_python
 from torch import nn
 from torch.nn.parallel import DataParallel
 
 from trainkit.errors import UnsavableError
-from trainkit.state.model import capture_model, clean_names, parameter_names, restore_model
+from trainkit.state.model import capture_model, clean_names, parameter_names
 
 
 def compiled(module: nn.Module) -> nn.Module:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from saved_state import differences, frozen_copy, through_json, unchanged
+from saved_state import differences, frozen_copy, restore_model, restore_optimizer, through_json, unchanged
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.errors import StateMismatchError, UnsavableError
-from trainkit.state.model import capture_model, parameter_names, restore_model
-from trainkit.state.optimizer import capture_optimizer, plan_optimizer, restore_optimizer
+from trainkit.state.model import capture_model, parameter_names
+from trainkit.state.optimizer import capture_optimizer, plan_optimizer
 
 WHAT = "the checkpoint step-4"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved_state import through_json, unchanged
+from saved_state import restore_optimizer, through_json, unchanged
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import (
@@ -34,7 +34,7 @@ from torch.optim.swa_utils import SWALR
 from trainkit import Accelerator, Strategy
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
 from trainkit.state.model import parameter_names
-from trainkit.state.optimizer import capture_optimizer, restore_optimizer
+from trainkit.state.optimizer import capture_optimizer
 from trainkit.state.scheduler import capture_scheduler, restore_scheduler
 
 

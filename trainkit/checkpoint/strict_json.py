@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from json import JSONDecodeError, JSONDecoder
 from typing import Any, NoReturn
@@ -126,8 +127,8 @@ def strict_json(data: bytes | memoryview, what: str, hook: Callable[[dict[str, A
     def pairs(found: list[tuple[str, Any]]) -> Any:
         value = dict(found)
         if len(value) != len(found):
-            seen: set[str] = set()
-            refuse(f"the key {next(k for k, _ in found if k in seen or seen.add(k))!r:.200} is there twice")  # type: ignore[func-returns-value]
+            twice = next(key for key, times in Counter(key for key, _ in found).items() if times > 1)
+            refuse(f"the key {twice!r:.200} is there twice")
         return value if hook is None else hook(value)
 
     def decimal(text: str) -> float:

@@ -26,7 +26,6 @@ __all__ = [
     "has_adapters",
     "parameter_names",
     "plan_model",
-    "restore_model",
 ]
 
 _EXTRA = "_extra_state"
@@ -97,11 +96,12 @@ def capture_model(module: nn.Module, save: Literal["all", "trainable"] = "all", 
     return state
 
 
-def restore_model(module: nn.Module, state: ModelState, *, strict: bool = True, what: str) -> list[str]:
-    """Put a captured state into a module, in place.
+def plan_model(module: nn.Module, state: ModelState, *, strict: bool = True, what: str) -> Callable[[], list[str]]:
+    """Compare a captured state with a module; what is returned then loads it, in place.
 
-    Everything is compared first. Values are cast to the module's dtypes; a tensor that is tied here and was not, or the other
-    way round, is loaded if every name gets its value. ``requires_grad`` is set as it was.
+    So everything that a checkpoint holds can be compared before anything is changed. Values are cast to the module's dtypes; a
+    tensor that is tied here and was not, or the other way round, is loaded if every name gets its value. ``requires_grad`` is
+    set as it was.
 
     Args:
         module: of the same structure; compiled or wrapped as it is. Lazy parameters get their shapes.
@@ -110,19 +110,11 @@ def restore_model(module: nn.Module, state: ModelState, *, strict: bool = True, 
         what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
 
     Returns:
-        What the user should know, one sentence each.
+        What loads; it returns what the user should know, one sentence each.
 
     Raises:
         StateMismatchError: it does not fit; the message lists everything that does not, and nothing was changed.
         CorruptCheckpointError: the state contradicts itself.
-    """
-    return plan_model(module, state, strict=strict, what=what)()
-
-
-def plan_model(module: nn.Module, state: ModelState, *, strict: bool = True, what: str) -> Callable[[], list[str]]:
-    """The comparison of :func:`restore_model`, with its arguments and errors; what is returned then loads.
-
-    With it everything can be compared before anything is changed.
     """
     _check_sound(state, what)
     raw = module.state_dict()

@@ -21,7 +21,7 @@ from trainkit.optimizer import PreparedOptimizer
 from trainkit.state.described import Described, StoredSlots, copied
 from trainkit.state.fit import castable
 
-__all__ = ["OptimizerState", "capture_optimizer", "plan_optimizer", "restore_optimizer"]
+__all__ = ["OptimizerState", "capture_optimizer", "plan_optimizer"]
 
 # Bytes, of what torch's allocators return. Kernels may round otherwise where it is less, so what is kept has to have it too.
 _ALIGNMENT = 64
@@ -90,41 +90,6 @@ def capture_optimizer(optimizer: Optimizer, index: int, names: Mapping[int, str]
     return result
 
 
-def restore_optimizer(
-    optimizer: Optimizer,
-    index: int,
-    names: Mapping[int, str],
-    tensors: Mapping[str, Tensor],
-    described: Mapping[str, Any],
-    parameter_dtypes: Mapping[str, torch.dtype],
-    what: str,
-) -> list[str]:
-    """Put a captured state into an optimizer, through its ``load_state_dict``.
-
-    A slot that had the dtype of its parameter takes the dtype that the parameter has now; any other, every single number and
-    every ``step`` keep their own. Tensors go to the parameter's device, ``step`` to where torch keeps it. The groups' options
-    are the saved ones, but ``foreach``, ``fused`` and ``capturable`` stay as they are here. A saved group that is lacking
-    here is added if its parameters are the modules' and in no other group.
-
-    Args:
-        optimizer: made as the saved one was.
-        index: its number in the run.
-        names: :func:`trainkit.state.model.parameter_names` of the run's modules.
-        tensors: those of all optimizers; they are copied.
-        described: what :attr:`OptimizerState.described` was.
-        parameter_dtypes: name → dtype that the checkpoint holds the parameter in.
-        what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
-
-    Returns:
-        What the user should know, one sentence each.
-
-    Raises:
-        StateMismatchError: another class, other groups or shapes; the message lists everything, and nothing was changed.
-        CorruptCheckpointError: the description is malformed or contradicts the tensors.
-    """
-    return plan_optimizer(optimizer, index, names, tensors, described, parameter_dtypes, what)()
-
-
 def plan_optimizer(
     optimizer: Optimizer,
     index: int,
@@ -136,10 +101,32 @@ def plan_optimizer(
     *,
     keep: bool = False,
 ) -> Callable[[], list[str]]:
-    """The comparison of :func:`restore_optimizer`, with its arguments and errors; what is returned then loads.
+    """Compare a captured state with an optimizer; what is returned then loads it, through ``load_state_dict``.
 
-    With it everything can be compared before anything is changed. With ``keep`` the optimizer keeps those of the ``tensors``
-    that are as it would make them, which saves a copy of its state; nobody else may use them any more.
+    So everything that a checkpoint holds can be compared before anything is changed.
+
+    A slot that had the dtype of its parameter takes the dtype that the parameter has now; any other, every single number and
+    every ``step`` keep their own. Tensors go to the parameter's device, ``step`` to where torch keeps it. The groups' options
+    are the saved ones, but ``foreach``, ``fused`` and ``capturable`` stay as they are here. A saved group that is lacking
+    here is added if its parameters are the modules' and in no other group.
+
+    Args:
+        optimizer: made as the saved one was.
+        index: its number in the run.
+        names: :func:`trainkit.state.model.parameter_names` of the run's modules.
+        tensors: those of all optimizers; they are copied, unless ``keep``.
+        described: what :attr:`OptimizerState.described` was.
+        parameter_dtypes: name → dtype that the checkpoint holds the parameter in.
+        what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
+        keep: the optimizer keeps those of the ``tensors`` that are as it would make them, which saves a copy of its state;
+            nobody else may use them any more.
+
+    Returns:
+        What loads; it returns what the user should know, one sentence each.
+
+    Raises:
+        StateMismatchError: another class, other groups or shapes; the message lists everything, and nothing was changed.
+        CorruptCheckpointError: the description is malformed or contradicts the tensors.
     """
     saved = Described.read(described, tensors, index, what)
     kind = type(_bare(optimizer)).__name__
