@@ -6,14 +6,15 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from trainkit.console import notice, warn
 from trainkit.errors import Preempted
 
-__all__ = ["Signals", "outlast_the_step", "requeue"]
+__all__ = ["Signals", "held_back", "outlast_the_step", "requeue"]
 
 _HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 _GRACE = 0.05  # seconds in which the signal that ended a worker reaches this process too
@@ -140,6 +141,24 @@ def outlast_the_step() -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "SIGALRM"):
         signal.signal(signal.SIGTERM, _end_later)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)  # what :func:`held_back` has held back
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Within it these signals wait. Workers that are started in it inherit that, until they have handlers of their own.
+
+    Else a signal to the whole process group would end a worker that has only just been forked.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_later(number: int, frame: FrameType | None) -> None:

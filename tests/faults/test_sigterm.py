@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from faulting import At, Child, Watched, checkpoints, left_over, rows, send, tell, told
 from resuming import Run, read_trace
+from support import run_python
 
 from trainkit import Callback
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
@@ -307,3 +308,27 @@ def test_a_fit_in_another_thread() -> None:
     with Child(work) as child:
         assert child.answer == expected
     assert told() == [True]
+
+
+STARTING = """
+import os, signal, torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainkit import Accelerator
+
+ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+
+def held() -> int:
+    return len(ENDINGS & signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+os.register_at_fork(after_in_child=lambda: os.write(1, b"forked %d " % held()))
+data = TensorDataset(torch.arange(4))
+loader = Accelerator().prepare(DataLoader(data, num_workers=1, worker_init_fn=lambda _: os.write(1, b"working %d " % held())))
+batches = list(loader)
+os.write(1, b"main %d %d" % (held(), len(batches)))
+"""
+
+
+def test_a_worker_that_has_only_just_been_started_does_not_end() -> None:
+    """Signals wait until it has its handlers; afterwards nothing is held back, there or in the main process."""
+    done = run_python(STARTING)
+    assert done.stdout == "forked 3 working 0 main 0 4", done.stderr

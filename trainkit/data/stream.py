@@ -19,6 +19,7 @@ from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserW
 from trainkit.data.trail import Trail
 from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.rng import KeyStream, Purpose, mix, seed_generators
+from trainkit.signals import held_back
 
 __all__ = ["IterableStream", "LoaderStream", "Stream", "open_stream"]
 
@@ -130,7 +131,8 @@ class LoaderStream:
             self._slots.epoch = epoch
             self._slots.start = start if self._trail is not None and self._trail.resumes(start) else 0
         skipped = start if self._trail is None else self._trail.begin(start)
-        iterator = self._running = iter(loader)
+        with held_back():  # workers may be started
+            iterator = self._running = iter(loader)
         try:
             yield from self._from_start(iterator, epoch, start, skipped, limit)
         finally:
