@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from trainkit.console import notice, warn
+from trainkit.console import notice, speaks, warn
 from trainkit.errors import Preempted
 
 __all__ = ["Signals", "held_back", "outlast_the_step", "requeue"]
@@ -19,19 +20,22 @@ __all__ = ["Signals", "held_back", "outlast_the_step", "requeue"]
 _HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 _GRACE = 0.05  # seconds in which the signal that ended a worker reaches this process too
 _OUTLAST = 30  # seconds that a worker goes on after SIGTERM
+_ONE = 1.0  # seconds within which a signal that comes again is the same one
 
 
 class Signals:
     """Within it signals are noted, not obeyed; the loop looks at :attr:`received` when a step is complete.
 
     Handlers can be set in the main thread only; elsewhere nothing is changed. Those that were there before are called too
-    and are put back at the end. A second signal ends the process at once.
+    and are put back at the end. A second signal ends the process at once. One that came to another process only is none in
+    this sense: what a batch system sends to all need not reach all at the same time. Nor is one that a launcher passes on to
+    a process that has got it already.
 
     Args:
         wake: called when a signal comes, to make the loop look.
 
     Attributes:
-        received: the number of the signal that came, if one did.
+        received: the number of the signal that came, if one did, be it to another process.
         working: the loop runs. Before that there is no step to be finished: a signal ends the fit where it is.
         twice: Ctrl-C came again: nothing more is saved.
     """
@@ -42,6 +46,7 @@ class Signals:
         self.twice = False
         self._wake = wake
         self._process = os.getpid()
+        self._first: tuple[int, float] | None = None  # that came to this very process, and when
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -91,18 +96,27 @@ class Signals:
         if os.getpid() != self._process:
             _as_before(number, frame, before)
             return
-        if self.received is not None:
-            self._end_now(number)
+        if self._first is not None:
+            if not self._passed_on(number):
+                self._end_now(number)
             return
-        self.received = number
-        self._wake()
-        if number == signal.SIGINT and self.working:
+        self._first = number, time.monotonic()
+        if self.received is None:
+            self.received = number
+            self._wake()
+        if number == signal.SIGINT and self.working and speaks():
             # not through logging or print: the signal may have come in the middle of one
             os.write(2, b"\ntrainkit: Ctrl-C: finishing the step and saving. Once more ends at once.\n")
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
         if not self.working:
             raise self.ending("before the first step")
+
+    def _passed_on(self, number: int) -> bool:
+        """Whether a signal that comes again is the one that came, from the launcher, which has got it too."""
+        assert self._first is not None
+        first, when = self._first
+        return number == first != signal.SIGINT and time.monotonic() < when + _ONE and "TORCHELASTIC_RUN_ID" in os.environ
 
     def _end_now(self, number: int) -> None:
         if number == signal.SIGINT:

@@ -1,0 +1,406 @@
+"""The agent, with real workers: exit codes, signals, restarts, and that nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from agents import Agent, alive, start_agent, wait_until
+from worlds import free_port
+
+from trainkit.errors import ConfigurationError
+from trainkit.launch import agent as agent_module
+from trainkit.launch.agent import Job, run_job
+from trainkit.launch.rendezvous import Meeting
+from trainkit.launch.workers import Workers
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+
+FOREVER = "ready()\ntime.sleep(1000)\n"
+WITH_CHILD = 'child = subprocess.Popen(["sleep", "1000"])\nready(child.pid)\n'
+SAVING = """
+def leave(number, frame):
+    say(f"rank {rank} saves after {signal.Signals(number).name}")
+    time.sleep(0.3)
+    sys.exit(143)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, leave)
+"""
+
+
+def gone(pids: list[list[int]]) -> bool:
+    return not any(alive(pid) for each in pids for pid in each)
+
+
+def test_workers_know_their_place(tmp_path: Path) -> None:
+    script = """
+import json
+names = [name for name in os.environ if name.startswith(("RANK", "WORLD", "LOCAL", "GROUP", "ROLE", "MASTER", "TORCHELASTIC"))]
+names += ["TRAINKIT_LAUNCHER", "TRAINKIT_MEMORY", "OMP_NUM_THREADS"]
+json.dump({name: os.environ[name] for name in names}, open(f"{folder}/env-{rank}", "w"))
+"""
+    agent = start_agent(script, tmp_path, 2, launcher="a test")
+    assert (agent.code(), agent.output) == (0, "")
+    first, second = (json.loads((tmp_path / f"env-{rank}").read_text()) for rank in range(2))
+    assert {**first, "RANK": "1", "LOCAL_RANK": "1", "ROLE_RANK": "1"} == second
+    expected = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TRAINKIT_LAUNCHER": "a test",
+    }
+    assert {name: first[name] for name in expected} == expected
+    assert int(first["OMP_NUM_THREADS"]) >= 1
+
+
+def test_the_code_is_that_of_the_first_that_failed(tmp_path: Path) -> None:
+    script = 'ready()\nif rank == "1":\n    sys.exit(7)\ntime.sleep(0.6)\nsys.exit(9)\n'
+    agent = start_agent(script, tmp_path)
+    assert (agent.code(), agent.output) == (7, "")
+
+
+def test_all_have_ended_ten_seconds_after_a_failure() -> None:
+    assert agent_module._PATIENCE + agent_module._SHUTDOWN < 9.5
+
+
+def test_the_others_are_ended_when_one_has_failed(tmp_path: Path) -> None:
+    """They get a while to say what they have to say, then SIGTERM, and SIGKILL if they do not hear."""
+    script = WITH_CHILD + (
+        'if rank == "1":\n    time.sleep(0.2)\n    raise SystemExit("the first traceback")\n'
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)\n"
+    )
+    agent = start_agent(script, tmp_path, limits={"_PATIENCE": 0.5, "_SHUTDOWN": 0.5})
+    pids = agent.ready()
+    assert agent.code() == 1
+    assert agent.output == "the first traceback\n"  # and nothing after it
+    wait_until(lambda: gone(pids), 1.0)
+
+
+def test_a_killed_worker_is_named(tmp_path: Path) -> None:
+    agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path, 3)
+    pids = agent.ready()
+    start = time.monotonic()
+    os.kill(pids[1][0], signal.SIGKILL)
+    assert agent.code() == 137
+    assert time.monotonic() - start < 10
+    assert agent.output == "trainkit: rank 1 was ended by SIGKILL (as the kernel does when memory runs out).\n"
+    wait_until(lambda: gone(pids), 1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_to_the_agent_goes_to_the_workers(tmp_path: Path, number: signal.Signals) -> None:
+    agent = start_agent(SAVING + WITH_CHILD + "time.sleep(1000)\n", tmp_path, max_restarts=3)
+    pids = agent.ready()
+    agent.signal(number)
+    assert agent.code() == 143
+    name = "SIGTERM" if number == signal.SIGHUP else number.name
+    assert sorted(agent.output.splitlines()) == [f"rank {rank} saves after {name}" for rank in range(2)]
+    wait_until(lambda: gone(pids), 1.0)
+    assert not list(tmp_path.glob("ready-1-*"))  # a preempted group is not restarted
+
+
+def test_one_worker_that_was_told_to_end_ends_all(tmp_path: Path) -> None:
+    """As trainkit's workers do: they agree, and all leave with 143."""
+    script = SAVING + "ready()\nwhile not os.path.exists(f'{folder}/agreed'):\n    time.sleep(0.01)\n"
+    script += "time.sleep(0.5 * int(rank))\nsys.exit(143)\n"
+    agent = start_agent(script, tmp_path, max_restarts=3)
+    agent.ready()
+    (tmp_path / "agreed").touch()
+    assert (agent.code(), agent.output) == (143, "")
+    assert not list(tmp_path.glob("ready-1-*"))
+
+
+def test_a_worker_that_does_not_end_in_time_is_killed(tmp_path: Path) -> None:
+    script = 'if rank == "1":\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n' + FOREVER
+    agent = start_agent(script, tmp_path, grace=0.5, limits={"_SHUTDOWN": 0.5})
+    pids = agent.ready()
+    agent.signal(signal.SIGTERM)
+    assert agent.code() == 143
+    assert agent.output == "trainkit: rank 1 had not ended 0 s after SIGTERM, and was killed.\n"
+    assert gone(pids)
+
+
+def test_sigterm_twice_within_a_moment_is_once(tmp_path: Path) -> None:
+    """A batch system tells all processes of the job."""
+    script = """
+count = 0
+def count_them(number, frame):
+    global count
+    count += 1
+signal.signal(signal.SIGTERM, count_them)
+ready()
+while not count:
+    time.sleep(0.01)
+time.sleep(0.5)
+say(count)
+sys.exit(143)
+"""
+    agent = start_agent(script, tmp_path, 1)
+    agent.ready()
+    agent.signal(signal.SIGTERM)
+    time.sleep(0.1)
+    agent.signal(signal.SIGTERM)
+    assert (agent.code(), agent.output) == (143, "1\n")
+
+
+INTERRUPTED = """
+import threading
+times = 0
+def interrupted(number, frame):
+    global times
+    times += 1
+    raise KeyboardInterrupt
+signal.signal(signal.SIGINT, interrupted)
+try:
+    ready()
+    time.sleep(1000)
+except KeyboardInterrupt:
+    threading.Event().wait(0.3)
+    say("interrupted", times)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """The terminal sends it to the agent's process group, in which the workers are not: they get it from the agent, once."""
+    agent = start_agent(INTERRUPTED, tmp_path, max_restarts=3)
+    agent.ready()
+    os.killpg(agent.process, signal.SIGINT)
+    assert agent.code() == 130
+    assert agent.output == "interrupted 1\n" * 2
+    assert not list(tmp_path.glob("ready-1-*"))
+
+
+class SlowToStart(Workers):
+    """The agent knows of its workers when they have been at work for a while."""
+
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+        super().__init__(command, environments)
+        wait_until(Path(environments[0]["FOLDER"], "signalled").exists)
+
+
+@pytest.mark.parametrize(
+    "number, script, code, output",
+    [
+        (signal.SIGINT, INTERRUPTED, 130, ["interrupted 1"] * 2),
+        (signal.SIGTERM, SAVING + FOREVER, 143, [f"rank {rank} saves after SIGTERM" for rank in range(2)]),
+    ],
+)
+def test_a_signal_while_the_workers_are_started(
+    tmp_path: Path, number: signal.Signals, script: str, code: int, output: list[str]
+) -> None:
+    agent = start_agent(script, tmp_path, limits={"Workers": SlowToStart})
+    agent.ready()
+    agent.signal(number)
+    (tmp_path / "signalled").touch()
+    assert agent.code() == code
+    assert sorted(agent.output.splitlines()) == output
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    script = "signal.signal(signal.SIGINT, lambda number, frame: None)\n" + FOREVER
+    agent = start_agent(script, tmp_path, limits={"_SHUTDOWN": 0.3})
+    pids = agent.ready()
+    agent.signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert all(alive(pid) for (pid,) in pids)
+    agent.signal(signal.SIGINT)
+    assert agent.code() == 130
+    assert gone(pids)
+
+
+def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
+    agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path)
+    pids = agent.ready()
+    agent.signal(signal.SIGKILL)
+    assert agent.killed() == "ended with -9"
+    wait_until(lambda: gone(pids), 3.0)
+
+
+def test_what_a_worker_has_started_lives_on_when_all_went_well(tmp_path: Path) -> None:
+    agent = start_agent(WITH_CHILD, tmp_path, 1)
+    ((_, child),) = agent.ready()
+    assert agent.code() == 0
+    assert alive(child)
+    os.kill(child, signal.SIGKILL)
+
+
+def test_ctrl_z_stops_the_workers_too(tmp_path: Path) -> None:
+    script = 'ready()\nwhile True:\n    open(f"{folder}/tick-{rank}", "a").write(".")\n    time.sleep(0.01)\n'
+    agent = start_agent(script, tmp_path)
+    agent.ready()
+    ticks = [tmp_path / f"tick-{rank}" for rank in range(2)]
+
+    def sizes() -> list[int]:
+        return [tick.stat().st_size for tick in ticks]
+
+    wait_until(lambda: all(tick.exists() for tick in ticks))
+    agent.signal(signal.SIGTSTP)
+    wait_until(lambda: Path(f"/proc/{agent.process}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    before = sizes()
+    time.sleep(0.2)
+    assert sizes() == before
+    agent.signal(signal.SIGCONT)
+    wait_until(lambda: min(new - old for new, old in zip(sizes(), before, strict=True)) > 0)
+    agent.signal(signal.SIGTERM)
+    assert agent.code() == 143
+
+
+# -------------------------------------------------------------------------------------------------------------- restarts
+
+FAILS_TWICE = """
+ready()
+while len([f for f in os.listdir(folder) if f.startswith(f"ready-{restart}")]) < 2:
+    time.sleep(0.01)
+if restart < 2 and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL) if restart == 0 else sys.exit(5)
+time.sleep(0.3)
+say(f"rank {rank} done after {restart}")
+sys.exit(1 if restart < 2 else 0)
+"""
+
+
+def test_restarts(tmp_path: Path) -> None:
+    agent = start_agent(FAILS_TWICE, tmp_path, max_restarts=2)
+    assert agent.code() == 0
+    lines = agent.output.splitlines()
+    assert [line for line in lines if line.startswith("trainkit")] == [
+        "trainkit: rank 1 was ended by SIGKILL (as the kernel does when memory runs out); all processes are started anew "
+        "(restart 1 of 2).",
+        "trainkit: rank 1 ended with exit code 5; all processes are started anew (restart 2 of 2).",
+    ]
+    assert sorted(lines[-2:]) == ["rank 0 done after 2", "rank 1 done after 2"]
+
+
+def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    agent = start_agent(FAILS_TWICE, tmp_path, max_restarts=1)
+    assert agent.code() == 5
+    assert agent.output.count("trainkit") == 1
+
+
+def test_each_start_has_a_new_store_and_one_memory(tmp_path: Path) -> None:
+    """Else workers would find the addresses that those of the last start have left at the store."""
+    script = """
+from torch.distributed import TCPStore
+from trainkit.launch.memory import Memory, restarts
+store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+memory = Memory.of(os.environ)
+say(restarts(os.environ), store.check(["key"]), memory.get("run"))
+store.set("key", "value")
+memory.set("run", f"abc{restart}")
+sys.exit(restart < 1)
+"""
+    agent = start_agent(script, tmp_path, 1, max_restarts=1)
+    assert agent.code() == 0
+    lines = [line for line in agent.output.splitlines() if not line.startswith("trainkit")]
+    assert lines == ["0 False None", "1 False abc0"]
+
+
+def test_the_port_that_was_asked_for(tmp_path: Path) -> None:
+    port = free_port()
+    agent = start_agent(
+        'say(os.environ["MASTER_PORT"])\nsys.exit(restart < 1)\n', tmp_path, 1, master_port=port, max_restarts=1
+    )
+    assert agent.code() == 0
+    assert [line for line in agent.output.splitlines() if line.isdigit()] == [str(port)] * 2
+
+
+def test_a_signal_between_two_starts_ends_the_agent(tmp_path: Path) -> None:
+    """SIGTERM that comes when the workers have failed: they are not started again."""
+    script = 'ready()\ntime.sleep(0.3)\nif rank == "0":\n    sys.exit(1)\ntime.sleep(1000)\n'
+    agent = start_agent(script, tmp_path, max_restarts=5)
+    agent.ready()
+    time.sleep(0.8)  # rank 0 has failed, rank 1 is waited for
+    agent.signal(signal.SIGTERM)
+    assert agent.code() == 1
+    assert not list(tmp_path.glob("ready-1-*"))
+
+
+# -------------------------------------------------------------------------------------------------------- several machines
+
+
+def start_both(script: str, folder: Path, **options: object) -> list[Agent]:
+    port = free_port()
+    shared = {"least": 2, "most": 2, "master_addr": "127.0.0.1", "master_port": port, "join_timeout": 20.0, **options}
+    return [start_agent(script, folder, 1, number, node_rank=1 - number, **shared) for number in (0, 1)]
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    script = """
+say(rank, os.environ["WORLD_SIZE"], os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"])
+open(f"{folder}/meet-{rank}", "w").write(os.environ["MASTER_PORT"])
+time.sleep(0.5 * int(rank))
+"""
+    second, first = start_both(script, tmp_path)
+    assert (first.code(), second.code()) == (0, 0)
+    assert (tmp_path / "output").read_text() == "1 2 1 0\n"  # node rank 1, which was started first
+    assert (tmp_path / "output1").read_text() == "0 2 0 0\n"
+    assert (tmp_path / "meet-0").read_text() == (tmp_path / "meet-1").read_text()
+
+
+def test_a_failure_on_one_of_two_machines_restarts_both(tmp_path: Path) -> None:
+    script = """
+ready()
+other = f"{folder}/ready-{restart}-{1 - int(rank)}"
+while not os.path.exists(other):
+    time.sleep(0.01)
+say(rank, restart)
+if restart == 0 and rank == "1":
+    sys.exit(3)
+if restart == 0:
+    time.sleep(0.5)
+    sys.exit(1)
+"""
+    second, first = start_both(script, tmp_path, max_restarts=1)
+    assert (first.code(), second.code()) == (0, 0)
+    lines = (tmp_path / "output").read_text().splitlines()
+    assert [lines[0], lines[-1]] == ["1 0", "1 1"]
+    assert lines[1] == "trainkit: rank 1 ended with exit code 3; all processes are started anew (restart 1 of 1)."
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"node_rank": 1, "join_timeout": 1.0}, ["nobody answers at 127.0.0.1:", "within 1 s", "--node-rank 0"]),
+    ({"node_rank": 0, "join_timeout": 1.0}, ["fewer than 2 machines have come to 127.0.0.1:", "within 1 s"]),
+    ({"node_rank": 0, "master_addr": None}, ["2 machines need a place to meet", "--master-addr"]),
+])  # fmt: skip
+def test_machines_that_do_not_meet(options: dict[str, object], words: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    given = {"least": 2, "most": 2, "master_addr": "127.0.0.1", "master_port": free_port(), **options}
+    start = time.monotonic()
+    try:
+        assert run_job(Job((sys.executable,), {}, 1, **given)) == 1  # type: ignore[arg-type]
+        text = caplog.text
+    except ConfigurationError as error:
+        text = str(error)
+    assert [word for word in words if word not in text] == [], text
+    assert time.monotonic() - start < 15
+
+
+def test_somebody_else_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER", timedelta(seconds=1))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"what answers at 127.0.0.1:{port} is not an agent of this job"):
+            Meeting("job", 2, 2, "127.0.0.1", port, number=1, patience=1.0)
+
+
+def test_a_port_that_is_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"port {port} of this machine cannot be used.*--master-port PORT"):
+            Meeting("job", 2, 2, "127.0.0.1", port, number=0, patience=1.0)

@@ -1,0 +1,329 @@
+"""``Channel``: exchanges from any thread, and how soon every process knows that another one has failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from members import Member
+from stars import WAIT, all_at_once, star
+from worlds import start_world
+
+from trainkit.distributed import Team
+from trainkit.errors import ProcessFailedError
+from trainkit.launch.channel import Channel
+from trainkit.launch.failure import Failure
+
+SOON = 1.0  # what takes milliseconds, on a machine that is busy
+
+
+def eventually(channel: Channel, condition: Any) -> None:
+    assert channel.wait(condition, WAIT)
+
+
+# ------------------------------------------------------------------------------------------------------- exchanging
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_exchange(size: int) -> None:
+    values: list[Any] = [{"a": [1, None, "é\n"]}, 1e300, "x" * 500_000, [], True]
+    with star(size) as channels:
+        got = all_at_once(size, lambda rank: channels[rank].exchange("key", values[rank]))
+    assert got == [values[:size]] * size
+
+
+def test_a_key_can_be_used_again() -> None:
+    with star(2) as channels:
+        for turn in range(50):
+            got = all_at_once(2, lambda rank, turn=turn: channels[rank].exchange("key", (rank, turn)))
+            assert got == [[[0, turn], [1, turn]]] * 2
+        assert channels[0]._link.hub.waiting == 0  # type: ignore[union-attr]
+
+
+def test_many_threads_at_once() -> None:
+    """Each rank has several threads that exchange in orders of their own."""
+    size, threads, turns = 3, 6, 30
+
+    def work(number: int) -> None:
+        rank, name = number % size, number // size
+        team = Team(f"team {name}", channels[rank], rank, size)
+        for turn in range(turns):
+            assert team.exchange([rank, name, turn]) == [[other, name, turn] for other in range(size)]
+
+    with star(size) as channels:
+        all_at_once(size * threads, work)
+        assert channels[0]._link.hub.waiting == 0  # type: ignore[union-attr]
+        assert not any(channel._waiters for channel in channels)
+
+
+def test_an_exchange_waits_as_long_as_it_takes() -> None:
+    def give(rank: int) -> Any:
+        time.sleep(0.3 * rank)
+        return channels[rank].exchange("late", rank)
+
+    with star(3) as channels:
+        assert all_at_once(3, give) == [[0, 1, 2]] * 3
+
+
+def test_what_cannot_be_exchanged() -> None:
+    with star(2) as channels:
+        with pytest.raises(TypeError):
+            channels[0].exchange("key", object())
+        with pytest.raises(ValueError, match=r"at most 16777216 bytes a process, and this value has 17000\d\d\d"):
+            channels[1].exchange("key", "x" * 17_000_000)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(channels[0].exchange, "key", 1)
+            eventually(channels[0], lambda: "key" in channels[0]._waiters)
+            with pytest.raises(ValueError, match="'key' is under way in another thread"):
+                channels[0].exchange("key", 2)
+            assert channels[1].exchange("key", 3) == [1, 3] == other.result(WAIT)
+
+
+def test_a_signal_takes_back_what_was_given() -> None:
+    """A later exchange of the same name must not see the old value."""
+
+    class InterruptError(Exception):
+        pass
+
+    def interrupt(*_: Any) -> None:
+        raise InterruptError
+
+    def send(hub: Any) -> None:
+        deadline = time.monotonic() + WAIT
+        while not hub.waiting and time.monotonic() < deadline:  # for what was given
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        for rank in (0, 1):
+            with star(2) as channels:
+                threading.Thread(target=send, args=(channels[0]._link.hub,)).start()  # type: ignore[union-attr]
+                with pytest.raises(InterruptError):
+                    channels[rank].exchange("key", "old")
+                assert all_at_once(2, lambda rank, channels=channels: channels[rank].exchange("key", rank)) == [[0, 1]] * 2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_closed_channel_exchanges_nothing(rank: int) -> None:
+    with star(2) as channels, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(channels[rank].exchange, "a", 1)
+        eventually(channels[rank], lambda: "a" in channels[rank]._waiters)
+        channels[rank].close()
+        for attempt in (lambda: waiting.result(WAIT), lambda: channels[rank].exchange("b", 1)):
+            with pytest.raises(ProcessFailedError, match="closed"):
+                attempt()
+        channels[rank].close()
+
+
+# --------------------------------------------------------------------------------------------------- failing, leaving
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_is_known_everywhere(failing: int) -> None:
+    heard: list[list[Any]] = [[], [], []]
+    with star(3) as channels:
+        for channel, list_of_it in zip(channels, heard, strict=True):
+            channel.on_failure(list_of_it.append)
+            channel.enter_run()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(channels[(failing + 1) % 3].exchange, "a", 1)
+            channels[failing].traceback = "the traceback"
+            channels[failing].post_failure("error", "ValueError: boom")
+            with pytest.raises(ProcessFailedError, match=f"'a' cannot be completed: rank {failing} failed: ValueError: boom"):
+                waiting.result(WAIT)
+        channels[(failing + 2) % 3].post_failure("error", "another")
+        for channel in channels:
+            eventually(channel, lambda channel=channel: channel.failure is not None)
+            failure = channel.failure
+            assert failure is not None
+            assert (failure.rank, failure.kind, failure.text, failure.run) == (failing, "error", "the traceback", 1)
+            assert abs(time.time() - failure.time) < WAIT
+        assert [[failure.rank for failure in list_of_it] for list_of_it in heard] == [[failing]] * 3
+        assert channels[failing].own_failure is not None
+
+
+def test_a_failure_that_all_get_over() -> None:
+    heard: list[Failure | None] = []
+    with star(2) as channels:
+        channels[0].on_failure(heard.append)
+        for turn in range(3):
+            for channel in channels:
+                channel.enter_run()
+            channels[1].post_failure("error", "boom")
+            eventually(channels[0], lambda: channels[0].failure is not None)
+            channels[0].post_failure("error", "boom")
+            channels[1].leave_run()
+            with ThreadPoolExecutor(1) as pool:  # the next run waits for those who are still in this one
+                waiting = pool.submit(channels[1].enter_run)
+                time.sleep(0.1)
+                assert not waiting.done()
+                channels[0].leave_run()
+                waiting.result(WAIT)
+            channels[0].enter_run()
+            assert [channel.failure for channel in channels] == [None, None]
+            assert [channel.own_failure for channel in channels] == [None, None]
+            assert all_at_once(2, lambda rank, turn=turn: channels[rank].exchange("a", turn)) == [[turn, turn]] * 2
+            for channel in channels:
+                channel.leave_run()
+    assert [failure if failure is None else failure.run for failure in heard] == [1, None, 3, None, 5, None]
+
+
+def test_a_fatal_failure_stands() -> None:
+    with star(2) as channels:
+        channels[1].post_failure("error", "boom", fatal=True)
+        for channel in channels:
+            eventually(channel, lambda channel=channel: channel.failure is not None)
+            with pytest.raises(ProcessFailedError, match="a run needs all 2 processes, but rank 1 failed: boom"):
+                channel.enter_run()
+
+
+@pytest.mark.parametrize("leaving", [0, 2])
+def test_who_says_goodbye_has_not_failed(leaving: int) -> None:
+    with star(3) as channels:
+        for channel in channels:
+            channel.enter_run()
+            channel.leave_run()
+        channels[leaving].goodbye()
+        channels[leaving].close()
+        other = channels[1]
+        eventually(other, lambda: leaving in other.gone)
+        assert other.gone[leaving].kind == "left"
+        assert other.failure is None
+        with pytest.raises(ProcessFailedError, match=f"rank {leaving} has left"):
+            other.exchange("a", 1)
+        with pytest.raises(ProcessFailedError, match=f"but rank {leaving} has left"):
+            other.enter_run()
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_who_leaves_in_the_middle_of_a_run_has_failed(leaving: int) -> None:
+    with star(2) as channels:
+        for channel in channels:
+            channel.enter_run()
+        channels[leaving].farewell("exit", "sys.exit(3)")
+        channels[leaving].leave_run()
+        channels[leaving].goodbye()
+        channels[leaving].close()
+        other = channels[1 - leaving]
+        eventually(other, lambda: other.failure is not None)
+        assert str(other.failure) == f"rank {leaving} has left in the middle of a run, by sys.exit(3)"
+
+
+def test_who_is_blamed_is_known_to_all() -> None:
+    with star(3) as channels:
+        channels[2].goodbye()
+        eventually(channels[1], lambda: 2 in channels[1].gone)
+        cause = channels[1].cause
+        assert cause is not None
+        channels[1].blame(cause)
+        eventually(channels[0], lambda: channels[0].failure is not None)
+        assert channels[0].failure is not None
+        assert (channels[0].failure.rank, channels[0].failure.kind) == (2, "left")
+
+
+def test_a_hub_that_hangs_does_not_keep_the_failure_from_this_process() -> None:
+    """All threads of the main process may hang. Who has waited for it in vain must know all the same, to write its stacks."""
+    hangs = threading.Event()
+    with star(2) as channels:
+        for channel in channels:
+            channel.enter_run()
+        channels[0]._link._loop.call(lambda: bool(hangs.wait(WAIT)))  # type: ignore[union-attr]
+        channels[1].post_failure("timeout", "too long")
+        assert channels[1].failure is not None
+        assert (channels[1].failure.rank, channels[1].failure.kind) == (1, "timeout")
+        hangs.set()
+        eventually(channels[0], lambda: channels[0].failure is not None)
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+
+def in_run(dying: int, how: str) -> Any:
+    """What a rank knows of one that dies, and how long after its death."""
+    member = Member()
+    member.watchdog.close()
+    member.watchdog.entered()
+    start = member.channel.exchange("start", time.time())
+    assert len(start) == member.size
+    if member.rank == dying:
+        died = time.time()
+        member.world.channel = None
+        with open("died", "w") as file:
+            file.write(repr(died))
+            file.flush()
+        os.kill(os.getpid(), signal.SIGKILL) if how == "kill" else os._exit(0)
+    with pytest.raises(ProcessFailedError) as caught:
+        member.channel.exchange("never", 0)
+    known = time.time()
+    failure = member.channel.failure
+    assert failure is not None
+    with open("died") as file:
+        late = known - float(file.read())
+    member.close()
+    return failure.rank, failure.kind, late, str(caught.value)
+
+
+@pytest.mark.parametrize("dying, how", [(0, "kill"), (1, "kill"), (2, "exit")])
+def test_a_death_is_known_at_once(dying: int, how: str) -> None:
+    ends = start_world(3, in_run, dying, how).ends()
+    assert ends[dying] == (False, "ended with -9" if how == "kill" else "ended with 0")
+    for rank in {0, 1, 2} - {dying}:
+        fine, told = ends[rank]
+        assert fine, told
+        assert told[:2] == (dying, "died")
+        assert told[2] < SOON
+        assert f"rank {dying} has died (no traceback: killed, out of memory?)" in told[3]
+
+
+def with_children(dying: int) -> Any:
+    """As :func:`in_run`, but the dying process has a child that was forked from it and lives on."""
+    member = Member()
+    began = time.time()
+    if member.rank == dying:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks in a process that has threads
+            if os.fork() == 0:
+                assert member.channel.closed
+                while not os.path.exists("known") and time.time() - began < 60:
+                    time.sleep(0.05)
+                os._exit(0)
+    member.channel.exchange("start", 0)
+    if member.rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.time()
+    with pytest.raises(ProcessFailedError, match=f"rank {dying} has died"):
+        member.channel.exchange("never", 0)
+    late = time.time() - began
+    open("known", "w").close()
+    member.close()
+    return late
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_dead_process_with_living_children_is_dead(dying: int) -> None:
+    fine, late = start_world(2, with_children, dying).ends()[1 - dying]
+    assert fine, late
+    assert late < SOON
+
+
+@pytest.mark.world_size(2)
+def test_an_exchange_costs_little() -> None:
+    """Much less than polling would; about 0.2 ms each on two free cores, so the quickest of them on one that is not."""
+    member = Member()
+    took = []
+    for turn in range(100):
+        began = time.perf_counter()
+        member.channel.exchange(f"turn {turn}", turn)
+        took.append(time.perf_counter() - began)
+    assert statistics.median(took) < 0.02
+    member.close()

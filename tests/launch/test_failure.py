@@ -1,0 +1,89 @@
+"""What is said of a failure, and how a consequence is told from a cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainkit.launch.failure import Failure, Runs, is_communication, is_timeout, summary
+
+CLOSED = "[/__w/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343. This is typically caused by …"
+LATE = "[/__w/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    "error, communication, timeout",
+    [
+        (RuntimeError(CLOSED), True, False),
+        (RuntimeError(LATE), True, True),
+        (RuntimeError("Application timeout caused pair closure"), True, False),
+        (RuntimeError("Rank 1 failed to pass monitoredBarrier in 1000 ms"), True, True),
+        (RuntimeError("NCCL communicator was aborted on rank 1."), True, False),
+        (RuntimeError("DataLoader timed out after 5 seconds"), False, False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, False),
+        (ConnectionResetError("Connection reset by peer"), False, False),  # a user's own download
+        (ValueError(LATE), False, False),
+        (None, False, False),
+    ],
+)
+def test_what_a_collective_raises(error: BaseException | None, communication: bool, timeout: bool) -> None:
+    assert is_communication(error) is communication
+    assert is_timeout(error) is timeout
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (ValueError("boom"), "ValueError: boom"),
+        (ValueError("boom\nand more"), "ValueError: boom"),
+        (ValueError(), "ValueError"),
+        (RuntimeError(LATE), "RuntimeError: Timed out waiting 2000ms for recv operation to complete"),
+        (KeyError("[a] b"), "KeyError: '[a] b'"),
+        (ValueError("x" * 1000), f"ValueError: {'x' * 300}"),
+    ],
+)
+def test_an_error_in_one_line(error: BaseException, text: str) -> None:
+    assert summary(error) == text
+
+
+class BrokenError(RuntimeError):
+    def __str__(self) -> str:
+        return str(self.missing)  # type: ignore[attr-defined]
+
+
+def test_an_error_whose_text_is_an_error() -> None:
+    """It must not be told as another one, nor keep the others from being told."""
+    assert summary(BrokenError()) == "BrokenError"
+    assert not is_communication(BrokenError())
+    assert not is_timeout(BrokenError())
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("error", "rank 3 failed: ValueError: boom"),
+        ("died", "rank 3 has died (no traceback: killed, out of memory?)"),
+        ("left", "rank 3 has left: its script ended while the others were still in a run"),
+        ("lost", "the connection to rank 3 is lost: it no longer answers"),
+    ],
+)
+def test_what_is_said_of_a_failure(kind: str, text: str) -> None:
+    assert str(Failure(3, kind, "ValueError: boom")) == text
+
+
+def test_a_failure_travels() -> None:
+    failure = Failure(3, "error", "ValueError: boom", "x" * 100_000, run=2)
+    back = Failure(**failure.record())
+    assert (back.rank, back.kind, back.summary, back.time, back.run) == (3, "error", "ValueError: boom", failure.time, 2)
+    assert len(back.text) == 65536
+
+
+def test_runs() -> None:
+    runs = Runs()
+    assert not runs.over(1)
+    assert runs.missing(1)
+    assert (runs.begin(), runs.begin()) == (1, 2)
+    assert runs.end(fine=True) == 2
+    assert (runs.over(1), runs.over(2), runs.missing(1), runs.missing(2)) == (False, True, True, False)
+    assert runs.end(fine=False) == 1
+    assert (runs.over(1), runs.missing(1)) == (True, True)
+    assert Runs(**runs.record()).record() == runs.record() == {"begun": 2, "open": [], "broken": [1]}

@@ -1,0 +1,254 @@
+"""``Hub``: what it tells whom, without a connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainkit.launch.failure import Failure
+from trainkit.launch.hub import Hub
+
+
+class Star:
+    """A hub, and what each process has been told since it was last asked."""
+
+    def __init__(self, size: int = 3) -> None:
+        self.told: list[list[Any]] = [[] for _ in range(size)]
+        self.hub = Hub(size, lambda rank, message: self.told[rank].append(message))
+
+    def give(self, rank: int, key: str, value: Any = None) -> None:
+        self.hub.heard(rank, {"give": key, "value": value})
+
+    def begin(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.hub.heard(rank, {"begin": 0})
+
+    def end(self, *ranks: int, fine: bool = True) -> None:
+        for rank in ranks:
+            self.hub.heard(rank, {"end": fine})
+
+    def fail(self, rank: int, run: int | None = 1, number: int = 1) -> None:
+        self.hub.heard(rank, {"fail": Failure(rank, "error", f"of {rank}", run=run).record(), "number": number})
+
+    def take(self, *kinds: str) -> list[list[Any]]:
+        """What each was told of these kinds; it is forgotten."""
+        found = [[m for m in messages if not kinds or kinds[0] in m] for messages in self.told]
+        for messages in self.told:
+            messages.clear()
+        return found
+
+    def failed(self) -> list[list[int]]:
+        """The ranks whose failures each was told of."""
+        return [[m["failed"]["rank"] for m in messages] for messages in self.take("failed")]
+
+
+def test_an_exchange_is_complete_when_all_have_given() -> None:
+    star = Star()
+    star.give(2, "a", "two")
+    star.give(0, "a", "zero")
+    assert star.take() == [[], [], []]
+    star.give(1, "a", "one")
+    assert star.take() == [[{"result": "a", "values": ["zero", "one", "two"]}]] * 3
+    assert star.hub.waiting == 0
+
+
+def test_exchanges_do_not_mix() -> None:
+    star = Star(2)
+    star.give(0, "a", 1)
+    star.give(1, "b", 2)
+    assert star.take() == [[], []]
+    star.give(0, "b", 3)
+    assert star.take() == [[{"result": "b", "values": [3, 2]}]] * 2
+    assert star.hub.waiting == 1
+
+
+def test_what_was_taken_back_does_not_count() -> None:
+    star = Star(2)
+    star.give(0, "a", "old")
+    star.hub.heard(0, {"take back": "a"})
+    assert star.hub.waiting == 0
+    star.hub.heard(0, {"take back": "a"})
+    star.give(1, "a", 1)
+    star.give(0, "a", "new")
+    assert star.take() == [[{"result": "a", "values": ["new", 1]}]] * 2
+
+
+def test_a_process_that_is_gone_ends_exchanges_that_need_it() -> None:
+    star = Star()
+    star.give(0, "given", 0)
+    star.give(1, "given", 1)
+    star.give(0, "not given", 0)
+    star.hub.gone(1, "died")
+    told = star.take("void")
+    assert [[m["void"] for m in messages] for messages in told] == [["not given"], [], []]
+    assert told[0][0]["why"]["kind"] == "died"
+    star.give(2, "given", 2)
+    assert [m["values"] for m in star.take("result")[2]] == [[0, 1, 2]]
+    star.give(2, "later", 2)
+    assert [m["void"] for m in star.take("void")[2]] == ["later"]
+    assert star.hub.waiting == 0
+
+
+def test_the_first_failure_counts_and_ends_exchanges() -> None:
+    star = Star()
+    star.begin(0, 1, 2)
+    star.give(0, "a", 0)
+    star.fail(2)
+    assert [m["why"]["rank"] for m in star.take("void")[0]] == [2]
+    star.fail(1)
+    assert star.failed() == [[], [], []]
+    star.give(1, "b", 1)
+    assert [m["why"]["rank"] for m in star.take("void")[1]] == [2]
+    assert star.hub.waiting == 0
+
+
+def test_who_asks_is_told_that_it_was_heard() -> None:
+    star = Star(2)
+    star.fail(1, number=7)
+    star.hub.heard(0, {"take back": "a", "number": 3})
+    assert star.take("heard") == [[{"heard": 3}], [{"heard": 7}]]
+
+
+def test_a_failure_is_over_when_all_are_out_of_the_run() -> None:
+    star = Star()
+    star.begin(0, 1, 2)
+    star.fail(1)
+    star.end(1, fine=False)
+    star.begin(1)  # it has caught the error, and goes on
+    star.end(0, fine=False)
+    assert star.take("cleared") == [[], [], []]
+    star.end(2, fine=False)
+    assert star.take("cleared") == [[{"cleared": 1}]] * 3
+    for rank in range(3):
+        star.give(rank, "a", rank)
+    assert len(star.take("result")[0]) == 1
+
+
+def test_a_run_inside_another_that_fails_leaves_the_outer_one_alone() -> None:
+    star = Star(2)
+    star.begin(0, 1)
+    star.begin(0, 1)
+    star.fail(0, run=2)
+    star.end(0, 1, fine=False)
+    assert star.take("cleared") == [[{"cleared": 2}]] * 2
+    star.hub.gone(1, "died")
+    assert star.failed()[0] == [1]
+
+
+def test_a_failure_in_a_run_that_the_others_have_left_is_nobodys_business() -> None:
+    star = Star()
+    star.begin(0, 1, 2)
+    star.end(0, 2)
+    star.fail(1)
+    assert star.failed() == [[], [], []]
+    star.fail(1, run=None)  # nobody has caught it
+    assert star.failed() == [[1], [1], [1]]
+
+
+def test_an_error_that_ends_processes_stays_that_of_the_first_in_the_run() -> None:
+    """Whichever process is first to end by it: all must name the same one, for only that one prints its traceback."""
+    star = Star()
+    star.begin(0, 1, 2)
+    star.fail(1)
+    star.fail(2)
+    star.fail(0)
+    star.end(0, 1, 2, fine=False)
+    assert star.failed() == [[1]] * 3
+    star.hub.heard(2, {"fail": Failure(2, "error", "of 2").record(), "of": 1})
+    assert star.take("fallen") == [[{"fallen": 2}]] * 3
+    star.hub.heard(1, {"fail": Failure(1, "error", "of 1").record(), "of": 1})
+    assert star.take() == [[{"fallen": 1}]] * 3
+    assert star.hub._failures[None].rank == 1
+
+
+@pytest.mark.parametrize("of", [None, 1])
+def test_an_error_that_is_not_of_the_last_run_that_failed(of: int | None) -> None:
+    star = Star(2)
+    for run in (1, 2):
+        star.begin(0, 1)
+        star.fail(1, run=run)
+        star.end(0, 1, fine=False)
+    star.take()
+    star.hub.heard(0, {"fail": Failure(0, "error", "another").record(), "of": of})
+    assert star.failed() == [[0], [0]]
+
+
+def test_a_failure_counts_for_those_that_have_yet_to_begin_the_run() -> None:
+    star = Star(2)
+    star.begin(1)
+    star.fail(1)
+    assert star.failed() == [[1], [1]]
+    star.end(1, fine=False)
+    assert star.take("cleared") == [[], []]
+    star.begin(0)
+    star.end(0, fine=False)
+    assert len(star.take("cleared")[0]) == 1
+
+
+@pytest.mark.parametrize("kind", ["died", "left"])
+def test_who_is_gone_from_a_run_fails(kind: str) -> None:
+    star = Star()
+    star.begin(0, 1, 2)
+    star.end(2)
+    star.hub.gone(1, kind)
+    assert star.failed() == [[1], [], [1]]
+
+
+def test_who_is_gone_after_the_run_does_not() -> None:
+    star = Star()
+    star.begin(0, 1, 2)
+    star.end(1, 2)
+    star.hub.gone(1, "died")
+    star.hub.gone(2, "left")
+    told = star.take()
+    assert [m["gone"]["rank"] for m in told[0] if "gone" in m] == [1, 2]
+    assert not [m for m in told[0] if "failed" in m]
+
+
+def test_who_is_gone_before_a_run_fails_when_another_begins_it() -> None:
+    star = Star(2)
+    star.hub.gone(1, "left")
+    assert star.failed() == [[], []]
+    star.begin(0)
+    assert star.failed()[0] == [1]
+
+
+def test_who_has_left_a_run_by_the_way_out_is_missing_in_it() -> None:
+    star = Star(2)
+    star.begin(0, 1)
+    star.end(1, fine=False)
+    star.hub.heard(1, {"bye": ["exit", "sys.exit(3)"]})
+    [failed] = star.take("failed")[0]
+    assert (failed["failed"]["kind"], failed["failed"]["summary"], failed["failed"]["run"]) == ("exit", "sys.exit(3)", None)
+
+
+def test_who_has_failed_and_is_gone_has_not_died() -> None:
+    star = Star(2)
+    star.begin(0, 1)
+    star.fail(1)
+    star.end(1, fine=False)
+    star.take()
+    star.hub.gone(1, "died")
+    told = star.take()[0]
+    assert [m["gone"]["summary"] for m in told if "gone" in m] == ["of 1"]
+
+
+def test_nothing_is_heard_of_who_is_gone() -> None:
+    star = Star(2)
+    star.hub.gone(1, "died")
+    star.take()
+    star.give(1, "a")
+    star.hub.gone(1, "left")
+    assert star.take() == [[], []]
+    assert star.hub.waiting == 0
+
+
+def test_all_know_the_runs_of_the_main_process() -> None:
+    star = Star(2)
+    star.begin(0)
+    star.end(0, fine=False)
+    assert star.take("main")[1] == [
+        {"main": {"begun": 1, "open": [1], "broken": []}},
+        {"main": {"begun": 1, "open": [], "broken": [1]}},
+    ]

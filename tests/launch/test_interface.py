@@ -1,0 +1,64 @@
+"""The interface that gloo takes."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from trainkit.launch import interface
+from trainkit.launch.interface import GLOO, lead_gloo_out
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``machine(own, sources)``: what its own name stands for, and its addresses towards others; it has lo, eth0 and ib0."""
+
+    def make(own: list[str], **sources: str) -> None:
+        def resolve(*_: Any, **__: Any) -> list[Any]:
+            if not own:
+                raise socket.gaierror
+            return [(None, None, None, "", (address, 0)) for address in own]
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        monkeypatch.setattr(interface, "_source", lambda target: sources.get("master" if target == "master" else "outside"))
+        addresses = [("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("ib0", "192.168.3.7")]
+        monkeypatch.setattr(interface, "_addresses", lambda: iter(addresses))
+
+    return make
+
+
+def led(**env: str) -> str | None:
+    lead_gloo_out(env, "master")
+    return env.get(GLOO)
+
+
+def test_a_name_that_leads_out_is_left_alone(machine: Any) -> None:
+    machine(["10.0.0.7"], master="192.168.3.7")
+    assert led() is None
+    machine(["127.0.1.1", "10.0.0.7"], master="192.168.3.7")
+    assert led() is None
+
+
+@pytest.mark.parametrize("own", [["127.0.1.1"], ["::1", "127.0.0.1"], []], ids=["debian", "localhost", "unknown"])
+def test_a_name_that_leads_nowhere(machine: Any, own: list[str]) -> None:
+    machine(own, master="192.168.3.7", outside="10.0.0.7")
+    assert led() == "ib0"
+    machine(own, outside="10.0.0.7")  # this is the master, and its name leads nowhere here
+    assert led() == "eth0"
+    machine(own, master="10.9.9.9")  # behind an interface that is not known
+    assert led() is None
+
+
+def test_what_the_user_has_set_stays(machine: Any) -> None:
+    machine(["127.0.1.1"], master="192.168.3.7")
+    assert led(GLOO_SOCKET_IFNAME="mine") == "mine"
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
+def test_the_real_interfaces() -> None:
+    assert ("lo", "127.0.0.1") in list(interface._addresses())
+    assert interface._source("127.0.0.1") is None
+    assert interface._interface("127.0.0.1") == "lo"
+    assert interface._interface(None) is None

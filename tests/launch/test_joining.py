@@ -1,0 +1,391 @@
+"""Becoming one of the processes of a run, on real processes: what is used, what is refused, and what is left alone."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import WorldError, free_port, run_world, start_world
+
+from trainkit import console
+from trainkit.distributed import World
+from trainkit.errors import ConfigurationError
+from trainkit.launch import joining
+from trainkit.launch.joining import join, processes
+from trainkit.launch.place import Place
+from trainkit.launch.wanted import Wanted
+
+SHORT = timedelta(seconds=30)
+CPU = Wanted("cpu")
+NOT_STARTED = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
+
+
+@pytest.fixture
+def env(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process that no launcher has started, without GPUs, and that must not become an agent."""
+
+    def refuse(*args: object) -> None:
+        raise AssertionError(f"{args} would have replaced this process")
+
+    monkeypatch.setattr(os, "execv", refuse)
+    for name in [
+        name for name in os.environ if name.startswith(("SLURM", "OMPI", "PMI", "LSB", "PET_")) or name in NOT_STARTED
+    ]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return monkeypatch
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def said() -> list[str]:
+    """The notices of this process from now on."""
+    lines: list[str] = []
+    joining.notice = lambda text: lines.append(text) if console._main else None  # type: ignore[assignment]
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------- one process
+
+
+def test_one_process_costs_nothing(env: pytest.MonkeyPatch) -> None:
+    world = join(CPU, timeout=SHORT)
+    assert (world.rank, world.size, world.control, world.channel, world.restarts) == (0, 1, None, None, 0)
+    assert not dist.is_initialized()
+
+
+def test_explicit_arguments_beat_hints(env: pytest.MonkeyPatch) -> None:
+    """An allocation of four tasks whose script runs one process."""
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NNODES": "2"}.items():
+        env.setenv(name, value)
+    assert join(Wanted("cpu", 1), timeout=SHORT).size == 1
+    assert processes(CPU) == 1
+
+
+@pytest.mark.parametrize("wanted, count, notebook, expected", [
+    (Wanted(), 0, False, 1),
+    (Wanted(), 4, False, 4),
+    (Wanted(), 4, True, 1),
+    (Wanted("cuda"), 4, False, 4),
+    (Wanted("cpu"), 4, False, 1),
+    (Wanted("cpu", 3), 4, False, 3),
+    (Wanted("auto", 2), 4, False, 2),
+    (Wanted("auto", -1), 4, False, 4),
+    (Wanted("auto", -1), 4, True, 4),
+    (Wanted("cpu", -1), 4, False, 1),
+    (Wanted("auto", 2, (1, 3)), 4, False, 2),
+    (Wanted("auto", None, (1, 3)), 4, True, 2),
+    (Wanted("auto", 2, None, 3), 4, False, 6),
+    (Wanted("auto", None, None, 2), 4, False, 8),
+])  # fmt: skip
+def test_processes_before_any_is_started(
+    env: pytest.MonkeyPatch, wanted: Wanted, count: int, notebook: bool, expected: int
+) -> None:
+    gpus(env, count)
+    env.setattr("trainkit.launch.devices.in_notebook", lambda: notebook)
+    assert processes(wanted) == expected
+
+
+def test_processes_that_a_launcher_has_started(env: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        env.setenv(name, value)
+    assert processes(Wanted("cpu", 5)) == 2
+
+
+@pytest.mark.parametrize("wanted, count, words", [
+    (Wanted("cpu", 2, None, 2), 0, ["num_nodes=2", "--nnodes 2 --node-rank R --master-addr HOST", "srun --nodes=2"]),
+    (Wanted("cuda", 4), 2, ["devices=4, but torch sees 2 GPUs", "devices=2", "accelerator='cpu', devices=4"]),
+    (Wanted("auto", 4), 2, ["devices=4, but torch sees 2 GPUs"]),
+    (Wanted("cuda", 2), 0, ["devices=2, but torch sees 0 GPUs"]),
+    (Wanted("cpu", 2), 0, ["devices=2 needs 2 processes", "trainkit launch --nproc-per-node 2 script.py", "devices=1"]),
+])  # fmt: skip
+def test_what_cannot_be_started_from_a_test(env: pytest.MonkeyPatch, wanted: Wanted, count: int, words: list[str]) -> None:
+    gpus(env, count)
+    with pytest.raises(ConfigurationError) as caught:
+        join(wanted, timeout=SHORT)
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+    assert not dist.is_initialized()
+
+
+def test_one_process_of_a_launcher() -> None:
+    assert run_world(1, one_of_one, env={"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}) == [
+        (1, "torchrun", 2, False)
+    ]
+
+
+def one_of_one() -> tuple[int, str, int, bool]:
+    world = join(CPU, timeout=SHORT)
+    assert join(CPU, timeout=SHORT) is world
+    return world.size, world.launcher, world.restarts, dist.is_initialized()
+
+
+# ------------------------------------------------------------------------------------------------- several processes
+
+
+@pytest.mark.world_size(3)
+def test_a_launcher() -> None:
+    lines = said()
+    world = join(CPU, timeout=SHORT)
+    rank = int(os.environ["RANK"])
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes) == (rank, 3, rank, 3, 0, 1)
+    assert dist.get_backend() == "gloo"
+    assert join(Wanted("cpu", 3, None, 1), timeout=SHORT) is world
+    assert join(Wanted("cpu", -1), timeout=SHORT) is world
+    assert processes(CPU) == 3
+    assert lines == (["3 processes, started by a launcher (RANK and WORLD_SIZE are set)."] if rank == 0 else [])
+    assert world.channel is not None
+    assert world.team("x").exchange(rank) == [0, 1, 2]
+
+
+@pytest.mark.world_size(2)
+def test_what_contradicts_the_launcher() -> None:
+    for wanted, words in (
+        (
+            Wanted("cpu", 4),
+            ["devices=4 contradicts", "2 processes on 1 machine, by a launcher", "--nproc-per-node 4 script.py"],
+        ),
+        (Wanted("cpu", 1), ["devices=1 contradicts", "--nproc-per-node 1 script.py"]),
+        (Wanted("cpu", None, None, 2), ["num_nodes=2 contradicts"]),
+        (Wanted("cpu", 1, None, 2), ["devices=1, num_nodes=2 contradicts", "Leave them out"]),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            join(wanted, timeout=SHORT)
+        assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+        assert not dist.is_initialized()  # nothing was begun
+    world = join(Wanted("cpu", 2), timeout=SHORT)
+    with pytest.raises(ConfigurationError, match="devices=4 contradicts what was started: 2 processes on 1 machine"):
+        join(Wanted("cpu", 4), timeout=SHORT)
+    assert join(CPU, timeout=SHORT) is world
+
+
+def test_the_fix_is_that_of_the_launcher() -> None:
+    env = {"TORCHELASTIC_RUN_ID": "x"}
+    with pytest.raises(WorldError, match="devices=4 contradicts.*by torchrun.*: torchrun --nproc-per-node 4 script.py"):
+        run_world(2, contradict, env=env)
+
+
+def contradict() -> None:
+    join(Wanted("cpu", 4), timeout=SHORT)
+
+
+@pytest.mark.world_size(2)
+def test_a_group_of_the_user() -> None:
+    lines = said()
+    dist.init_process_group("gloo", timeout=SHORT)
+    group = dist.group.WORLD
+    assert processes(Wanted("cpu", 1)) == 2
+    world = join(CPU, timeout=SHORT)
+    assert dist.group.WORLD is group
+    assert (world.rank, world.local_rank, world.local_size, world.nodes) == (dist.get_rank(), dist.get_rank(), 2, 1)
+    assert lines == (["2 processes, of the process group that you initialised."] if world.rank == 0 else [])
+    with pytest.raises(
+        ConfigurationError, match="devices=3 contradicts what was started: 2 processes on 1 machine, by your own"
+    ):
+        join(Wanted("cpu", 3), timeout=SHORT)
+    joining._leave()
+    assert dist.is_initialized()  # it is not ours to destroy
+    assert world.sums([1]) == [2]
+    dist.barrier()
+    dist.destroy_process_group()
+
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("gloo", timeout=SHORT)  # the user begins anew
+    again = join(CPU, timeout=SHORT)
+    assert again is not world
+    assert again.sums([1]) == [2]
+    dist.barrier()
+
+
+def test_a_group_of_the_user_without_a_launcher() -> None:
+    """mp.spawn: nothing is in the environment, and the group was made with ``init_method``."""
+    method = f"tcp://127.0.0.1:{free_port()}"
+    worlds = [start_world(1, spawned, method, rank, env=NOT_STARTED) for rank in range(2)]
+    found = [world.results()[0] for world in worlds]
+    assert found == [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
+
+
+def spawned(method: str, rank: int) -> tuple[int, ...]:
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=SHORT)
+    world = join(CPU, timeout=SHORT)
+    dist.barrier()
+    return world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes
+
+
+def test_a_process_of_multiprocessing_without_a_group() -> None:
+    with pytest.raises(
+        WorldError, match=r"devices=2 in a process of multiprocessing.*torch.distributed.init_process_group\('gloo'"
+    ):
+        run_world(1, wants_two, env=NOT_STARTED)
+
+
+def wants_two() -> None:
+    join(Wanted("cpu", 2), timeout=SHORT)
+
+
+@pytest.mark.world_size(3)
+def test_machines_are_told_apart_by_their_names() -> None:
+    """Where no launcher says which machine a process is on: ranks 0 and 2 on one, 1 on another."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=SHORT)
+    control = dist.new_group(backend="gloo", timeout=SHORT)
+    socket.gethostname = lambda: "ab"[rank % 2]
+    unknown = Place(rank, 3, None, None, None, None, "127.0.0.1", 1, "x", "")
+    world = joining._world(unknown, control)
+    assert (world.local_rank, world.local_size, world.node, world.nodes) == [(0, 2, 0, 2), (0, 1, 1, 2), (1, 2, 0, 2)][rank]
+
+
+@pytest.mark.world_size(2)
+def test_restarts_and_memory() -> None:
+    rank = int(os.environ["RANK"])
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(3 - rank)  # torchrun's agents of several machines count for themselves
+    world = join(CPU, timeout=SHORT)
+    assert world.restarts == 3
+    world.remember("run", "text")  # nobody can restart these processes, so there is nothing to keep it
+    assert world.recall("run") is None
+
+
+def test_torchruns_store_is_the_memory() -> None:
+    from trainkit.launch.rendezvous import Alone
+
+    alone = Alone("job", None)
+    info = alone.next_rendezvous().bootstrap_store_info
+    assert info is not None
+    env = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "job",
+        "MASTER_ADDR": info.master_addr,
+        "MASTER_PORT": str(info.master_port),
+    }
+    assert run_world(2, remembers, env=env) == [(None, "text")] * 2
+
+
+def test_what_killed_processes_have_left_in_torchruns_store_is_not_read() -> None:
+    """One that is early would connect to where the other one was before the restart."""
+    from trainkit.launch.rendezvous import Alone
+
+    alone = Alone("job", None)  # which keeps the store
+    info = alone.next_rendezvous().bootstrap_store_info
+    assert info is not None
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": info.master_addr, "MASTER_PORT": str(info.master_port)}
+    for restarts in range(3):
+        assert run_world(2, joins_late, env={**env, "TORCHELASTIC_RESTART_COUNT": str(restarts)}) == [restarts] * 2
+
+
+def joins_late() -> int:
+    if os.environ["RANK"] == "0":
+        time.sleep(0.3)
+    return join(CPU, timeout=SHORT).restarts
+
+
+@pytest.mark.parametrize("hosted", [True, False], ids=["the agent's store", "rank 0's store"])
+def test_a_group_of_ours_that_the_user_has_destroyed_is_made_anew(hosted: bool) -> None:
+    """As scripts for torchrun do at their end; one that is early would find the other one's address of the last time."""
+    from trainkit.launch.rendezvous import Alone
+
+    alone = Alone("job", None)
+    info = alone.next_rendezvous().bootstrap_store_info
+    assert info is not None
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": info.master_addr, "MASTER_PORT": str(info.master_port)}
+    assert run_world(2, joins_again_and_again, env=agent if hosted else {}) == [[3.0] * 5] * 2
+
+
+def joins_again_and_again() -> list[float]:
+    found = []
+    for round in range(5):
+        world = join(CPU, timeout=timedelta(seconds=10))
+        found += world.sums([world.rank + 1])
+        dist.barrier()
+        if world.rank == round % 2:
+            time.sleep(0.3)
+        dist.destroy_process_group()
+    return found
+
+
+def remembers() -> tuple[str | None, str | None]:
+    world = join(CPU, timeout=SHORT)
+    before = world.recall("run")
+    world.remember("run", "text")
+    world.barrier()
+    return before, world.recall("run")
+
+
+def test_a_port_that_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(taken.getsockname()[1])}
+        with pytest.raises(WorldError, match=r"cannot meet at 127.0.0.1:\d+: the port is in use. Choose another"):
+            run_world(1, joins, env=env)
+
+
+def test_processes_that_do_not_come() -> None:
+    env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    with pytest.raises(WorldError, match=r"rank 1 of 2 has not met the others at 127.0.0.1:\d+ within 1 s"):
+        run_world(1, joins, 1.0, env=env)
+
+
+def test_somebody_else_who_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
+        with pytest.raises(WorldError, match=rf"rank 1 of 2 has not met the others at 127.0.0.1:{port} within 1 s.*no answer"):
+            run_world(1, joins_impatiently, env=env)
+
+
+def joins_impatiently() -> None:
+    joining._LATE = 0.5
+    joins(1.0)
+
+
+def joins(patience: float = 30.0) -> None:
+    join(CPU, timeout=timedelta(seconds=patience))
+
+
+def test_lines_are_written_as_wholes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python -u``, as torchrun and trainkit launch use it, writes a line and its end one after the other."""
+
+    class Raw(io.RawIOBase):
+        written: ClassVar[list[bytes]] = []
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            self.written.append(bytes(data))
+            return len(data)
+
+    stream = io.TextIOWrapper(Raw(), write_through=True)  # type: ignore[arg-type]
+    monkeypatch.setattr("sys.stdout", stream)
+    print("a", 1)
+    assert Raw.written == [b"a", b" ", b"1", b"\n"]
+    Raw.written.clear()
+    joining._write_whole_lines()
+    print("a", 1)
+    assert Raw.written == [b"a 1\n"]
+
+
+def test_our_group_is_destroyed_at_the_end(env: pytest.MonkeyPatch) -> None:
+    destroyed: list[int] = []
+    group = object()
+    env.setattr(joining, "_group", lambda: group)
+    env.setattr(dist, "destroy_process_group", lambda: destroyed.append(1))
+    for ours, of, failed, expected in (
+        (True, group, False, 1),
+        (False, group, False, 0),
+        (True, None, False, 0),
+        (True, group, True, 0),
+    ):
+        destroyed.clear()
+        env.setattr(joining, "_joined", joining._Joined(World(), of, ours))
+        if failed:
+            env.setattr("sys.last_value", ValueError(), raising=False)
+        joining._leave()
+        assert len(destroyed) == expected, (ours, failed)

@@ -1,0 +1,177 @@
+"""How processes find the main one, and what they say if they do not."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from typing import Any
+
+import pytest
+from stars import Shared, all_at_once
+from worlds import free_port
+
+from trainkit.errors import ProcessFailedError
+from trainkit.launch.channel import Channel
+from trainkit.launch.meeting import PORT, connect, opened
+from trainkit.launch.wire import encode
+
+
+def shared_of(addresses: list[str], port: int) -> dict[str, Any]:
+    return {"addresses": addresses, "port": port, "word": "word", "answer": "answer"}
+
+
+def test_a_job_of_one_machine_is_not_reachable_from_others() -> None:
+    listener, shared = opened("127.0.0.1")
+    with listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        assert shared["addresses"] == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("master", ["some.host", None, ""])
+def test_a_machine_has_several_addresses(master: str | None) -> None:
+    listener, shared = opened(master)
+    with listener:
+        addresses = shared["addresses"]
+        assert addresses[-1] == "127.0.0.1"
+        assert (addresses[0] == "some.host") == bool(master)
+        assert "" not in addresses
+        with socket.create_connection(("127.0.0.1", shared["port"]), 5):
+            pass
+
+
+def test_the_words_are_never_the_same() -> None:
+    words = set()
+    for _ in range(3):
+        listener, shared = opened("localhost")
+        listener.close()
+        words |= {shared["word"], shared["answer"]}
+    assert len(words) == 6
+
+
+def test_the_port_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv(PORT, str(port))
+    listener, shared = opened("127.0.0.1")
+    with listener:
+        assert shared["port"] == listener.getsockname()[1] == port
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Shared()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv(PORT, str(other.getsockname()[1]))
+
+        def meet(rank: int) -> str:
+            with pytest.raises(ProcessFailedError) as caught:
+                Channel.open(rank, 2, "127.0.0.1", shared.of(rank))
+            return str(caught.value)
+
+        for text in all_at_once(2, meet):
+            assert re.match(r"the main process cannot listen for the others: .*[Aa]ddress already in use", text)
+
+
+def test_nobody_listens() -> None:
+    port = free_port()
+    with pytest.raises(ProcessFailedError) as caught:
+        connect(3, shared_of(["127.0.0.1", "localhost"], port), 2.0, 30.0)
+    text = str(caught.value)
+    assert text.startswith("rank 3 on ")
+    for part in (f"port {port} within 2 s", "127.0.0.1: [Errno", "localhost: [Errno", "firewall", f"export {PORT}=29501"):
+        assert part in text
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0\n", b"[]\n", encode({"welcome": "wrong"}), b"x" * 5000, None])
+def test_somebody_else_listens(answer: bytes | None) -> None:
+    """The next address is tried."""
+    with socket.create_server(("127.0.0.1", 0)) as wrong:
+        shared = shared_of(["127.0.0.1"], wrong.getsockname()[1])
+
+        def other(rank: int) -> str:
+            if rank == 0:
+                connection, _ = wrong.accept()
+                with connection:
+                    connection.recv(1000)
+                    if answer is None:
+                        time.sleep(1.5)
+                    else:
+                        connection.sendall(answer)
+                return ""
+            with pytest.raises(ProcessFailedError) as caught:
+                connect(1, shared, 1.0, 30.0)
+            return str(caught.value)
+
+        assert re.search(r"127\.0\.0\.1: (no answer|somebody else answered)", all_at_once(2, other)[1])
+
+
+def test_the_next_address_is_tried() -> None:
+    listener, shared = opened("127.0.0.1")
+    shared["addresses"] = ["no.such.host.invalid", "127.0.0.1"]
+    listener.setblocking(True)
+
+    def meet(rank: int) -> bool:
+        if rank == 1:
+            with connect(1, shared, 10.0, 30.0):
+                return True
+        connection, _ = listener.accept()
+        with connection:
+            assert json.loads(connection.recv(1000)) == {"word": shared["word"], "rank": 1}
+            connection.sendall(encode({"welcome": shared["answer"]}))
+        return True
+
+    with listener:
+        assert all_at_once(2, meet) == [True, True]
+
+
+def test_strangers_are_not_let_in() -> None:
+    shared = Shared()
+    strangers = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        encode({"word": "guess", "rank": 1}),
+        encode({"rank": 1}),
+        encode([1]),
+        b"x" * 10_000,
+        b"\x16\x03\x01\n",
+    ]
+
+    def meet(rank: int) -> Any:
+        if rank == 0:
+            return Channel.open(0, 2, "127.0.0.1", shared.of(0))
+        known = shared.of(1)(None)
+        place = ("127.0.0.1", known["port"])
+        strangers.extend(encode({"word": known["word"], "rank": wrong}) for wrong in (0, 2, "1", None, -1))
+        for said in strangers:
+            with socket.create_connection(place, 10) as connection:
+                connection.sendall(said)
+                assert not leftover(connection), said
+        with socket.create_connection(place, 10):  # one that says nothing
+            return Channel.open(1, 2, "127.0.0.1", shared.of(1))
+
+    channels = all_at_once(2, meet)
+    assert all_at_once(2, lambda rank: channels[rank].exchange("a", rank)) == [[0, 1]] * 2
+    with pytest.raises(OSError, match="refused"):  # when all are there, nobody need listen any more
+        socket.create_connection(("127.0.0.1", shared.of(1)(None)["port"]), 10)
+    for channel in channels:
+        channel.close()
+
+
+def leftover(connection: socket.socket) -> bytes:
+    """What comes until the other side closes."""
+    try:
+        return connection.recv(1000)
+    except ConnectionResetError:
+        return b""
+
+
+def test_who_does_not_come_is_named_everywhere() -> None:
+    shared = Shared()
+
+    def meet(rank: int) -> str:
+        if rank == 2:
+            return ""
+        with pytest.raises(ProcessFailedError) as caught:
+            Channel.open(rank, 3, "127.0.0.1", shared.of(rank), limit=0.5)
+        return str(caught.value)
+
+    assert all_at_once(3, meet)[:2] == ["ranks [2] have not connected to the main process within 0.5 s; they say why."] * 2

@@ -1,0 +1,65 @@
+"""Connecting to a store: that it ends, whatever the other side does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from trainkit.launch import stores
+from trainkit.launch.rendezvous import Alone
+from trainkit.launch.stores import connected
+
+
+def connect(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
+def test_the_connection_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else ends it when the cable is cut: the store waits for an answer for ever."""
+    watched: list[tuple[int, float]] = []
+    keep_watch = stores.keep_watch
+
+    def watch(connection: socket.socket, patience: float) -> None:
+        keep_watch(connection, patience)
+        limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        watched.append((connection.getpeername()[1], limit / 1000))
+
+    monkeypatch.setattr(stores, "keep_watch", watch)
+    agent = Alone("job", None)
+    point = agent.next_rendezvous().bootstrap_store_info
+    assert point is not None
+    files = len(os.listdir("/dev/fd"))
+    store = connected(lambda: connect(point.master_port), point.master_port, 10.0)
+    store.set("key", "value")
+    assert (point.master_port, stores._SILENCE) in watched
+    assert len(os.listdir("/dev/fd")) == files + 2  # the two ends of one connection
+
+
+def test_somebody_who_says_nothing() -> None:
+    """As torch does with whoever takes the connection and is no store; with one, it is tried in test_joining.py."""
+    released = threading.Event()
+
+    def waits() -> Any:
+        released.wait()
+
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="no answer within 0 s"):
+        connected(waits, 1, 0.3)
+    assert time.monotonic() - start < 4
+    released.set()
+
+
+def test_errors_come_through() -> None:
+    def fail() -> TCPStore:
+        raise RuntimeError("of torch")
+
+    with pytest.raises(RuntimeError, match="of torch"):
+        connected(fail, 1, 10.0)

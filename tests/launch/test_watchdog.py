@@ -1,0 +1,422 @@
+"""The end of processes that another one's failure has left waiting, and of none but these."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from members import LIMIT, Ended, Member, as_script, end_of, now
+
+from trainkit.errors import Preempted
+
+TIMEOUT = 2.0  # of collectives, where one hangs
+GRACE = 0.5  # of members; what a test lets pass without an end is much longer
+LONG = 2.5
+
+
+def script(name: str, *given: Any) -> None:
+    """One of the functions below in one process."""
+    as_script(globals()[name], *given)
+
+
+def end(size: int, name: str, *given: Any) -> Ended:
+    return end_of(size, script, name, *given)
+
+
+def stacks_of(rank: int, folder: str = "out") -> str:
+    return Path(folder, "stacks", f"rank-{rank}.txt").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- who is ended, and how
+
+
+def the_others_wait(failing: int, grace: float) -> None:
+    member = Member(grace=grace)
+
+    def work() -> None:
+        member.step()
+        if member.rank == failing:
+            now()
+            raise ValueError("boom")
+        sys.stdout.reconfigure(line_buffering=False)  # type: ignore[union-attr]  # as it is for a file or a pipe
+        print(f"rank {member.rank} has written this")
+        member.step()
+
+    member.run(work)
+
+
+@pytest.mark.parametrize("size, failing, grace", [(2, 1, 3.0), (4, 0, GRACE), (4, 2, GRACE)])
+def test_who_waits_for_one_that_has_failed(size: int, failing: int, grace: float) -> None:
+    ended = end(size, "the_others_wait", failing, grace)
+    assert ended.codes == [1] * size
+    assert max(ended.seconds) < LIMIT
+    for rank in set(range(size)) - {failing}:
+        assert ended.seconds[rank] > grace
+        path = Path("out/stacks", f"rank-{rank}.txt").absolute()
+        assert (
+            f"trainkit: rank {rank} was ended because rank {failing} failed: ValueError: boom. Its stacks are in {path}\n"
+        ) in ended.output
+        assert f"rank {rank} has written this" in ended.output
+        text = stacks_of(rank)
+        assert text.startswith(f"rank {rank}, process ")
+        assert "MainThread:\n" in text
+        assert "    member.step()\n" in text
+    assert not Path(f"out/stacks/rank-{failing}.txt").exists()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within a moment; nobody may have fetched its code yet."""
+    path = Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        try:
+            if path.read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def it_has_children() -> None:
+    member = Member()
+
+    def work() -> None:
+        if member.rank == 0:
+            for daemon in (True, False):
+                child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=daemon)
+                child.start()
+                Path(f"child {daemon}").write_text(str(child.pid))
+        member.step()
+        if member.rank == 1:
+            now()
+            raise ValueError("boom")
+        member.step()
+
+    member.run(work)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc whether a process is alive")
+def test_its_loader_workers_are_ended_too() -> None:
+    assert end(2, "it_has_children").codes == [1, 1]
+    worker, other = (int(Path(f"child {daemon}").read_text()) for daemon in (True, False))
+    assert gone(worker)
+    os.kill(other, signal.SIGKILL)  # it was alive
+    assert gone(other)
+
+
+def the_folder_is_a_file() -> None:
+    Path("file").write_text("")
+    member = Member(folder="file/there")
+
+    def work() -> None:
+        member.step()
+        if member.rank == 1:
+            now()
+            raise ValueError("boom")
+        member.step()
+
+    member.run(work)
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    ended = end(2, "the_folder_is_a_file")
+    assert ended.codes == [1, 1]
+    assert "    member.step()\n" in ended.output
+    assert "stacks/rank-0.txt cannot be written: " in ended.output
+    assert "Its stacks are in the lines above\n" in ended.output
+
+
+def an_error_that_is_no_text() -> None:
+    member = Member()
+
+    def work() -> None:
+        member.step()
+        if member.rank == 1:
+            now()
+            raise ValueError("cannot read file\udcff.jpg")  # as os.listdir gives a name that is no UTF-8
+        member.step()
+
+    member.run(work)
+
+
+def test_an_error_that_cannot_be_encoded_ends_them_too() -> None:
+    ended = end(3, "an_error_that_is_no_text")
+    assert ended.codes == [1, 1, 1]
+    for rank in (0, 2):
+        assert "rank 1 failed: ValueError: cannot read file\\udcff.jpg" in stacks_of(rank)
+        assert f"rank {rank} was ended because rank 1 failed: ValueError: cannot read file?.jpg" in ended.output
+    assert ended.output.rstrip().endswith("ValueError: cannot read file\\udcff.jpg")
+
+
+def it_is_ended_while_it_adds_its_error() -> None:
+    member = Member(grace=60.0)
+    plain = Path.open
+
+    def ends_when_written(path: Path, *given: Any, **more: Any) -> Any:
+        file = plain(path, *given, **more)
+        file.write = lambda text: os._exit(1)  # type: ignore[method-assign]
+        return file
+
+    def work() -> None:
+        member.step()
+        if member.rank == 1:
+            now()
+            raise ValueError("boom")
+        member.channel.wait(lambda: member.channel.failure is not None)
+        assert member.channel.failure is not None
+        member.watchdog._write(member.channel.failure)
+        Path.open = ends_when_written  # type: ignore[method-assign]
+        raise KeyError("later")
+
+    member.run(work)
+
+
+def test_stacks_once_written_stay() -> None:
+    assert end(2, "it_is_ended_while_it_adds_its_error").codes == [1, 1]
+    text = stacks_of(0)
+    assert text.startswith("rank 0, process ")
+    assert "    member.watchdog._write(member.channel.failure)\n" in text
+
+
+def it_hangs(size: int) -> None:
+    member = Member()
+    # one that is quick for this collective only: not all processes start equally fast
+    member.world.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
+
+    def work() -> None:
+        member.channel.exchange("all are in the run", None)
+        if member.rank == 1:
+            now()
+            threading.Thread(target=asleep_too, name="beside", daemon=True).start()
+            asleep()
+        member.step()
+
+    member.run(work)
+
+
+def asleep() -> None:
+    time.sleep(60)  # here it hangs
+
+
+def asleep_too() -> None:
+    time.sleep(60)  # and here another thread
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_hangs(size: int) -> None:
+    """All write their stacks, and end within the timeout and the grace."""
+    ended = end(size, "it_hangs", size)
+    assert ended.codes == [1] * size
+    assert max(ended.seconds) < 2.0 + GRACE + 2.0
+    assert "here it hangs" in stacks_of(1)
+    assert "beside:\n" in stacks_of(1)
+    assert "and here another thread" in stacks_of(1)
+    for rank in range(size):
+        assert ("member.step()" in stacks_of(rank)) == (rank != 1)
+        assert "waited too long for another: RuntimeError: Timed out waiting 2000ms" in stacks_of(rank)
+        assert "trainkit-watchdog" not in stacks_of(rank)
+    assert "waited too long for another one; the stacks of each are beside " in ended.output
+    assert "rank 1 was ended because rank " in ended.output
+    assert ended.output.count("Traceback") == 1
+    assert "Timed out waiting 2000ms" in ended.output.rstrip().rpartition("\n")[2]
+
+
+def one_is_told_to_end() -> None:
+    member = Member()
+
+    def work() -> None:
+        member.step()
+        if member.rank == 1:
+            now()
+            raise Preempted("SIGTERM before the first step")
+        member.step()
+
+    member.run(work)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_who_waits_for_one_that_was_told_to_end(size: int) -> None:
+    ended = end(size, "one_is_told_to_end")
+    assert ended.codes == [143] * size
+    assert ended.output == ""
+    assert not Path("out").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- who is not ended
+
+
+def all_fail_alike(late: float) -> None:
+    member = Member()
+    for turn in range(3):
+
+        def work(turn: int = turn) -> float:
+            member.step()
+            if turn == 1:
+                if member.rank == 1:
+                    time.sleep(late)
+                raise ValueError("boom")
+            assert member.channel.exchange("the same in each run", member.rank) == [0, 1, 2]
+            return member.step()
+
+        try:
+            print(f"turn {turn}: {member.run(work)}")
+        except ValueError as error:
+            print(f"turn {turn}: {error}")
+
+
+def all_fail_and_end(tear_down: float) -> None:
+    member = Member()
+
+    def work() -> None:
+        member.step()
+        raise ValueError("boom")
+
+    with contextlib.suppress(ValueError):
+        member.run(work, lambda: time.sleep(tear_down * member.rank))
+
+
+def test_an_error_that_all_catch_at_their_ends() -> None:
+    """The main process ends first, but not before it could tell the others that the error is over."""
+    ended = end(3, "all_fail_and_end", 0.7)
+    assert ended.codes == [0, 0, 0]
+    assert ended.output == ""
+
+
+@pytest.mark.parametrize("late", [0.0, 0.3])
+def test_an_error_that_all_catch_alike_ends_nobody(late: float) -> None:
+    ended = end(3, "all_fail_alike", late)
+    assert ended.codes == [0, 0, 0]
+    assert sorted(ended.output.splitlines()) == ["turn 0: 3.0"] * 3 + ["turn 1: boom"] * 3 + ["turn 2: 3.0"] * 3
+
+
+def one_fails_and_catches(then: str) -> None:
+    member = Member()
+
+    def work() -> None:
+        member.step()
+        if member.rank == 1:
+            now()
+            raise ValueError("boom")
+        member.step()
+
+    try:
+        member.run(work)
+    except ValueError as error:
+        print(f"caught: {error}")
+        if then == "next run":
+            member.run(member.step)
+        if then == "what the others wait for":
+            member.step()
+
+
+@pytest.mark.parametrize("then", ["nothing", "next run"])
+def test_an_error_that_one_has_and_catches_ends_all(then: str) -> None:
+    """Whatever that one does next: all have ended soon, and none says that it went well."""
+    ended = end(3, "one_fails_and_catches", then)
+    assert ended.codes == [1, 1, 1]
+    assert max(ended.seconds) < LIMIT
+    assert ended.output.startswith("caught: boom\n")
+    for rank in (0, 2):
+        assert f"rank {rank} was ended because rank 1 failed: ValueError: boom" in ended.output
+    if then == "nothing":
+        assert "ValueError: boom\ntrainkit: this error was caught on rank 1, but the other processes were in" in ended.output
+
+
+def test_an_error_that_one_has_and_catches_is_over_if_the_others_get_out_of_the_run() -> None:
+    ended = end(3, "one_fails_and_catches", "what the others wait for")
+    assert ended.codes == [0, 0, 0]
+    assert ended.output == "caught: boom\n"
+
+
+def the_last_steps_take_long(how: str) -> None:
+    member = Member()
+
+    def work() -> None:
+        member.step()
+        if member.rank == 0:
+            now()
+            if how != "fails":
+                assert member.channel.wait(lambda: 1 in member.channel.gone, LIMIT)  # it does not wait for this one
+            time.sleep(LONG)  # nobody is needed for what it still does
+            print("done")
+
+    member.run(work)
+    if how == "dies":
+        os._exit(0)
+    if how == "fails":
+        raise ValueError("boom")
+
+
+@pytest.mark.parametrize("how", ["ends", "dies"])
+def test_who_is_not_needed_any_more_may_go(how: str) -> None:
+    ended = end(2, "the_last_steps_take_long", how)
+    assert ended.codes == [0, 0]
+    assert max(ended.seconds[1], LONG) < ended.seconds[0]
+    assert ended.output == "done\n"
+
+
+def test_who_fails_after_the_run_has_failed() -> None:
+    ended = end(2, "the_last_steps_take_long", "fails")
+    assert ended.codes == [1, 1]
+    assert "rank 0 was ended because rank 1 failed: ValueError: boom" in ended.output
+    assert ended.output.rstrip().endswith("ValueError: boom")
+
+
+def it_cleans_up_for_long() -> None:
+    member = Member()
+
+    def work() -> None:
+        member.step()
+        if member.rank == 1:
+            now()
+            raise ValueError("boom")
+        member.step()
+
+    def tear_down() -> None:
+        if member.rank == 1:
+            assert member.channel.wait(lambda: 0 in member.channel.gone, LIMIT)  # which is not let do so
+            time.sleep(LONG)
+            print("torn down")
+
+    member.run(work, tear_down)
+
+
+def test_who_has_failed_may_clean_up() -> None:
+    ended = end(2, "it_cleans_up_for_long")
+    assert ended.codes == [1, 1]
+    assert max(ended.seconds[0], LONG) < ended.seconds[1]
+    assert ended.output.index("torn down") < ended.output.index("Traceback")
+
+
+def all_are_told_to_end() -> None:
+    member = Member()
+
+    def work() -> None:
+        member.step()
+        now()
+        raise Preempted("SIGTERM at step 1")
+
+    def tear_down() -> None:
+        if member.rank == 0:
+            assert member.channel.wait(lambda: len(member.channel.gone) == 2, LIMIT)
+            time.sleep(LONG)  # it has more to tidy up than the others
+            print("tidy")
+
+    member.run(work, tear_down)
+
+
+def test_who_was_told_to_end_may_take_its_time() -> None:
+    ended = end(3, "all_are_told_to_end")
+    assert ended.codes == [143, 143, 143]
+    assert ended.output == "tidy\n"
+    assert ended.seconds[0] > max(LONG, *ended.seconds[1:])

@@ -1,0 +1,55 @@
+"""``Watchdog``: its thread, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from stars import WAIT, star
+
+from trainkit.errors import ProcessFailedError
+from trainkit.launch.watchdog import Watchdog
+
+
+def test_a_run_that_cannot_be() -> None:
+    with star(2) as channels:
+        watchdogs = [Watchdog(channel) for channel in channels]
+        channels[1].goodbye()
+        channels[0].wait(lambda: 1 in channels[0].gone, WAIT)
+        with pytest.raises(ProcessFailedError, match="a run needs all 2 processes, but rank 1 has left"):
+            watchdogs[0].entered()
+        for watchdog in watchdogs:
+            watchdog.close()
+            watchdog.close()
+
+
+@pytest.mark.parametrize("first", ["channel", "watchdog"])
+def test_its_thread_ends_with_the_channel(first: str) -> None:
+    with star(2) as channels:
+        watchdogs = [Watchdog(channel) for channel in channels]
+        closings: list[Callable[[], None]] = [one.close for one in (channels if first == "channel" else watchdogs)]
+        for close in closings:
+            close()
+        for watchdog in watchdogs:
+            watchdog._thread.join(WAIT)
+            assert not watchdog._thread.is_alive()
+
+
+def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the channel's thread is slow to call who listens, and the watchdog's is woken before it has."""
+    ends: list[Any] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda self, failure: ends.append(failure))
+    with star(2) as channels:
+        channels[0].on_failure(lambda failure: time.sleep(0.3))
+        watchdog = Watchdog(channels[0], grace=60.0)
+        watchdog.entered()
+        channels[1].enter_run()
+        watchdog._known -= 3600.0  # that long ago
+        channels[1].post_failure("error", "boom")
+        channels[1].close()  # so all has been heard
+        assert channels[0].wait(lambda: 1 in channels[0].gone, WAIT)
+        time.sleep(0.2)
+        watchdog.close()
+    assert ends == []

@@ -1,0 +1,158 @@
+"""``Wire`` and ``Loop``: lines that come in pieces, connections that end, and a thread that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Queue
+from typing import Any
+
+import pytest
+
+from trainkit.launch.wire import Loop, Wire, encode, keep_watch
+
+WAIT = 20.0
+
+
+class End:
+    """One side of a pair of connections, served by a loop; what it hears and how it ends can be waited for."""
+
+    def __init__(self, connection: socket.socket, limit: int) -> None:
+        self.heard: Queue[Any] = Queue()
+        self.ended: Queue[Exception] = Queue()
+        self.wire = Wire(connection, self.heard.put, self.ended.put, limit)
+
+
+@contextmanager
+def served(limit: int = 1000) -> Iterator[tuple[Loop, End, socket.socket]]:
+    """A loop that serves one end, and the other end."""
+    broken: Queue[Exception] = Queue()
+    loop = Loop("test", broken.put)
+    ours, theirs = socket.socketpair()
+    end = End(ours, limit)
+    loop.add(end.wire)
+    loop.start()
+    with theirs:
+        theirs.settimeout(WAIT)
+        yield loop, end, theirs
+        loop.stop()
+    assert broken.empty()
+    assert "test" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_lines_in_pieces() -> None:
+    with served() as (_, end, theirs):
+        text = encode([1, "é\n"]) + encode({"a": None}) + encode(2)
+        for byte in text[:-1]:
+            theirs.send(bytes([byte]))
+        assert [end.heard.get(timeout=WAIT) for _ in range(2)] == [[1, "é\n"], {"a": None}]
+        assert end.heard.empty()
+        theirs.send(text[-1:])
+        assert end.heard.get(timeout=WAIT) == 2
+
+
+@pytest.mark.parametrize(
+    "said, why",
+    [
+        (b"", EOFError),
+        (b"half a li", EOFError),
+        (b"no json\n", ValueError),
+        (b"\xff\xfe\n", ValueError),
+        (b"x" * 2000, ValueError),
+        (encode("x" * 2000), ValueError),
+    ],
+    ids=["nothing", "half", "no json", "no text", "endless", "long"],
+)
+def test_a_connection_ends(said: bytes, why: type[Exception]) -> None:
+    with served() as (_, end, theirs):
+        theirs.sendall(said)
+        if why is EOFError:
+            theirs.shutdown(socket.SHUT_WR)
+        assert isinstance(end.ended.get(timeout=WAIT), why)
+        assert theirs.recv(100) == b""  # it was closed
+        assert end.heard.empty()
+
+
+def test_who_does_not_listen_keeps_nobody_waiting() -> None:
+    line = encode("x" * 1_000_000)
+    with served() as (loop, end, theirs):
+        loop.call(lambda: [loop.send(end.wire, line) for _ in range(8)])  # more than the connection takes
+        theirs.sendall(encode("still there?"))
+        assert end.heard.get(timeout=WAIT) == "still there?"
+        received = b""
+        while len(received) < 8 * len(line):
+            received += theirs.recv(1 << 20)
+        assert received == 8 * line
+
+
+def test_what_is_to_be_sent_is_sent_before_the_end() -> None:
+    line = encode("x" * 1_000_000)
+    received = []
+
+    def read(connection: socket.socket) -> None:
+        while chunk := connection.recv(1 << 20):
+            received.append(chunk)
+
+    with served() as (loop, end, theirs):
+        loop.call(lambda: loop.send(end.wire, line))
+        reader = threading.Thread(target=read, args=(theirs,))
+        reader.start()
+        loop.stop()
+        reader.join(WAIT)
+    assert b"".join(received) == line
+
+
+def test_who_never_listens_does_not_hold_up_the_end() -> None:
+    with served() as (loop, end, _):
+        loop.call(lambda: loop.send(end.wire, encode("x" * 8_000_000)))
+
+
+def test_an_error_in_the_thread_ends_it() -> None:
+    broken: Queue[Exception] = Queue()
+    loop = Loop("test", broken.put)
+    ours, theirs = socket.socketpair()
+    loop.add(End(ours, 100).wire)
+    loop.start()
+    with theirs:
+        loop.call(lambda: 1 // 0)
+        assert isinstance(broken.get(timeout=WAIT), ZeroDivisionError)
+        theirs.settimeout(WAIT)
+        assert theirs.recv(1) == b""
+    loop.stop()
+
+
+def test_a_child_does_not_hold_the_connection() -> None:
+    """What a loader's worker has inherited must not make a dead process look alive."""
+    with served() as (loop, _, theirs):
+        ready, release = os.pipe(), os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks in a process that has threads
+            child = os.fork()
+        if child == 0:
+            os.write(ready[1], b"!")
+            os.read(release[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
+        loop.stop()
+        assert theirs.recv(1) == b""
+        os.write(release[1], b"!")
+        os.waitpid(child, 0)
+        for number in (*ready, *release):
+            os.close(number)
+
+
+def test_the_system_watches_the_other_side() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as connection:
+        keep_watch(connection, 30.0)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+            idle, pause, times = (
+                connection.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            assert idle + pause * times == 30

@@ -1,0 +1,82 @@
+"""``Signals`` by itself; whole runs that get signals are in ``faults/test_sigterm.py`` and ``faults/test_ranks_sigterm.py``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from trainkit import signals as module
+from trainkit.console import speak
+from trainkit.signals import Signals
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the signals that would have ended the process at once."""
+    numbers: list[int] = []
+    monkeypatch.setattr(Signals, "_end_now", lambda self, number: numbers.append(number))
+    return numbers
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    """In a step."""
+    with Signals(lambda: None) as entered:
+        entered.working = True
+        yield entered
+
+
+def send(number: int) -> None:
+    """Python handles it before this returns."""
+    os.kill(os.getpid(), number)
+
+
+def test_the_second_ends_at_once(signals: Signals, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    send(signal.SIGTERM)
+    assert (signals.received, ended) == (signal.SIGTERM, [])
+    send(signal.SIGTERM)
+    send(signal.SIGINT)
+    assert (signals.received, ended) == (signal.SIGTERM, [signal.SIGTERM, signal.SIGINT])
+
+
+def test_what_came_to_another_process_first_is_no_second(signals: Signals, ended: list[int]) -> None:
+    signals.received = signal.SIGUSR1  # as the control word says it
+    send(signal.SIGTERM)
+    assert (signals.received, ended) == (signal.SIGUSR1, [])
+    send(signal.SIGINT)
+    assert ended == [signal.SIGINT]
+
+
+def test_what_the_launcher_passes_on_is_no_second(signals: Signals, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    send(signal.SIGTERM)
+    send(signal.SIGTERM)
+    assert ended == []
+    send(signal.SIGUSR1)
+    assert ended == [signal.SIGUSR1]
+    monkeypatch.setattr(module, "_ONE", 0.0)
+    send(signal.SIGTERM)
+    assert ended == [signal.SIGUSR1, signal.SIGTERM]
+
+
+def test_ctrl_c_twice_is_twice_under_a_launcher_too(
+    signals: Signals, ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    send(signal.SIGINT)
+    send(signal.SIGINT)
+    assert ended == [signal.SIGINT]
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_the_main_process_answers_ctrl_c(signals: Signals, main: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    speak(main)
+    try:
+        send(signal.SIGINT)
+    finally:
+        speak()
+    assert capfd.readouterr().err.count("finishing the step") == main

@@ -1,0 +1,107 @@
+"""Where a run runs: what ``accelerator``, ``devices`` and ``num_nodes`` may be, and which strategy they come to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
+from trainkit.launch.joining import processes
+from trainkit.launch.wanted import Wanted
+from trainkit.strategy import Strategy
+from trainkit.where import joined_strategy, read_wanted
+
+
+@pytest.mark.parametrize(
+    "devices, per_node, indices",
+    [
+        ("auto", None, None),
+        (None, None, None),
+        (1, 1, None),
+        ("1", 1, None),
+        (2, 2, None),
+        ("2", 2, None),
+        (-1, -1, None),
+        ("-1", -1, None),
+        ([0], 1, (0,)),
+        ("0,", 1, (0,)),
+        ([0, 1], 2, (0, 1)),
+        ("0, 1", 2, (0, 1)),
+        ((2, 3), 2, (2, 3)),
+    ],
+)
+def test_devices(devices: Any, per_node: int | None, indices: tuple[int, ...] | None) -> None:
+    assert read_wanted("cpu", devices, None) == Wanted("cpu", per_node, indices, None)
+
+
+@pytest.mark.parametrize("devices", [0, "0", [], [-1], ["0"], [True], True, 1.5, "one", ",", -2, {0: 1}])
+def test_devices_that_make_no_sense(devices: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"devices must be 'auto', a number, or a list of GPUs such as \[0, 1\], not"):
+        read_wanted("cpu", devices, None)
+
+
+def test_a_gpu_that_is_named_twice() -> None:
+    with pytest.raises(ConfigurationError, match="names a GPU twice"):
+        read_wanted("cuda", [1, 1], None)
+
+
+@pytest.mark.parametrize("nodes", [0, -1, True, 1.0, "2"])
+def test_nodes_that_make_no_sense(nodes: Any) -> None:
+    with pytest.raises(ConfigurationError, match="num_nodes must be an integer ≥ 1, not"):
+        read_wanted("cpu", 1, nodes)
+
+
+def test_accelerators() -> None:
+    assert [read_wanted(name, "auto", 2).accelerator for name in ("auto", "cpu", "mps")] == ["auto", "cpu", "mps"]
+    assert read_wanted("gpu", "auto", None) == read_wanted("cuda", "auto", None)
+    with pytest.raises(UnknownNameError, match="unknown accelerator 'cpus'.*Did you mean 'cpu'"):
+        read_wanted("cpus", 1, None)
+    with pytest.raises(UnsupportedArgumentError, match="'tpu' is not in this version"):
+        read_wanted("tpu", 1, None)
+
+
+def test_one_mps_device() -> None:
+    with pytest.raises(ConfigurationError, match="there is one MPS device. Use devices=1"):
+        read_wanted("mps", 2, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(ConfigurationError, match="there is no GPU number 3"):
+        joined_strategy("auto", Wanted("auto", 1, (3,)), False)
+    with pytest.raises(ConfigurationError, match="Use accelerator='cpu'"):
+        joined_strategy("auto", Wanted("cuda"), False)
+
+
+@pytest.mark.parametrize("name", ["auto", "single", "ddp"])
+def test_one_process(name: str) -> None:
+    made = joined_strategy(name, Wanted("cpu", 1), False)
+    assert made.joined
+    assert (made.name, made.world.size, str(made.device)) == ("ddp" if name == "ddp" else "single", 1, "cpu")
+
+
+def test_two_devices_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="name different devices. Give one of them"):
+        joined_strategy(Strategy("cpu"), Wanted("cuda"), False)
+
+
+@pytest.mark.parametrize("wanted", [Wanted("cpu", 2), Wanted("cpu", None, None, 2)])
+def test_several_processes_on_one_device(wanted: Wanted) -> None:
+    with pytest.raises(ConfigurationError, match="runs on one device.*Use strategy='ddp', or devices=1"):
+        joined_strategy("single", wanted, False)
+
+
+@pytest.mark.world_size(2)
+def test_auto_is_ddp_on_several_processes() -> None:
+    made = joined_strategy("auto", Wanted("cpu"), False)
+    assert (made.name, made.world.size) == ("ddp", 2)
+    assert joined_strategy("ddp", Wanted("cpu"), False).world is made.world
+
+
+def test_an_own_loop_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes those that there are: a script on a machine with GPUs is not started anew for each."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [processes(Wanted("cuda")), processes(Wanted("cuda", as_started=True))] == [4, 1]

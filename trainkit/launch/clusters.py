@@ -1,0 +1,216 @@
+"""What SLURM, MPI and LSF say to the processes that they start."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from trainkit.errors import ConfigurationError
+from trainkit.launch.place import Place, checked, number, port_number, stable_port
+
+__all__ = ["hosts", "jsrun_place", "mpi_place", "slurm_place", "tasks_of_nodes"]
+
+# The smallest of the step ids that SLURM keeps for itself: batch scripts, interactive shells.
+_OWN_STEPS = 0xFFFFFFF0
+
+# Launcher, rank, size, local rank, local size.
+_MPI = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI (Hydra)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def slurm_place(env: Mapping[str, str]) -> Place | None:
+    """A task of ``srun``. The script of a batch job, the shell of ``salloc`` and that of ``srun --pty`` are none."""
+    step, rank = number(env, "SLURM_STEP_ID", "SLURM_STEPID"), number(env, "SLURM_PROCID")
+    if step is None or step >= _OWN_STEPS or rank is None or env.get("SLURM_PTY_PORT"):
+        return None
+    tasks = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    size = number(env, tasks)
+    if size is None:
+        raise ConfigurationError(
+            "SLURM_PROCID and SLURM_STEP_ID are set, but SLURM_NTASKS is not. Start the script with srun, and pass its whole "
+            "environment on (srun --export=ALL)."
+        )
+    if size == 1:
+        return None
+    node = number(env, "SLURM_NODEID")
+    counts = _tasks(env, size)
+    nodes = len(counts) or number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    place = Place(
+        rank,
+        size,
+        number(env, "SLURM_LOCALID"),
+        counts[node] if node is not None and node < len(counts) else None,
+        node,
+        nodes,
+        *_slurm_meeting_point(env, nodes),
+        "SLURM",
+        "srun has set SLURM_PROCID",
+    )
+    return checked(place, "SLURM_PROCID", tasks, "SLURM_LOCALID", "the tasks of the node")
+
+
+def _tasks(env: Mapping[str, str], size: int) -> list[int]:
+    """The number of tasks of each node; empty where that is not known."""
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+        text = env.get(name)
+        if text:
+            counts = tasks_of_nodes(text)
+            nodes = number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+            if len(counts) == 1 and nodes is not None:  # --ntasks-per-node: one number for all
+                counts *= nodes
+            if sum(counts) == size:
+                return counts
+    return []
+
+
+def _slurm_meeting_point(env: Mapping[str, str], nodes: int | None) -> tuple[str, int]:
+    job, step = env.get("SLURM_JOB_ID", env.get("SLURM_JOBID")), env.get("SLURM_STEP_ID")
+    address = env.get("MASTER_ADDR", "").strip()
+    names = next((env[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if env.get(n)), "")
+    if not address and names:
+        address = next(hosts(names))
+    if not address and nodes == 1:
+        address = "127.0.0.1"
+    if not address:
+        raise ConfigurationError(
+            "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so it is not known on which machine rank 0 runs. Set it: "
+            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        )
+    return address, port_number(env, "MASTER_PORT") or stable_port(job, step)
+
+
+def tasks_of_nodes(text: str) -> list[int]:
+    """``"2(x3),1"``, as SLURM counts the tasks of nodes, in full: ``[2, 2, 2, 1]``."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise ConfigurationError(f"expected SLURM's number of tasks of each node, as '2(x3),1', got {text!r}.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def hosts(text: str) -> Iterator[str]:
+    """The names that SLURM's list of nodes stands for: ``"node[03-05,9],gpu7"`` is node03, node04, node05, node9, gpu7.
+
+    Raises:
+        ConfigurationError: it is no such list.
+    """
+    for part in re.split(r",(?![^\[]*\])", text):  # at commas that are not in brackets
+        yield from _expanded(part.strip(), text)
+
+
+def _expanded(part: str, text: str) -> Iterator[str]:
+    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", part)
+    if match is None:
+        if not part or "[" in part or "]" in part:
+            raise ConfigurationError(f"expected SLURM's list of nodes, as 'node[03-05,9],gpu7', got {text!r}.")
+        yield part
+        return
+    for piece in match[2].split(","):
+        span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
+        if span is None or int(span[2] or span[1]) < int(span[1]):
+            raise ConfigurationError(f"expected SLURM's list of nodes, as 'node[03-05,9],gpu7', got {text!r}.")
+        for index in range(int(span[1]), int(span[2] or span[1]) + 1):
+            for rest in _expanded(match[3], text) if match[3] else [""]:
+                yield f"{match[1]}{index:0{len(span[1])}d}{rest}"
+
+
+# ------------------------------------------------------------------------------------------------------------------- MPI
+
+
+def mpi_place(env: Mapping[str, str]) -> Place | None:
+    """A process of ``mpirun``: Open MPI, MVAPICH, MPICH or Intel MPI."""
+    found = [(names, said) for names in _MPI if (said := _rank_and_size(env, names[1], names[2])) is not None]
+    if not found:
+        return None
+    (launcher, rank, size, local_rank, local_size), (index, count) = found[0]
+    for names, said in found[1:]:
+        if said != (index, count):
+            raise ConfigurationError(
+                f"two launchers disagree: {launcher} says that this is process {index} of {count} ({rank}, {size}), {names[0]} "
+                f"that it is process {said[0]} of {said[1]} ({names[1]}, {names[2]}). Start mpirun from a shell in which the "
+                "variables of the other are not set."
+            )
+    hydra = rank == "PMI_RANK"
+    here = number(env, local_size, "PMI_LOCAL_SIZE") if hydra else number(env, local_size)
+    together = here == count
+    place = Place(
+        index,
+        count,
+        number(env, local_rank, "PMI_LOCAL_RANK") if hydra else number(env, local_rank),
+        here,
+        0 if together else None,
+        1 if together else None,
+        *_mpi_meeting_point(env, count, here),
+        launcher,
+        f"mpirun has set {rank}",
+    )
+    return checked(place, rank, size, local_rank, local_size)
+
+
+def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
+    index, count = number(env, rank), number(env, size)
+    if index is None:
+        return None
+    if count is None:
+        raise ConfigurationError(f"{rank} is set, but {size} is not. Start the script with mpirun, or unset {rank}.")
+    return index, count
+
+
+def _mpi_meeting_point(env: Mapping[str, str], size: int, local_size: int | None) -> tuple[str, int]:
+    if size <= 1:
+        return "", 0
+    job = next((env[n] for n in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") if env.get(n)), "")
+    job = env.get("SLURM_JOB_ID") or env.get("LSB_JOBID") or job
+    port = port_number(env, "MASTER_PORT") or stable_port("mpi", job)
+    address = env.get("MASTER_ADDR", "").strip()
+    if not address and local_size == size:
+        address = "127.0.0.1"
+    if not address:
+        address = _first_of_batch(env)
+    if not address:
+        raise ConfigurationError(
+            "mpirun has started processes on several machines, and does not say on which one rank 0 runs. Tell it: "
+            "mpirun -x MASTER_ADDR=$(hostname) …   (Open MPI), or mpirun -genv MASTER_ADDR $(hostname) …   (MPICH, Intel MPI), "
+            "on the machine that comes first."
+        )
+    return address, port
+
+
+def _first_of_batch(env: Mapping[str, str]) -> str:
+    """The first machine of the batch job that mpirun runs in, "" if it runs in none that is known."""
+    names = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    if names:
+        return next(hosts(names))
+    listed = env.get("LSB_MCPU_HOSTS", "").split()
+    return listed[0] if listed else ""
+
+
+# ------------------------------------------------------------------------------------------------------------------- LSF
+
+
+def jsrun_place(env: Mapping[str, str]) -> Place | None:
+    """A process of ``jsrun``, under LSF."""
+    rank, size = number(env, "JSM_NAMESPACE_RANK"), number(env, "JSM_NAMESPACE_SIZE")
+    if rank is None:
+        return None
+    if size is None:
+        raise ConfigurationError("JSM_NAMESPACE_RANK is set, but JSM_NAMESPACE_SIZE is not. Start the script with jsrun.")
+    listed = env.get("LSB_MCPU_HOSTS", "").split()
+    names, slots = listed[::2], listed[1::2]
+    if len(names) > 1 and slots[:1] == ["1"]:  # the machine that the batch script runs on, where jsrun starts nothing
+        names = names[1:]
+    address = env.get("MASTER_ADDR", "").strip() or (names[0] if names else "")
+    if not address and size > 1:
+        raise ConfigurationError(
+            "jsrun has started this process, but LSB_MCPU_HOSTS, which names the machines, is not set. Set the one of rank 0: "
+            "jsrun -E MASTER_ADDR=host …"
+        )
+    port = port_number(env, "MASTER_PORT") or stable_port("lsf", env.get("LSB_JOBID"))
+    local_rank, local_size = number(env, "JSM_NAMESPACE_LOCAL_RANK"), number(env, "JSM_NAMESPACE_LOCAL_SIZE")
+    place = Place(rank, size, local_rank, local_size, None, None, address, port, "LSF", "jsrun has set JSM_NAMESPACE_RANK")
+    return checked(place, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")

@@ -1,0 +1,173 @@
+"""Who started this process, read from environment variables: torchrun, SLURM, MPI, LSF, Kubernetes, or nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from trainkit.errors import ConfigurationError
+from trainkit.launch.clusters import jsrun_place, mpi_place, slurm_place
+from trainkit.launch.place import Place, checked, is_local, number, port_number
+
+__all__ = ["LAUNCHER", "SCRIPT", "Place", "read_place"]
+
+# Set by our own agent: what has started it, for messages.
+LAUNCHER = "TRAINKIT_LAUNCHER"
+SCRIPT = "this script"
+
+_FIX = (
+    "Start the processes with: trainkit launch --nproc-per-node N script.py   (or torchrun), which set all of RANK, "
+    "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; or unset these variables."
+)
+
+
+def read_place(env: Mapping[str, str]) -> Place | None:
+    """Which of several started processes this one is.
+
+    Args:
+        env: the environment variables, as in ``os.environ``.
+
+    Returns:
+        The place; ``None`` where nobody started several processes: a shell, a notebook, the script of a batch job, an
+        interactive shell in an allocation, a single task.
+
+    Raises:
+        ConfigurationError: the variables contradict each other, or one that is needed is missing.
+    """
+    plain = _plain(env)
+    if plain is not None and env.get("LOCAL_RANK", "") != "":
+        return plain  # a launcher's whole set; what else is set belongs to what started that launcher
+    outer = _cluster(env)
+    if plain is None or outer is None:
+        return plain or outer or _kubernetes(env)
+    if (plain.rank, plain.size) != (outer.rank, outer.size):
+        raise ConfigurationError(
+            f"two launchers disagree: RANK={plain.rank} and WORLD_SIZE={plain.size}, but {outer.launcher} says that this is "
+            f"process {outer.rank} of {outer.size} ({outer.reason}). Unset RANK and WORLD_SIZE, or set LOCAL_RANK, MASTER_ADDR "
+            "and MASTER_PORT too, if they are right."
+        )
+    return outer
+
+
+def _cluster(env: Mapping[str, str]) -> Place | None:
+    """What started this process in a cluster. mpirun inside of a SLURM job counts, not the daemons that it started by srun."""
+    jsrun, mpi, slurm = jsrun_place(env), mpi_place(env), slurm_place(env)
+    if mpi is not None and slurm is not None and (mpi.rank, mpi.size) == (slurm.rank, slurm.size):
+        return slurm  # srun --mpi=pmi2 sets both, and SLURM's have more to say
+    place = jsrun or mpi or slurm
+    if place is None or place.size == 1:
+        return None
+    apart = (place.nodes or 1) > 1 or (place.local_size or place.size) < place.size
+    if apart and is_local(place.master_addr):
+        raise ConfigurationError(
+            f"MASTER_ADDR={place.master_addr} means each machine itself, but {place.launcher} has started the processes on "
+            "several machines. Set it to the name of the one with rank 0, or unset it."
+        )
+    return place
+
+
+def _plain(env: Mapping[str, str]) -> Place | None:
+    """RANK and WORLD_SIZE: the variables of torchrun, of the Kubernetes operators, and of whoever sets them by hand."""
+    rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
+    if rank is None:
+        outer = _cluster(env) if size is not None and size > 1 else None
+        if size is not None and size > 1 and outer is None:
+            raise ConfigurationError(f"WORLD_SIZE={size} is set, but RANK is not. {_FIX}")
+        if outer is not None and outer.size != size:
+            raise ConfigurationError(
+                f"WORLD_SIZE={size} is set, but {outer.launcher} has started {outer.size} processes ({outer.reason}). Unset "
+                "WORLD_SIZE."
+            )
+        return None
+    if size is None:
+        raise ConfigurationError(f"RANK={rank} is set, but WORLD_SIZE is not. {_FIX}")
+    if size == 0:
+        raise ConfigurationError(f"WORLD_SIZE=0: there must be one process at least. {_FIX}")
+    by_hand = env.get("LOCAL_RANK", "") == ""
+    if by_hand and size == 1 and rank == 0:
+        return None  # one process is what there is without a launcher
+    if by_hand and _cluster(env) is not None:  # the cluster knows where they meet
+        return Place(rank, size, None, None, None, None, "", 0, "RANK and WORLD_SIZE", "")
+    launcher, reason = _started_by(env)
+    place = Place(
+        rank,
+        size,
+        number(env, "LOCAL_RANK"),
+        number(env, "LOCAL_WORLD_SIZE"),
+        number(env, "GROUP_RANK"),
+        number(env, "GROUP_WORLD_SIZE"),
+        *_meeting_point(env, size),
+        launcher,
+        reason,
+    )
+    place = checked(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return _one_in_each_pod(env, place) if by_hand and _in_kubernetes(env) else _with_machines(place)
+
+
+def _started_by(env: Mapping[str, str]) -> tuple[str, str]:
+    if LAUNCHER in env:
+        return env[LAUNCHER], "it asks for them" if env[LAUNCHER] == SCRIPT else f"{LAUNCHER} is set"
+    if "TORCHELASTIC_RUN_ID" in env:
+        return "torchrun", "TORCHELASTIC_RUN_ID is set"
+    if _in_kubernetes(env):
+        return "Kubernetes", "RANK, WORLD_SIZE and KUBERNETES_SERVICE_HOST are set"
+    return "a launcher", "RANK and WORLD_SIZE are set"
+
+
+def _meeting_point(env: Mapping[str, str], size: int) -> tuple[str, int]:
+    address, port = env.get("MASTER_ADDR", "").strip(), port_number(env, "MASTER_PORT")
+    if size == 1:
+        return address, port or 0
+    if not address or port is None:
+        missing = " and ".join(name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value)
+        raise ConfigurationError(f"WORLD_SIZE={size}, but {missing} {'are' if ' ' in missing else 'is'} not set. {_FIX}")
+    return address, port
+
+
+def _with_machines(place: Place) -> Place:
+    """What follows from the rest, where a launcher has not said which machine the process is on."""
+    if place.local_rank is None and is_local(place.master_addr):  # all on this machine, else they could not meet
+        return replace(place, local_rank=place.rank, local_size=place.size, node=0, nodes=1)
+    local_size = place.local_size
+    if local_size is None and place.local_rank is not None and is_local(place.master_addr):
+        local_size = place.size
+    node, nodes = place.node, place.nodes
+    if local_size is not None and place.size % local_size == 0 and nodes is None:
+        nodes = place.size // local_size
+        node = place.rank // local_size if node is None else node
+    return replace(place, local_size=local_size, node=node, nodes=nodes)
+
+
+# ------------------------------------------------------------------------------------------------------------ Kubernetes
+
+
+def _in_kubernetes(env: Mapping[str, str]) -> bool:
+    return "KUBERNETES_SERVICE_HOST" in env or "PET_NNODES" in env
+
+
+def _one_in_each_pod(env: Mapping[str, str], place: Place) -> Place:
+    """A job of the training operator numbers its pods; in each runs what its command starts, here one process."""
+    each = env.get("PET_NPROC_PER_NODE", "1")
+    if each.isdigit() and int(each) > 1:
+        raise ConfigurationError(
+            f"PET_NPROC_PER_NODE={each}: each pod is to run {each} processes, but this script was started as a single one. "
+            "Let the command of the pods be: trainkit launch script.py   (or torchrun), which reads these variables."
+        )
+    return replace(place, local_rank=0, local_size=1, node=place.rank, nodes=place.size)
+
+
+def _kubernetes(env: Mapping[str, str]) -> Place | None:
+    """The PET_ variables, which are meant for torchrun, in a pod whose command is the script itself."""
+    text = env.get("PET_NNODES", "1").strip()
+    if text in ("", "1", "1:1"):
+        return None
+    nodes, rank = number({"PET_NNODES": text} if ":" not in text else {}, "PET_NNODES"), number(env, "PET_NODE_RANK")
+    address, port = env.get("PET_MASTER_ADDR", "").strip(), port_number(env, "PET_MASTER_PORT")
+    if nodes is None or rank is None or not address or port is None:
+        raise ConfigurationError(
+            f"PET_NNODES={text}: this pod is one of several, but which one, and where they meet, a launcher must find out. "
+            "Let the command of the pods be: trainkit launch script.py   (or torchrun). To run this process alone, unset "
+            "PET_NNODES."
+        )
+    place = Place(rank, nodes, 0, 1, rank, nodes, address, port, "Kubernetes", "PET_NNODES and PET_NODE_RANK are set")
+    return _one_in_each_pod(env, checked(place, "PET_NODE_RANK", "PET_NNODES"))

@@ -1,0 +1,139 @@
+"""What the main process knows of all processes of a run, and what it tells them. No sockets here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trainkit.launch.failure import Failure, Runs
+
+__all__ = ["Hub"]
+
+
+class Hub:
+    """The middle of the star: hears what each process says, and decides what has happened, for all in the same order.
+
+    An exchange is complete when every process has given its value. While a failure stands, none is: whoever takes part is
+    told why. A failure in a run that a process has survived is over when every process is out of that run; one that has
+    ended a process stands for good.
+
+    Args:
+        size: the number of processes.
+        send: ``send(rank, message)``.
+    """
+
+    def __init__(self, size: int, send: Callable[[int, Any], None]) -> None:
+        self._size, self._send = size, send
+        self._given: dict[str, dict[int, Any]] = {}
+        self._runs = [Runs() for _ in range(size)]
+        self._failures: dict[int | None, Failure] = {}  # the first of each run, in the order in which they came
+        self._latest: Failure | None = None  # of those in a run, also when it is over
+        self._gone: dict[int, Failure] = {}
+
+    @property
+    def waiting(self) -> int:
+        """How many exchanges are not complete."""
+        return len(self._given)
+
+    def heard(self, rank: int, message: dict[str, Any]) -> None:
+        """A process has said something."""
+        if rank in self._gone:
+            return
+        if "give" in message:
+            self._give(rank, message["give"], message["value"])
+        elif "take back" in message:
+            self._take_back(rank, message["take back"])
+        elif "begin" in message:
+            self._runs[rank].begin()
+            self._after_runs(rank)
+            self._find_missing()
+        elif "end" in message:
+            self._runs[rank].end(message["end"])
+            self._after_runs(rank)
+            self._clear()
+        elif "fail" in message:
+            self._fail(Failure(**message["fail"]), message.get("of"))
+        elif "bye" in message:
+            kind, text = message["bye"]
+            self.gone(rank, kind, text)
+        if "number" in message:
+            self._send(rank, {"heard": message["number"]})
+
+    def gone(self, rank: int, kind: str, text: str = "") -> None:
+        """A process is no longer there; ``kind`` as of :class:`Failure`."""
+        if rank in self._gone:
+            return
+        mine = next((one for one in self._failures.values() if one.rank == rank), None)
+        end = mine if kind == "died" and mine is not None else Failure(rank, kind, text)
+        self._gone[rank] = end
+        self._tell({"gone": end.record()})
+        self._find_missing()
+        for key, values in list(self._given.items()):
+            if rank not in values:
+                self._void(key, end)
+
+    def _give(self, rank: int, key: str, value: Any) -> None:
+        why = next(iter(self._failures.values()), None)
+        if why is not None:
+            self._send(rank, {"void": key, "why": why.record()})
+            return
+        values = self._given.setdefault(key, {})
+        values[rank] = value
+        absent = [end for other, end in self._gone.items() if other not in values]
+        if absent:
+            self._void(key, absent[0])
+        elif len(values) == self._size:
+            del self._given[key]
+            self._tell({"result": key, "values": [values[other] for other in range(self._size)]})
+
+    def _take_back(self, rank: int, key: str) -> None:
+        values = self._given.get(key, {})
+        values.pop(rank, None)
+        if not values:
+            self._given.pop(key, None)
+
+    def _void(self, key: str, why: Failure) -> None:
+        for rank in self._given.pop(key):
+            self._send(rank, {"void": key, "why": why.record()})
+
+    def _fail(self, failure: Failure, of: int | None = None) -> None:
+        """A failure, which may be the same that a process has posted as one of run ``of``, and now ends it."""
+        run = failure.run
+        if run is not None and all(runs.over(run) for rank, runs in enumerate(self._runs) if rank != failure.rank):
+            return  # the others are out of that run already: if the process survives, nobody need know
+        if run is None:
+            self._tell({"fallen": failure.rank})
+        if run in self._failures:
+            return
+        if run is not None:
+            self._latest = failure
+        elif self._latest is not None and self._latest.run == of:  # all must name the one that was first there
+            failure = Failure(**(self._latest.record() | {"run": None}))
+        self._failures[run] = failure
+        self._tell({"failed": failure.record()})
+        for key in list(self._given):
+            self._void(key, next(iter(self._failures.values())))
+
+    def _find_missing(self) -> None:
+        """Whether a process that is gone is needed by one in a run."""
+        if None in self._failures:
+            return
+        inside = {number for rank, runs in enumerate(self._runs) if rank not in self._gone for number in runs.open}
+        for rank, end in self._gone.items():
+            if any(self._runs[rank].missing(number) for number in inside):
+                self._fail(Failure(**(end.record() | {"run": None})))
+
+    def _clear(self) -> None:
+        for run in [run for run in self._failures if run is not None and all(runs.over(run) for runs in self._runs)]:
+            del self._failures[run]
+            self._tell({"cleared": run})
+
+    def _after_runs(self, rank: int) -> None:
+        """What the others must know of the main process if it is gone, and the hub with it."""
+        if rank == 0:
+            self._tell({"main": self._runs[0].record()})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for rank in reversed(range(self._size)):  # the main process last: what it then does, the others already know of
+            if rank not in self._gone:
+                self._send(rank, message)

@@ -1,0 +1,312 @@
+"""Becoming one of the processes of a run: those that the user has made, those that a launcher has started, or our own."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import multiprocessing
+import os
+import socket
+import sys
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainkit.console import notice, speak
+from trainkit.distributed import World
+from trainkit.errors import ConfigurationError
+from trainkit.launch.channel import Channel
+from trainkit.launch.devices import device_of, processes_of_a_machine
+from trainkit.launch.endings import Endings, install
+from trainkit.launch.environment import Place, read_place
+from trainkit.launch.interface import lead_gloo_out
+from trainkit.launch.memory import Memory, restarts
+from trainkit.launch.place import is_local
+from trainkit.launch.self_start import become_agent
+from trainkit.launch.stores import connected
+from trainkit.launch.wanted import Wanted
+from trainkit.launch.watchdog import Watchdog
+
+__all__ = ["device_of", "join", "processes"]
+
+_MEETING = timedelta(minutes=10)  # within which all processes must have come
+_LATE = 5.0  # seconds after which torch's own message about that is not waited for
+
+# How more or fewer processes are started, by what has started these.
+_HOW = {
+    "torchrun": "torchrun --nproc-per-node {each} script.py",
+    "SLURM": "srun --ntasks-per-node={each} python script.py",
+    "Open MPI": "mpirun -n {all} python script.py",
+    "MPI (Hydra)": "mpirun -n {all} python script.py",
+    "MVAPICH": "mpirun -n {all} python script.py",
+    "LSF": "jsrun -n {all} python script.py",
+}
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The world of this process, and the process group under it; ``ours``: we have made the group."""
+
+    world: World
+    group: Any
+    ours: bool
+    endings: Endings | None = None
+
+    def close(self) -> None:
+        """Let go of the other processes."""
+        if self.endings is not None:
+            self.endings.close()
+        if self.world.channel is not None:
+            self.world.channel.goodbye()
+            self.world.channel.close()
+        if self.world.watchdog is not None:
+            self.world.watchdog.close()
+
+
+_joined: _Joined | None = None  # all runs of the process share it
+
+# The store that the groups of this process are made with, and how many were: the user may destroy one, and what it has left in
+# the store must not be read by the next.
+_met: tuple[tuple[str, int, int, int], Any] | None = None
+_groups = 0
+
+
+def processes(wanted: Wanted) -> int:
+    """The number of processes that a run of these wishes has, be they started already or not.
+
+    Raises:
+        ConfigurationError: the variables of a launcher contradict each other.
+    """
+    if _group() is not None:
+        return dist.get_world_size()
+    place = read_place(os.environ)
+    return processes_of_a_machine(wanted) * (wanted.nodes or 1) if place is None else place.size
+
+
+def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta) -> World:
+    """The processes of the run, of which this is one; their process groups are made at the first call.
+
+    In order: a process group that the user has initialised is used, and not destroyed; else what a launcher has started; else,
+    if more than one process is wanted, this process becomes the agent that starts them, and this call does not return.
+
+    Args:
+        wanted: what the user asked for.
+        backend: of the group for tensors; default: nccl for CUDA, gloo for the CPU.
+        timeout: how long a process waits for the others in a collective.
+
+    Raises:
+        ConfigurationError: what is wanted contradicts what was started, or cannot be started here; or the processes do not
+            find each other.
+    """
+    global _joined
+    if _joined is not None and _joined.group is not _group():  # the user has destroyed his group, and perhaps made another
+        _joined.close()
+        _joined = None
+        speak()
+    if _joined is None:
+        place = None if _group() is not None else read_place(os.environ)
+        if place is not None:
+            _check(wanted, place.size, place.local_size, place.nodes, place.launcher)
+        elif _group() is None and processes(wanted) == 1:
+            return World()
+        elif _group() is None:
+            _start(wanted)
+        _joined = _enter(wanted, place, backend, timeout)
+    world = _joined.world
+    _check(wanted, world.size, world.local_size, world.nodes, world.launcher)
+    return world
+
+
+def _group() -> Any:
+    """The default process group, ``None`` if there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _check(wanted: Wanted, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
+    """Refuse what contradicts the processes that there are."""
+    each = None if wanted.per_node == -1 else wanted.per_node
+    machines = wanted.nodes
+    wrong = (
+        (machines is not None and nodes is not None and machines != nodes)
+        or (each is not None and nodes is not None and each * nodes != size)
+        or (each is not None and machines is not None and each * machines != size)
+        or (each is not None and nodes is None and local_size is not None and each != local_size)
+    )
+    if not wrong:
+        return
+    asked = ", ".join(f"{name}={n}" for name, n in (("devices", each), ("num_nodes", machines)) if n is not None)
+    there = f"{size} process{'es' if size > 1 else ''}" + (f" on {nodes} machine{'s' if nodes > 1 else ''}" if nodes else "")
+    how = _HOW.get(launcher, "trainkit launch --nproc-per-node {each} script.py")
+    number = each or max(1, size // (nodes or 1))
+    raise ConfigurationError(
+        f"{asked} contradicts what was started: {there}, by {launcher}. Leave {'it' if ',' not in asked else 'them'} out, or "
+        f"start as many processes: {how.format(each=number, all=number * (machines or nodes or 1))}"
+    )
+
+
+def _start(wanted: Wanted) -> None:
+    """Start the processes that are wanted; does not return."""
+    each, machines = processes_of_a_machine(wanted), wanted.nodes or 1
+    if machines > 1:
+        raise ConfigurationError(
+            f"num_nodes={machines}: a process can start others on its own machine only. Start the script on each machine: "
+            f"trainkit launch --nnodes {machines} --node-rank R --master-addr HOST --nproc-per-node {each} script.py   (R: 0 "
+            "on HOST, then 1, …), or let the batch system start it: "
+            f"srun --nodes={machines} --ntasks-per-node={each} python script.py"
+        )
+    if not dist.is_available():
+        raise ConfigurationError("this build of torch has no torch.distributed, so there can be one process only: devices=1.")
+    if multiprocessing.parent_process() is not None:
+        raise ConfigurationError(
+            f"devices={each} in a process of multiprocessing, which starts no others. If it is one of those that are to train "
+            "together, say so before the Trainer is made: torch.distributed.init_process_group('gloo', rank=rank, "
+            "world_size=N, init_method='tcp://127.0.0.1:29500')   ('nccl' for GPUs); else use devices=1."
+        )
+    if wanted.accelerator == "cuda" or (wanted.accelerator == "auto" and torch.cuda.is_available()):
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if each > gpus:
+            raise ConfigurationError(
+                f"devices={each}, but torch sees {gpus} GPU{'' if gpus == 1 else 's'}. Use devices={max(1, gpus)}, or "
+                f"accelerator='cpu', devices={each}."
+            )
+    become_agent(each)
+
+
+def _enter(wanted: Wanted, place: Place | None, backend: str | None, timeout: timedelta) -> _Joined:
+    if place is not None and place.size == 1:
+        return _Joined(
+            World(launcher=place.launcher, restarts=restarts(os.environ), memory=Memory.of(os.environ)), None, ours=False
+        )
+    ours = place is not None
+    if place is not None:
+        _init(place, backend or _backend(wanted), timeout)
+    elif dist.get_world_size() == 1:
+        return _Joined(World(launcher="your own process group"), _group(), ours=False)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    world = _world(place or _place_in_group(), control)
+    if ours:
+        atexit.register(_leave)
+    speak(main=world.is_main, rank=world.rank)
+    _write_whole_lines()
+    machines = f" on {world.nodes} machines" if world.nodes > 1 else ""
+    reason = (
+        f"started by {place.launcher} ({place.reason})" if place is not None else "of the process group that you initialised"
+    )
+    notice(f"{world.size} processes{machines}, {reason}.")
+    return _Joined(world, _group(), ours, install(world))
+
+
+def _write_whole_lines() -> None:
+    """Where a launcher has turned buffering off (python -u), write lines as wholes: else those of the processes get mixed."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _backend(wanted: Wanted) -> str:
+    cuda = wanted.accelerator in ("auto", "cuda") and torch.cuda.is_available() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
+
+
+def _init(place: Place, backend: str, timeout: timedelta) -> None:
+    """Make the default process group."""
+    from torch._C._distributed_c10d import PrefixStore, Store  # not in every build of torch
+
+    global _met, _groups
+    where = (place.master_addr, place.master_port, place.rank, place.size)
+    if _met is None or _met[0] != where:
+        _met = where, _meet(place, min(timeout, _MEETING))
+    _groups += 1
+    store: Store = PrefixStore(f"group{_groups}", _met[1])
+    if _hosted() and place.nodes == 1:  # torchrun's agent may keep one store over all starts, with the addresses of the dead
+        store = PrefixStore(f"start{restarts(os.environ)}", store)
+    if not is_local(place.master_addr):
+        lead_gloo_out(os.environ, place.master_addr)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+
+
+def _hosted() -> bool:
+    """Whether the agent that has started this process keeps the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _meet(place: Place, patience: timedelta) -> Any:
+    """The store at which the processes find each other, when all have come to it."""
+    from torch._C._distributed_c10d import TCPStore  # not in every build of torch
+
+    hosted = _hosted()
+    server = place.rank == 0 and not hosted
+
+    def connect() -> TCPStore:
+        return TCPStore(
+            place.master_addr,
+            place.master_port,
+            world_size=place.size,
+            is_master=server,
+            timeout=patience,
+            multi_tenant=not hosted,
+            use_libuv=os.name != "nt",
+        )
+
+    try:
+        return connected(connect, place.master_port, patience.total_seconds() + _LATE)
+    except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
+        where = f"{place.master_addr}:{place.master_port}"
+        if server and "address already in use" in str(error).lower():
+            raise ConfigurationError(
+                f"the processes cannot meet at {where}: the port is in use. Choose another one: export MASTER_PORT=…"
+            ) from error
+        raise ConfigurationError(
+            f"rank {place.rank} of {place.size} has not met the others at {where} within {patience.total_seconds():.0f} s. "
+            "Either not all of them were started, or that address (MASTER_ADDR, MASTER_PORT) is not the machine of rank 0, or "
+            f"a firewall is between. torch says: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _place_in_group() -> Place:
+    """This process in the user's group; of its machine the launcher knows, if it has made this rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place = Place(rank, size, None, None, None, None, os.environ.get("MASTER_ADDR", ""), 0, "your own process group", "")
+    try:
+        started = read_place(os.environ)
+    except ConfigurationError:  # the group works: what variables say is not needed
+        started = None
+    if started is None or (started.rank, started.size) != (rank, size):
+        return place
+    return replace(started, launcher=place.launcher)
+
+
+def _world(place: Place, control: Any) -> World:
+    """The world, with what no launcher has said worked out from the names of the machines."""
+    world = World(place.rank, place.size, control=control)
+    channel = Channel.open(place.rank, place.size, place.master_addr or None, world.from_main)
+    said = world.exchange([socket.gethostname(), restarts(os.environ)])
+    names = [name for name, _ in said]
+    machines = list(dict.fromkeys(names))
+    mine = names[place.rank]
+    return World(
+        place.rank,
+        place.size,
+        local_rank=names[: place.rank].count(mine) if place.local_rank is None else place.local_rank,
+        local_size=names.count(mine) if place.local_size is None else place.local_size,
+        node=machines.index(mine) if place.node is None else place.node,
+        nodes=len(machines) if place.nodes is None else place.nodes,
+        launcher=place.launcher,
+        control=control,
+        channel=channel,
+        watchdog=Watchdog(channel),
+        restarts=max(count for _, count in said),
+        memory=Memory.of(os.environ),
+    )
+
+
+def _leave() -> None:
+    """Destroy the process group that we have made, at the end of the process.
+
+    Not after an error: the others may be gone, and to wait for them would keep this process from ending.
+    """
+    if _joined is not None and _joined.ours and _joined.group is _group() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()

@@ -1,0 +1,146 @@
+"""A script that asks for several processes and was started as one: it becomes the agent that runs its command line N times."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import subprocess
+import sys
+from types import ModuleType
+from typing import NoReturn
+
+from trainkit.errors import ConfigurationError
+from trainkit.started import FOLDER
+
+__all__ = ["become_agent", "command_again", "folder_at_start", "in_notebook", "serve"]
+
+_RUNNERS = {"pytest", "pytest.__main__", "unittest.__main__", "ipykernel_launcher", "IPython.__main__", "doctest"}
+_PROGRAMS = {"pytest", "py.test", "ipython", "ipython3", "jupyter", "jupyter-lab", "jupyter-notebook"}
+
+# Interpreter options whose value is the next argument, if it does not follow at once.
+_WITH_VALUE = "cmWX"
+
+
+def in_notebook() -> bool:
+    """Whether this is a kernel of a notebook, or IPython's shell."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and getattr(ipython, "get_ipython", lambda: None)() is not None
+
+
+def become_agent(processes: int) -> NoReturn:
+    """Replace this process by the agent that runs the same command line so many times and leaves with the workers' exit code.
+
+    The agent is a fresh Python in the same process (same number, same terminal), so that nothing of the script stays in memory
+    and nothing of it runs after this. What the script has registered with ``atexit`` is run and its output flushed before.
+
+    Raises:
+        ConfigurationError: this command line cannot be run again.
+    """
+    command = command_again(processes)
+    code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from trainkit.launch.self_start import serve; serve()"
+    agent = [sys.executable, "-c", code, str(processes), *command]
+    folder = folder_at_start()
+    if folder is not None:
+        os.chdir(folder)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    if os.name == "nt":  # where exec would give the terminal back at once
+        os._exit(subprocess.call(agent))
+    os.execv(sys.executable, agent)
+
+
+def serve() -> NoReturn:
+    """The agent's whole program: ``N command…`` are its arguments."""
+    from trainkit.launch.nodes import grace, quietly
+
+    environment = quietly(os.environ)
+    processes, *command = sys.argv[1:]
+    try:
+        from trainkit.launch.agent import Job, run_job
+        from trainkit.launch.environment import SCRIPT
+
+        code = run_job(Job(tuple(command), environment, int(processes), launcher=SCRIPT, grace=grace(os.environ)))
+    except KeyboardInterrupt:  # before there was anything to interrupt
+        code = 130
+    except ConfigurationError as error:
+        print(f"trainkit: {error}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def command_again(processes: int) -> list[str]:
+    """The command line that has started this process.
+
+    Args:
+        processes: how many are wanted, for the message.
+
+    Raises:
+        ConfigurationError: it would not do the same again: a notebook, ``-c``, standard input, a test.
+    """
+    main = sys.modules.get("__main__")
+    _, kind = _script(sys.orig_argv)
+    reason = _hindrance(main, kind)
+    if reason is not None:
+        raise ConfigurationError(
+            f"devices={processes} needs {processes} processes, and they cannot be started from {reason}: its command line "
+            "cannot be run once for each of them. Write the training to a file, and start it with: "
+            f"trainkit launch --nproc-per-node {processes} script.py   (or python script.py); or use devices=1."
+        )
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def folder_at_start() -> str | None:
+    """Where the command line was given, ``None`` if that is not known.
+
+    Python has put it in front of the relative path of a script. Where that does not show it (a module, a full path, a program
+    that runs another one's script), it is where the process was when trainkit was imported.
+    """
+    at, kind = _script(sys.orig_argv)
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if kind == "script" and file is not None and not os.path.isabs(sys.orig_argv[at]):
+        for ending in (sys.orig_argv[at], os.path.join(sys.orig_argv[at], "__main__.py")):
+            if file.endswith(os.sep + ending):
+                return str(file[: -len(ending)])
+    return FOLDER
+
+
+def _hindrance(main: ModuleType | None, kind: str) -> str | None:
+    """Why the command line cannot be run again; ``None`` if it can."""
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    program = os.path.basename(sys.argv[0]).removesuffix(".exe") if sys.argv else ""
+    if in_notebook() or name in ("ipykernel_launcher", "IPython.__main__"):
+        return "a notebook"
+    if multiprocessing.parent_process() is not None:
+        return "a process of multiprocessing"
+    if getattr(sys, "frozen", False):
+        return "a frozen program"
+    if kind == "command":
+        return "python -c"
+    if sys.flags.interactive or hasattr(sys, "ps1"):
+        return "an interactive Python"
+    if name in _RUNNERS or program in _PROGRAMS:
+        return f"{(name or program).split('.')[0]}"
+    if kind == "input":
+        return "standard input"
+    return None if sys.executable and main is not None else "a program that Python is embedded in"
+
+
+def _script(arguments: list[str]) -> tuple[int, str]:
+    """Where in the interpreter's own arguments the program is, and what it is: "script", "module", "command" or "input"."""
+    at = 1
+    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":
+        argument = arguments[at]
+        at += 1
+        if argument.startswith("--"):
+            at += argument == "--check-hash-based-pycs"
+            continue
+        for position, letter in enumerate(argument[1:], 2):
+            if letter in "cm":
+                return at, "command" if letter == "c" else "module"
+            if letter in _WITH_VALUE:
+                at += position == len(argument)
+                break
+    return at, "input" if at >= len(arguments) or arguments[at] == "-" else "script"

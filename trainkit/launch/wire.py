@@ -1,0 +1,265 @@
+"""JSON lines over TCP: connections that never block, and the one thread of a process that serves them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+__all__ = ["LIMIT", "Loop", "Wire", "encode", "keep_watch"]
+
+LIMIT = 16 << 20  # bytes of a line that one process may send
+_CHUNK = 1 << 18
+_FLUSH = 1.0  # seconds in which what is still to be sent must be gone when the connections are closed
+
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def encode(message: Any) -> bytes:
+    """A message as a line."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def keep_watch(connection: socket.socket, patience: float) -> None:
+    """Let the system notice when the other side is gone without a word: a cut cable, a host without power.
+
+    Args:
+        connection: a TCP connection.
+        patience: seconds of silence after which it is taken to be gone.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    pause = max(1, round(patience / 6))
+    options = {
+        "TCP_KEEPIDLE": 2 * pause,  # silence before the first question
+        "TCP_KEEPALIVE": 2 * pause,  # the same on macOS
+        "TCP_KEEPINTVL": pause,
+        "TCP_KEEPCNT": 4,
+        "TCP_USER_TIMEOUT": round(1000 * patience),  # for what was sent and never arrived; milliseconds
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Wire:
+    """One connection, for the thread of its :class:`Loop` only.
+
+    Args:
+        connection: what it goes over.
+        heard: called with each message that comes.
+        ended: called once with why no more will come.
+        limit: bytes of a line that may come.
+
+    Attributes:
+        full: it takes no more just now.
+        broken: why it takes no more at all; what the other side has said before can still be read.
+    """
+
+    def __init__(
+        self, connection: socket.socket, heard: Callable[[Any], None], ended: Callable[[Exception], None], limit: int = LIMIT
+    ) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.heard, self.ended = heard, ended
+        self.limit = limit
+        self.full = False
+        self.broken: OSError | None = None
+        self._in, self._out = bytearray(), bytearray()
+
+    def put(self, line: bytes) -> None:
+        """Add a line to what is to be sent."""
+        self._out += line
+
+    def flush(self) -> bool:
+        """Send what can be sent now; returns whether that was all."""
+        while self._out and self.broken is None:
+            try:
+                sent = self.connection.send(self._out)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self.broken = error
+                break
+            del self._out[:sent]
+        return True
+
+    def finish(self) -> None:
+        """Tell the other side that nothing more comes. It closes, and only then may this side: else what was sent is lost."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+
+    def get(self) -> list[Any]:
+        """The messages that have come.
+
+        Raises:
+            EOFError: the other side has closed the connection.
+            OSError: it is broken.
+            ValueError: what comes are no lines of JSON, or too long ones.
+        """
+        chunk = self.connection.recv(_CHUNK)
+        if not chunk:
+            raise EOFError("closed by the other side")
+        self._in += chunk
+        lines: list[bytes] = []
+        if b"\n" in chunk:
+            *lines, rest = bytes(self._in).split(b"\n")
+            self._in = bytearray(rest)
+        if max(map(len, lines), default=0) > self.limit or len(self._in) > self.limit:
+            raise ValueError(f"a line of more than {self.limit} bytes")
+        return [json.loads(line) for line in lines]
+
+
+class Loop:
+    """The thread that reads and writes all connections of a process. It sleeps while nothing happens.
+
+    Args:
+        name: of the thread.
+        broken: called in the thread if it ends by an error.
+    """
+
+    def __init__(self, name: str, broken: Callable[[Exception], None]) -> None:
+        self._broken = broken
+        self._selector = selectors.DefaultSelector()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._ear, self._bell = socket.socketpair()
+        for end in (self._ear, self._bell):
+            end.setblocking(False)
+        self._wires: set[Wire] = set()
+        self._stop_at: float | None = None
+        self._selector.register(self._ear, selectors.EVENT_READ, self._rung)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        _loops.add(self)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Let the thread call a function; from any thread."""
+        self._calls.append(function)
+        with contextlib.suppress(OSError):  # it has been rung often enough already, or the loop has ended
+            self._bell.send(b"!")
+
+    def stop(self) -> None:
+        """Send what is to be sent, close everything and end the thread; from any other thread, any number of times."""
+        if self._thread.ident is None:  # never started
+            self._close()
+        elif self._thread.is_alive():
+            self.call(self._stop)
+            self._thread.join(2 * _FLUSH)
+
+    def add(self, wire: Wire) -> None:
+        """Serve a connection."""
+        self._wires.add(wire)
+        self._selector.register(wire.connection, selectors.EVENT_READ, lambda events: self._serve(wire, events))
+
+    def listen(self, listener: socket.socket, accept: Callable[[], None]) -> None:
+        """Call ``accept`` when somebody wants to connect."""
+        self._selector.register(listener, selectors.EVENT_READ, lambda events: accept())
+
+    def forget(self, listener: socket.socket) -> None:
+        """Close what :meth:`listen` was called with."""
+        self._selector.unregister(listener)
+        listener.close()
+
+    def send(self, wire: Wire, line: bytes) -> None:
+        """Send a line as soon as the connection takes it."""
+        if wire in self._wires:
+            wire.put(line)
+            self._flush(wire)
+
+    def drop(self, wire: Wire) -> None:
+        """Close a connection; nothing more is heard of it."""
+        if wire in self._wires:
+            self._wires.remove(wire)
+            self._selector.unregister(wire.connection)
+            wire.connection.close()
+
+    def abandon(self) -> None:
+        """In a process that was forked from this one: let go of the connections, which the parent goes on with.
+
+        Else the other side would take this process for alive for as long as one of its children is.
+        """
+        self._selector.close()
+        for end in (self._ear, self._bell, *(wire.connection for wire in self._wires)):
+            end.close()
+
+    def _work(self) -> None:
+        try:
+            while not self._finished():
+                pause = None if self._stop_at is None else max(0.0, self._stop_at - monotonic())
+                for key, events in self._selector.select(pause):
+                    if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # not closed by what came before it
+                        key.data(events)
+                while self._calls:
+                    self._calls.popleft()()
+        except Exception as error:
+            self._broken(error)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for wire in self._wires:
+            wire.connection.close()
+        self._wires.clear()
+        self._selector.close()
+        self._ear.close()
+        self._bell.close()
+
+    def _finished(self) -> bool:
+        return self._stop_at is not None and (not self._wires or monotonic() > self._stop_at)
+
+    def _stop(self) -> None:
+        self._stop_at = monotonic() + _FLUSH
+        for wire in list(self._wires):
+            self._flush(wire)
+
+    def _rung(self, events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._ear.recv(4096)
+
+    def _serve(self, wire: Wire, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(wire)
+        if events & selectors.EVENT_READ:
+            try:
+                for message in wire.get():
+                    if wire in self._wires and self._stop_at is None:  # not if it was dropped for what it said
+                        wire.heard(message)
+            except BlockingIOError:
+                pass
+            except (EOFError, OSError, ValueError, KeyError, TypeError) as why:
+                self._end(wire, wire.broken or why)
+
+    def _flush(self, wire: Wire) -> None:
+        done = wire.flush()
+        if done == wire.full:
+            wire.full = not done
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.full else 0)
+            self._selector.modify(wire.connection, events, lambda events: self._serve(wire, events))
+        if done and self._stop_at is not None:
+            wire.finish()
+
+    def _end(self, wire: Wire, why: Exception) -> None:
+        if wire in self._wires:
+            self.drop(wire)
+            if self._stop_at is None:
+                wire.ended(why)
+
+
+def _abandon_all() -> None:
+    for loop in list(_loops):
+        loop.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

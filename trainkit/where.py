@@ -1,0 +1,117 @@
+"""Where a run runs: ``accelerator``, ``devices``, ``num_nodes`` and ``strategy`` → a strategy that is one of the processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.launch.joining import processes
+from trainkit.launch.wanted import Wanted
+from trainkit.registry import make_strategy
+
+if TYPE_CHECKING:
+    from trainkit.precision import Precision
+    from trainkit.strategy import Strategy
+
+__all__ = ["joined_strategy", "read_wanted"]
+
+_KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
+
+
+def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> Wanted:
+    """What the arguments of the same names ask for.
+
+    Raises:
+        ConfigurationError: devices or nodes that make no sense.
+        UnknownNameError: an unknown accelerator.
+        UnsupportedArgumentError: a TPU, HPU or IPU.
+    """
+    if accelerator in ("tpu", "hpu", "ipu"):
+        raise UnsupportedArgumentError(
+            f"accelerator={accelerator!r} is not in this version. Use 'auto', 'cpu', 'gpu' or 'mps'."
+        )
+    if not isinstance(accelerator, str) or accelerator not in _KINDS:
+        raise UnknownNameError(
+            f"unknown accelerator {accelerator!r}; known: {', '.join(_KINDS)}.{nearest(str(accelerator), _KINDS)}"
+        )
+    if num_nodes is not None and (isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1):
+        raise ConfigurationError(f"num_nodes must be an integer ≥ 1, not {num_nodes!r}.")
+    kind = _KINDS[accelerator]
+    if kind == "cuda" and not torch.cuda.is_available() and torch.backends.mps.is_available():
+        kind = "mps"
+    per_node, indices = _read_devices(devices)
+    if kind == "mps" and per_node is not None and per_node > 1:
+        raise ConfigurationError(f"devices={devices!r}: there is one MPS device. Use devices=1.")
+    return Wanted(kind, per_node, indices, num_nodes)
+
+
+def _read_devices(devices: Any) -> tuple[int | None, tuple[int, ...] | None]:
+    """Processes of a machine (-1: one for each GPU), and the GPUs that were named."""
+    if devices in ("auto", None):
+        return None, None
+    if isinstance(devices, str) and "," in devices and all(part.strip().isdigit() for part in devices.rstrip(", ").split(",")):
+        devices = [int(part) for part in devices.rstrip(", ").split(",")]
+    if isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices):
+        if len(set(devices)) < len(devices):
+            raise ConfigurationError(f"devices={devices!r} names a GPU twice.")
+        return len(devices), tuple(devices)
+    if devices in (-1, "-1"):
+        return -1, None
+    if isinstance(devices, int | str) and not isinstance(devices, bool) and str(devices).isdigit() and int(devices) > 0:
+        return int(devices), None
+    raise ConfigurationError(f"devices must be 'auto', a number, or a list of GPUs such as [0, 1], not {devices!r}.")
+
+
+def joined_strategy(
+    strategy: str | Strategy, wanted: Wanted, sync_batchnorm: bool, precision: str | int | Precision | None = None
+) -> Strategy:
+    """The strategy, on its device, as one of the processes of the run.
+
+    Args:
+        strategy: a name or an object; "auto": one device, or DDP on several.
+        wanted: where to run.
+        sync_batchnorm: statistics over all processes.
+        precision: that it is to have.
+
+    Raises:
+        ConfigurationError: arguments that contradict each other or what is there.
+    """
+    if isinstance(strategy, str):
+        name = "ddp" if strategy == "auto" and processes(wanted) > 1 else strategy
+        options: dict[str, Any] = {"sync_batchnorm": True} if sync_batchnorm and name.startswith("ddp") else {}
+        device = _single_device(wanted) if name in ("auto", "single") else wanted.accelerator
+        made = make_strategy(name, device=device, **options)
+    else:
+        made = make_strategy(strategy)
+        _check_device(made, wanted)
+        if sync_batchnorm:
+            _synchronise(made)
+    made.join(wanted)
+    if precision is not None:
+        made.use_precision(precision)
+    return made
+
+
+def _single_device(wanted: Wanted) -> torch.device | str:
+    """The device of a run on one."""
+    if wanted.indices is None or len(wanted.indices) != 1:
+        return wanted.accelerator
+    (index,) = wanted.indices
+    if wanted.accelerator in ("auto", "cuda") and torch.cuda.is_available():
+        return torch.device("cuda", index)
+    if index:
+        raise ConfigurationError(f"devices=[{index}]: there is no GPU number {index} for accelerator={wanted.accelerator!r}.")
+    return wanted.accelerator
+
+
+def _check_device(made: Strategy, wanted: Wanted) -> None:
+    if wanted.accelerator != "auto" and wanted.accelerator != made.device.type:
+        raise ConfigurationError(f"accelerator={wanted.accelerator!r} and {made!r} name different devices. Give one of them.")
+
+
+def _synchronise(made: Strategy) -> None:
+    if not hasattr(made, "sync_batchnorm"):
+        raise ConfigurationError(f"sync_batchnorm=True concerns several processes, and {made!r} runs on one. Leave it out.")
+    made.sync_batchnorm = True
