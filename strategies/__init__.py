@@ -9,7 +9,18 @@ from __future__ import annotations
 if __name__ != "trainkit.strategies":
     raise ImportError(
         f"expected this folder to be imported as the package 'trainkit.strategies', got the name {__name__!r}. "
-        "Write: import trainkit.strategies"
+        "Write: from trainkit.strategies import DDPStrategy"
     )
 
-__all__: list[str] = []
+from typing import TYPE_CHECKING
+
+from trainkit.lazy import lazily
+
+if TYPE_CHECKING:
+    from trainkit.strategies.ddp import DDPStrategy
+
+__all__ = ["DDPStrategy"]
+
+_FILES = {"DDPStrategy": "ddp"}
+
+__getattr__, __dir__ = lazily(globals(), _FILES)

@@ -27,7 +27,7 @@ def test_every_strategy_can_be_loaded(name: str) -> None:
 
 
 def test_a_name_that_nobody_knows() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown strategy 'sngle'; known: auto, single\. Did you mean 'single'\?"):
+    with pytest.raises(UnknownNameError, match=r"unknown strategy 'sngle'; known: auto, ddp, .*Did you mean 'single'\?"):
         load_strategy("sngle")
     with pytest.raises(UnknownNameError, match=r"unknown callback 'early_stoping'; known: .*Did you mean 'early_stopping'\?"):
         load_callback("early_stoping")
@@ -36,10 +36,6 @@ def test_a_name_that_nobody_knows() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "ddp",
-        "ddp_spawn",
-        "ddp_find_unused_parameters_true",
-        "ddp_notebook",
         "deepspeed",
         "deepspeed_stage_3_offload",
         "zero1",
@@ -47,16 +43,24 @@ def test_a_name_that_nobody_knows() -> None:
         "xla",
         "xla_fsdp",
         "horovod",
-        "DDP",
     ],
 )
-def test_strategies_for_several_devices_are_not_there_yet(name: str) -> None:
+def test_strategies_that_are_not_there_yet(name: str) -> None:
     with pytest.raises(UnsupportedArgumentError, match=rf"strategy='{name}' is not in this version: .*strategy='auto'"):
         load_strategy(name)
 
 
 @pytest.mark.parametrize(
-    "name, fix", [("dp", "Leave strategy out for one device"), ("fsdp", "ZeRO"), ("single_device", "write strategy='auto'")]
+    "name, fix",
+    [
+        ("dp", "Use strategy='ddp', with the same devices"),
+        ("ddp_spawn", "Write strategy='ddp'"),
+        ("ddp_spawn_find_unused_parameters_false", "Write strategy='ddp'"),
+        ("ddp_fork", "Write strategy='ddp'"),
+        ("ddp_notebook", "Leave strategy out, or run a script"),
+        ("fsdp", "ZeRO"),
+        ("single_device", "write strategy='auto'"),
+    ],
 )
 def test_strategies_that_are_called_otherwise(name: str, fix: str) -> None:
     with pytest.raises(UnsupportedArgumentError, match=rf"strategy='{name}': .*{fix}"):
@@ -65,8 +69,20 @@ def test_strategies_that_are_called_otherwise(name: str, fix: str) -> None:
 
 @pytest.mark.parametrize("name", [None, 3, Strategy, ["ddp"]])
 def test_what_is_no_name(name: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"strategy must be a name \('auto', 'single'\) or a Strategy object, not"):
+    with pytest.raises(ConfigurationError, match=r"must be a name \('auto', 'ddp', 'single'\) or a Strategy object, not"):
         load_strategy(name)
+
+
+def test_the_case_of_a_name_counts() -> None:
+    with pytest.raises(UnknownNameError, match="unknown strategy 'DDP'; .*Did you mean 'ddp'"):
+        load_strategy("DDP")
+
+
+def test_names_that_stand_for_options() -> None:
+    options = {name: make_strategy(name, device="cpu") for name in ("ddp", "ddp_find_unused_parameters_true")}
+    assert {name: made.name for name, made in options.items()} == dict.fromkeys(options, "ddp")
+    assert [made.find_unused_parameters for made in options.values()] == [False, True]  # type: ignore[attr-defined]
+    assert not make_strategy("ddp_find_unused_parameters_false", device="cpu").find_unused_parameters  # type: ignore[attr-defined]
 
 
 def test_a_strategy_is_made_of_its_name_or_is_the_object() -> None:

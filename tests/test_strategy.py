@@ -210,8 +210,20 @@ def test_clipping() -> None:
 
 
 def test_one_process_is_all_processes() -> None:
-    strategy = Strategy("cpu")
+    strategy, module = Strategy("cpu"), nn.BatchNorm1d(1)
     data = {"a": torch.ones(2)}
     assert strategy.all_gather(data) is data
+    assert strategy.mean(data["a"]) is data["a"]
+    assert strategy.wrap(module) is module
+    assert strategy.any_loss(True)
+    assert not strategy.any_loss(False)
+    module(torch.ones(2, 1)).sum().backward()
+    gradient, mean = module.weight.grad, module.running_mean
+    strategy.skip_backward(True)
+    strategy.backward(None)
+    strategy.reduce_gradients(module.parameters())
+    strategy.sync_buffers()
+    assert module.weight.grad is gradient
+    assert module.running_mean is mean
     strategy.barrier()
     strategy.teardown()

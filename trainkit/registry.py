@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["CALLBACKS", "STRATEGIES", "load_callback", "load_strategy", "make_strategy"]
 
 STRATEGIES: dict[str, str] = {
+    "ddp": "trainkit.strategies.ddp:DDPStrategy",
     "single": "trainkit.strategy:Strategy",
 }
 
@@ -30,13 +31,24 @@ CALLBACKS: dict[str, str] = {
     "timer": "trainkit.callbacks.timer:Timer",
 }
 
+# Other names of a strategy, with the options that they stand for.
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "auto": ("single", {}),
+    "ddp_find_unused_parameters_false": ("ddp", {}),
+    "ddp_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
+}
+
 # What Lightning calls by these names, and what to use here.
+_STARTED = "processes are not started by the strategy. Write strategy='ddp': a script is started once for each device"
 _NOT_OURS: dict[str, str] = {
-    "dp": "DataParallel is not offered, it is slower than DDP. Leave strategy out for one device",
+    "ddp_fork": _STARTED,
+    "ddp_notebook": "notebooks run on one process in this version. Leave strategy out, or run a script with strategy='ddp'",
+    "ddp_spawn": _STARTED,
+    "dp": "DataParallel is not offered, it is slower than DDP. Use strategy='ddp', with the same devices",
     "fsdp": "sharding of parameters will come as ZeRO (strategy='zero3'), which this version does not have yet",
     "single_device": "write strategy='auto' and choose the device with accelerator='cpu', 'gpu' or 'mps'",
 }
-_NOT_YET = ("ddp", "deepspeed", "zero", "xla", "fsdp", "hpu", "horovod", "bagua", "colossalai", "tpu")
+_NOT_YET = ("deepspeed", "zero", "xla", "fsdp", "hpu", "horovod", "bagua", "colossalai", "tpu")
 
 
 def load_callback(name: str) -> Any:
@@ -60,12 +72,13 @@ def load_strategy(name: str) -> Any:
             f"strategy must be a name ({', '.join(map(repr, ('auto', *STRATEGIES)))}) or a Strategy object, not {name!r}."
         )
     if name not in STRATEGIES:
-        if name in _NOT_OURS:
-            raise UnsupportedArgumentError(f"strategy={name!r}: {_NOT_OURS[name]}.")
+        kind = next((key for key in _NOT_OURS if name == key or name.startswith(f"{key}_")), None)
+        if kind is not None:
+            raise UnsupportedArgumentError(f"strategy={name!r}: {_NOT_OURS[kind]}.")
         if name.lower().startswith(_NOT_YET):
             raise UnsupportedArgumentError(
-                f"strategy={name!r} is not in this version: it runs on one device (strategy='auto'). "
-                "DDP, ZeRO and XLA are being built; see 'What is not there yet' in the README."
+                f"strategy={name!r} is not in this version: it has one device (strategy='auto') and DDP (strategy='ddp'). "
+                "ZeRO and XLA are being built; see 'What is not there yet' in the README."
             )
     return _load(_path(name, STRATEGIES, "strategy"))
 
@@ -81,7 +94,8 @@ def make_strategy(strategy: str | Strategy, **options: Any) -> Strategy:
         ConfigurationError: neither of the two, or a name as of :func:`load_strategy`.
     """
     if isinstance(strategy, str):
-        made: Strategy = load_strategy("single" if strategy == "auto" else strategy)(**options)
+        name, own = _VARIANTS.get(strategy, (strategy, {}))
+        made: Strategy = load_strategy(name)(**own, **options)
         return made
     if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
         raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
@@ -90,7 +104,7 @@ def make_strategy(strategy: str | Strategy, **options: Any) -> Strategy:
 
 def _path(name: str, table: dict[str, str], kind: str) -> str:
     if name not in table:
-        known = ["auto", *table] if kind == "strategy" else list(table)
+        known = sorted({*_VARIANTS, *table}) if kind == "strategy" else list(table)
         raise UnknownNameError(f"unknown {kind} {name!r}; known: {', '.join(known)}.{nearest(name, known)}")
     return table[name]
 

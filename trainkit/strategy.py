@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 
 from trainkit.console import notice
 from trainkit.data.nested import move
+from trainkit.data.window import Window
+from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
+from trainkit.launch.wanted import Wanted
 from trainkit.precision import PRECISIONS, Precision
 
 __all__ = ["Strategy"]
@@ -34,6 +37,9 @@ class Strategy:
         sharded_parameters: no process holds whole parameters.
         lazy_tensors: values exist only after a sync.
         supported_precisions: names of the precisions that work.
+        world: the processes of the run.
+        joined: :meth:`join` has been called.
+        window: the accumulation window of the ``Accelerator`` that uses the strategy.
 
     Raises:
         ConfigurationError: the device is not there, or the precision does not work on it.
@@ -46,9 +52,9 @@ class Strategy:
     lazy_tensors: ClassVar[bool] = False
     supported_precisions: ClassVar[tuple[str, ...]] = tuple(PRECISIONS)
 
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
+    world: World = World()
+    joined: bool = False
+    window: Window | None = None
 
     def __init__(self, device: str | torch.device = "auto", precision: Precision | str | int | None = None) -> None:
         self.device = _available(device)
@@ -60,9 +66,40 @@ class Strategy:
         return f"{type(self).__name__}(device={str(self.device)!r}, precision={self.precision.name!r})"
 
     @property
+    def rank(self) -> int:
+        """The number of this process among all."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among those of its machine."""
+        return self.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.world.size
+
+    @property
     def is_main_process(self) -> bool:
         """Whether this is the process that prints, logs and writes."""
-        return self.rank == 0
+        return self.world.is_main
+
+    def join(self, wanted: Wanted) -> None:
+        """Become one of the processes of the run: from here on :attr:`world` and :attr:`device` are known.
+
+        Called by the ``Trainer`` or ``Accelerator`` that gets the strategy, once: :attr:`joined` says so.
+
+        Raises:
+            ConfigurationError: what is wanted cannot be had here.
+        """
+        self.joined = True
+        asked = {"devices": wanted.per_node or 1, "num_nodes": wanted.nodes or 1}
+        more = [f"{name}={number}" for name, number in asked.items() if number > 1]
+        if more:
+            raise ConfigurationError(
+                f"{self!r} runs on one device, and {' and '.join(more)} asks for more. Use strategy='ddp', or devices=1."
+            )
 
     def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
         """Take a precision.
@@ -107,6 +144,10 @@ class Strategy:
         module.to(self.device)
         return module
 
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """What a loop of one's own calls instead of a module out of :meth:`prepare_module`."""
+        return module
+
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
         """The optimizer, its state where its parameters are."""
         for parameter, state in optimizer.state.items():
@@ -116,7 +157,7 @@ class Strategy:
         return optimizer
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """The user's module, out of what :meth:`prepare_module` returned and out of ``torch.compile``."""
+        """The user's module, out of what :meth:`wrap` or :meth:`prepare_module` returned and out of ``torch.compile``."""
         return getattr(module, "_orig_mod", module)
 
     def step_function(
@@ -155,9 +196,39 @@ class Strategy:
         """The batch on the device."""
         return move(batch, self.device, non_blocking=self.device.type == "cuda")
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """The backward pass of a loss that is scaled to its share of the window."""
-        self.precision.scale(loss).backward(**kwargs)
+    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
+        """The backward pass of a loss that is scaled to its share of the window; ``None``: there is nothing to learn from."""
+        if loss is not None:
+            self.precision.scale(loss).backward(**kwargs)
+
+    def skip_backward(self, had_loss: bool) -> None:
+        """Instead of :meth:`backward`, for a micro-batch that adds nothing: other processes may wait for this one.
+
+        Args:
+            had_loss: it had a loss, but its weight is 0.
+        """
+
+    def any_loss(self, had_loss: bool) -> bool:
+        """Whether any process has had a loss in the window, given whether this one has.
+
+        Asked when the gradients of the window have been averaged, by those processes that want to know.
+        """
+        return had_loss
+
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Average gradients over the processes that no backward pass has averaged.
+
+        Args:
+            parameters: on all processes the same ones, in the same order. One whose gradient is missing on some processes
+                counts as zeros there; one whose gradient is missing on all keeps having none.
+        """
+
+    def sync_buffers(self) -> None:
+        """Give rank 0's buffers to all processes; :meth:`optimizer_step` does so after an update."""
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a tensor over the processes."""
+        return value
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters; returns whether that happened."""
@@ -172,7 +243,12 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Tensors of all processes, stacked in front; with one process as they are."""
+        """Tensors of all processes, stacked in front; with one process as they are.
+
+        Args:
+            data: a tensor, or tensors in containers; on all processes of the same shapes.
+            sync_grads: gradients flow back, to each process the sum of what all have for its tensors.
+        """
         return data
 
     def barrier(self) -> None:

@@ -1,0 +1,61 @@
+"""Gathering tensors of all processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.data.nested import leaves, map_tensors
+from trainkit.distributed import World
+from trainkit.errors import ConfigurationError
+
+__all__ = ["gathered"]
+
+
+def gathered(data: Any, world: World, device: torch.device, sync_grads: bool) -> Any:
+    """The tensors in nested containers, each with those of all processes in front: (processes, *shape), on the device.
+
+    Raises:
+        ConfigurationError: the processes give different containers, shapes or dtypes.
+    """
+    tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
+    said = world.exchange([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors])
+    if any(other != said[0] for other in said):
+        lines = [f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in each)}" for rank, each in enumerate(said)]
+        raise ConfigurationError(
+            f"all_gather stacks tensors, which must have the same shapes and dtypes on all processes; {'; '.join(lines)}. Pad "
+            "them first: torch.nn.functional.pad(x, (0, n - len(x)))"
+        )
+
+    def gather(tensor: Tensor) -> Tensor:
+        tensor = tensor.to(device)
+        if sync_grads and tensor.requires_grad:
+            joined: Tensor = _Gather.apply(tensor, world.rank)  # type: ignore[no-untyped-call]
+            return joined
+        return _gather(tensor.detach())
+
+    return map_tensors(data, gather)
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    joined = tensor.new_empty((dist.get_world_size(), *tensor.shape))
+    dist.all_gather(list(joined.unbind(0)), tensor.contiguous())
+    return joined
+
+
+class _Gather(torch.autograd.Function):
+    """The gradient of what a process gave is the sum of the gradients that all processes have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rank: int) -> Tensor:
+        ctx.rank = rank
+        return _gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total[ctx.rank], None

@@ -1,0 +1,234 @@
+"""What happens to the set of trained parameters, and models of many kinds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from replicas import Net, NoLoss, Plan, by_hand, flat, inputs, joined, over_strategy, together
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from worlds import run_world
+
+from trainkit.errors import LossError, ModuleError
+
+
+def same(one: list[float], other: list[float], tolerance: float = 1e-11) -> None:
+    scale = max(map(abs, other))
+    assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= tolerance * scale
+
+
+# Parameters that are frozen and come back
+
+
+PLAN: Plan = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [20, NoLoss]]
+
+
+def fine_tune(module: nn.Module, window: int) -> None:
+    """The first layer from the second window on; in the fourth nothing but the first layer."""
+    assert isinstance(module, Net)
+    module.first.requires_grad_(window >= 1)
+    module.last.requires_grad_(window != 3)
+
+
+def tuned(options: dict[str, Any]) -> list[float]:
+    return flat(over_strategy(joined(2, **options), PLAN, Net().double(), before=fine_tune))
+
+
+def test_freezing_and_unfreezing() -> None:
+    variants: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
+    for results in together(2, {str(options): (tuned, options) for options in variants}).values():
+        assert results[0] == results[1]
+        same(results[0], flat(by_hand(PLAN, Net().double(), before=fine_tune)))
+
+
+@pytest.mark.world_size(2)
+def test_freezing_under_a_static_graph() -> None:
+    module = over_strategy(joined(2, static_graph=True), PLAN[:-1], Net().double(), before=fine_tune)
+    same(flat(module), flat(by_hand(PLAN[:-1], Net().double(), before=fine_tune)))
+
+
+@pytest.mark.world_size(2)
+def test_freezing_on_one_process_only() -> None:
+    strategy = joined()
+
+    def before(module: nn.Module, window: int) -> None:
+        module.get_parameter("first.bias").requires_grad_(window == 0)
+        module.get_parameter("last.bias").requires_grad_(window == 0 or strategy.rank == 0)
+
+    with pytest.raises(ModuleError, match=r"train different parameters: 3 of 4 on rank 0, .* rank 1 \(2 of 4\)\. Freeze"):
+        over_strategy(strategy, [[1, 2], [3, 4]], Net(), before=before)
+
+
+@pytest.mark.world_size(2)
+def test_a_module_with_nothing_to_train() -> None:
+    strategy = joined()
+    module = Net().requires_grad_(False)
+    step = strategy.step_function(strategy.prepare_module(module), module, "training_step")
+    strategy.window.deal(True, True, 1.0, empty=False, uneven=False, filler=False)  # type: ignore[union-attr]
+    loss = step(3, 0)
+    assert not loss.requires_grad
+    strategy.skip_backward(True)
+    assert strategy.any_loss(False)
+    assert torch.equal(*strategy.all_gather(step(3, 0)))
+
+
+# Parameters without a gradient
+
+
+class Branching(Net):
+    """One of two branches is used, by the seed of the input; a third never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        self.odd, self.even, self.never = nn.Linear(8, 1), nn.Linear(8, 1), nn.Linear(8, 1)
+        for parameter in self.parameters():
+            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator)
+
+    def training_step(self, item: Any, batch_idx: int) -> Tensor | None:
+        if item is NoLoss:
+            return None
+        hidden = self.first(inputs(item, torch.float64)).tanh()
+        out: Tensor = self.odd(hidden) if item % 2 else self.even(hidden)
+        return (out + self.last(hidden)).square().mean()
+
+
+def decaying(module: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that changes every parameter that has a gradient, be it zero."""
+    return torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
+
+
+UNUSED: Plan = [[1, 2], [3, 5], [4, NoLoss], [6, 8], [NoLoss, 10], [7], [14, 16], [9, 12], [NoLoss], [NoLoss, NoLoss], [2, 1]]
+
+
+def branch(options: dict[str, Any]) -> list[float]:
+    return flat(over_strategy(joined(**options), UNUSED, Branching().double(), decaying))
+
+
+def test_what_no_process_uses_gets_no_gradient() -> None:
+    options = {"find_unused_parameters": True}
+    jobs = {"values": (branch, options), "views": (branch, {**options, "gradient_as_bucket_view": True})}
+    for results in together(2, jobs).values():
+        assert results[0] == results[1]
+        same(results[0], flat(by_hand(UNUSED, Branching().double(), decaying)))
+
+
+@pytest.mark.world_size(2)
+def test_an_unused_parameter_is_named_in_the_first_step() -> None:
+    fix = r"or use strategy=DDPStrategy\(find_unused_parameters=True\)"
+    with pytest.raises(ModuleError, match=f"the loss does not depend on odd.weight, odd.bias, never.weight, .*{fix}"):
+        over_strategy(joined(), [[2, 4]], Branching().double())
+
+
+@pytest.mark.world_size(2)
+def test_no_loss_under_a_static_graph() -> None:
+    with pytest.raises(LossError, match="training_step gave no loss, .*static_graph=True all steps must be like the first"):
+        over_strategy(joined(static_graph=True), [[1, 2], [NoLoss, NoLoss]], Net())
+
+
+# Models
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__(width=4)
+        self.again = nn.Linear(4, 4, bias=False)
+        self.again.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.again(x))
+
+
+class Wave(Net):
+    """With a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.tensor([0.5 + 1.0j, 2.0 - 0.25j]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.phase.prod() * (0.1 + 0.2j)).real
+
+
+class Mixed(Net):
+    """Of two dtypes, one of its parameters frozen, one of shape (0,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.full((2,), 0.5, dtype=torch.bfloat16))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.small.sum().float() + self.nothing.sum()
+
+
+class Recomputing(Net):
+    """Its first layer is computed twice in each backward pass, in the way that only a static graph can bear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def part(x: Tensor) -> Tensor:
+            return self.first(x).tanh()
+
+        x = x.requires_grad_()
+        hidden: Tensor = checkpoint(part, x, use_reentrant=True) + checkpoint(part, 2 * x, use_reentrant=True)
+        return self.last(hidden)
+
+
+class Embedded(Net):
+    """With sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4, sparse=True)
+        self.table.weight.data = torch.arange(24.0).view(6, 4).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table((x[:, 0].abs() * 3).long() % 6))
+
+
+def descent(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+SHORT: Plan = [[1, 2], [3, 4], [5, NoLoss], [6], [7, 8]]
+ALWAYS: Plan = [[1, 2], [3, 4], [5, 6], [7, 8]]
+
+
+def model(kind: type[Net], plan: Plan, options: dict[str, Any], compiled: bool = False) -> list[float]:
+    compiler = torch.compile(backend="eager") if compiled else None
+    return flat(over_strategy(joined(**options), plan, kind(), descent, compiler=compiler))
+
+
+MODELS: dict[str, tuple[type[Net], Plan, dict[str, Any]]] = {
+    "tied": (Tied, SHORT, {}),
+    "complex": (Wave, SHORT, {}),
+    "complex, compressed": (Wave, ALWAYS, {"comm_hook": "fp16"}),
+    "two dtypes": (Mixed, SHORT, {}),
+    "two dtypes, unused": (Mixed, SHORT, {"find_unused_parameters": True}),
+    "sparse": (Embedded, SHORT, {}),
+    "checkpointed": (Recomputing, ALWAYS, {"static_graph": True}),
+}
+
+
+@cache
+def models() -> dict[str, list[list[float]]]:
+    return together(2, {name: (model, *case) for name, case in MODELS.items()})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    kind, plan, options = MODELS[name]
+    results = models()[name]
+    assert results[0] == results[1]
+    same(results[0], flat(by_hand(plan, kind(), descent)), 0.01 if kind is Mixed or "comm_hook" in options else 1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_step() -> None:
+    results = run_world(2, model, Net, SHORT, {}, True)
+    assert results[0] == results[1]
+    same(results[0], flat(by_hand(SHORT, Net(), descent)), 1e-5)

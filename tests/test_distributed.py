@@ -1,0 +1,39 @@
+"""``World``: the small collectives, on real processes."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import pytest
+from worlds import run_world
+
+from trainkit.distributed import World
+from trainkit.launch.joining import join
+from trainkit.launch.wanted import Wanted
+
+
+def joined() -> World:
+    return join(Wanted(), timeout=timedelta(seconds=30))
+
+
+@pytest.mark.world_size(3)
+def test_exchange() -> None:
+    world = joined()
+    assert world.size == 3
+    got = world.exchange({"rank": world.rank, "value": math.nan, "text": "é" * world.rank * 2000})
+    assert [one["rank"] for one in got] == [0, 1, 2]
+    assert [len(one["text"]) for one in got] == [0, 2000, 4000]
+    assert all(math.isnan(one["value"]) for one in got)
+    assert world.from_main(world.rank) == 0
+    assert world.sums([world.rank, 0.5]) == [3, 1.5]
+    assert world.largest([world.rank, -world.rank]) == [2, 0]
+
+
+def ranks() -> tuple[int, int]:
+    world = joined()
+    return world.rank, world.size
+
+
+def test_one_process_after_the_other() -> None:
+    assert run_world(2, ranks) == [(0, 2), (1, 2)]

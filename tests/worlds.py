@@ -1,0 +1,200 @@
+"""Tests on several real processes.
+
+``@pytest.mark.world_size(n)`` runs the body of a test in ``n`` fresh processes, each with the variables that torchrun sets,
+so that ``Trainer(strategy="ddp")`` in it is one of ``n``. :func:`run_world` does the same for a function, and returns what
+each process returned. The processes are forked from a server that has imported torch and trainkit and done nothing else:
+about 30 ms each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+__all__ = ["WorldError", "free_port", "run_world", "start_world"]
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "numpy",
+    "trainkit",
+    "trainkit.trainer",
+    "trainkit.strategies.ddp",
+    "pytest",
+    "tiny",
+]
+PATIENCE = 90.0  # seconds after which a world that has not ended is taken to hang
+
+
+class WorldError(AssertionError):
+    """What went wrong in the processes of a world."""
+
+
+class World:
+    """Processes that run one function.
+
+    Attributes:
+        processes: in the order of their ranks.
+    """
+
+    def __init__(self, size: int, function: Callable[..., Any], args: Sequence[Any], env: dict[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        port = free_port()
+        self.processes, self._pipes = [], []
+        where = (_file_of(function), function.__module__, function.__qualname__)
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                **env,
+            }
+            process = context.Process(target=_work, args=(theirs, where, tuple(args), variables, os.getcwd(), sys.path))
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def results(self, patience: float = PATIENCE) -> list[Any]:
+        """What the function returned in each process.
+
+        Raises:
+            WorldError: it raised in one, with all tracebacks; a process ended by itself; or they hang.
+        """
+        ends = self.ends(patience)
+        bad = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(ends) if not fine]
+        if bad:
+            raise WorldError("\n".join(bad))
+        return [value for _, value in ends]
+
+    def ends(self, patience: float = PATIENCE) -> list[tuple[bool, Any]]:
+        """For each process whether it returned, and what; else the traceback, or its exit code as ``"ended with -9"``."""
+        deadline = monotonic() + patience
+        found: dict[int, tuple[bool, Any]] = {}
+        while len(found) < len(self._pipes):
+            open_ones: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
+            ready = wait(list(open_ones), max(0.0, deadline - monotonic()))
+            if not ready:
+                self.kill()
+                left = sorted(open_ones.values())
+                raise WorldError(f"ranks {left} have not ended within {patience} s; the others: {found}")
+            for pipe in ready:
+                rank = open_ones[pipe]
+                found[rank] = self._read(rank, pipe)  # type: ignore[arg-type]
+        for process in self.processes:
+            process.join(max(1.0, deadline - monotonic()))
+        self.kill()
+        return [found[rank] for rank in range(len(self._pipes))]
+
+    def _read(self, rank: int, pipe: Connection) -> tuple[bool, Any]:
+        try:
+            end: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
+            return end
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(PATIENCE)
+            return False, f"ended with {self.processes[rank].exitcode}"
+
+    def kill(self) -> None:
+        """End what is left of them."""
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
+        """Send a signal to one of them."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+
+def start_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> World:
+    """Start ``function(*args)`` in so many processes. It must be one of a module's, arguments and results be picklable."""
+    return World(size, function, args, env or {})
+
+
+def run_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> list[Any]:
+    """What ``function(*args)`` returned in each of ``size`` processes; see :class:`World`."""
+    return start_world(size, function, *args, env=env).results()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def _file_of(function: Callable[..., Any]) -> str:
+    file = sys.modules[function.__module__].__file__
+    assert file is not None
+    return file
+
+
+def _work(
+    pipe: Connection, where: tuple[str, str, str], args: tuple[Any, ...], env: dict[str, str], folder: str, path: list[str]
+) -> None:
+    os.environ.update(env)
+    os.chdir(folder)
+    sys.path[:] = path
+    multiprocessing.set_start_method("fork", force=True)  # of loader workers; it is that of this process else: seconds each
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        result = _find(*where)(*args)
+        end: tuple[bool, Any] = True, result
+    except BaseException as error:
+        end = False, "".join(traceback.format_exception(error))
+        pipe.send_bytes(pickle.dumps(end))
+        raise
+    # not pipe.send, which leaves tensors where they are: in memory of a process that ends now
+    pipe.send_bytes(pickle.dumps(end))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _find(file: str, module: str, name: str) -> Any:
+    """A function of a test module, which pytest imports under names of its own."""
+    loaded: Any = sys.modules.get(module)
+    if loaded is None:
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None
+        assert spec.loader is not None
+        loaded = sys.modules[module] = importlib.util.module_from_spec(spec)
+        if "." in module and module.rpartition(".")[0] not in sys.modules:
+            sys.modules.setdefault(module.rpartition(".")[0], type(sys)(module.rpartition(".")[0]))
+        spec.loader.exec_module(loaded)
+    for part in name.split("."):
+        loaded = getattr(loaded, part)
+    return getattr(loaded, "__wrapped__", loaded)
+
+
+def run_test(function: Callable[..., Any], size: int, arguments: dict[str, Any]) -> None:
+    """The body of a test in ``size`` processes; its fixtures are made here and must be picklable."""
+    start_world(size, _call, _file_of(function), function.__module__, function.__qualname__, arguments).results()
+
+
+def _call(file: str, module: str, name: str, arguments: dict[str, Any]) -> None:
+    _find(file, module, name)(**{k: Path(v) if isinstance(v, Path) else v for k, v in arguments.items()})

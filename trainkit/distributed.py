@@ -1,0 +1,205 @@
+"""``World``: the processes of a run as one of them sees it, and the small collectives that keep them in step.
+
+What travels here is control: numbers, names, verdicts. It goes over gloo on the CPU, on a group of its own, so that it
+neither waits for a device nor gets between the gradients. Every process calls the same methods in the same order, from its
+main thread; for other threads there is :meth:`World.team`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from trainkit.launch.channel import Channel
+    from trainkit.launch.memory import Memory
+    from trainkit.launch.watchdog import Watchdog
+
+__all__ = ["Pending", "Team", "World"]
+
+_SLOT = 2048  # bytes of an exchange that takes one collective; longer ones take two
+_HEAD = 8
+
+
+class World:
+    """The processes of a run. ``World()`` is a single one, for which nothing here costs anything.
+
+    Args:
+        rank: the number of this process among all, from 0.
+        size: the number of processes.
+        local_rank: its number among those of its machine.
+        local_size: the processes of its machine.
+        node: the number of its machine.
+        nodes: the number of machines.
+        launcher: what started the processes, for messages.
+        control: a gloo group of all of them, of this object's own.
+        channel: the connection beside the collectives.
+        watchdog: ends this process when another one has failed.
+        restarts: how often the launcher has started the processes anew after a failure.
+        memory: what outlives such a restart.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        local_rank: int = 0,
+        local_size: int = 1,
+        node: int = 0,
+        nodes: int = 1,
+        launcher: str = "one process",
+        control: dist.ProcessGroup | None = None,
+        channel: Channel | None = None,
+        watchdog: Watchdog | None = None,
+        restarts: int = 0,
+        memory: Memory | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.local_rank, self.local_size = local_rank, local_size
+        self.node, self.nodes = node, nodes
+        self.launcher = launcher
+        self.control = control
+        self.channel = channel
+        self.watchdog = watchdog
+        self.restarts = restarts
+        self._memory = memory
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size}, launcher={self.launcher!r})"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that prints, logs and writes."""
+        return self.rank == 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What every process gave, in the order of their ranks. Values are JSON: lists, dicts, strings, numbers (nan too)."""
+        if self.size == 1:
+            return [value]
+        return [json.loads(data) for data in self._gathered(json.dumps(value).encode())]
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """As :meth:`exchange`, for whatever can be pickled; tensors come on the device that they were on."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_main(self, value: Any) -> Any:
+        """What the main process gave; JSON."""
+        return value if self.size == 1 else self.exchange(value if self.is_main else None)[0]
+
+    def agree(self, error: BaseException | None = None) -> str | None:
+        """What went wrong on the first process that something went wrong on, with its rank; ``None`` if nothing did."""
+        said = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
+
+    def rows(self, values: Sequence[float]) -> list[list[float]]:
+        """The numbers of every process, in float64; each gives as many."""
+        if self.size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self.control)
+        return [row.tolist() for row in rows]
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """The sums over all processes, added in the order of the ranks: the same bits everywhere."""
+        return [sum(column) for column in zip(*self.rows(values), strict=True)]
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Of each number the largest that a process gave; 64-bit integers."""
+        return self.begin_largest(values).wait()
+
+    def begin_largest(self, values: Sequence[int]) -> Pending:
+        """:meth:`largest`, to be waited for later."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        work = None
+        if self.size > 1:
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        return Pending(tensor, work)
+
+    def remember(self, key: str, text: str) -> None:
+        """Keep a text over a restart of the processes, where the launcher can; the main process's counts."""
+        if self._memory is not None and self.is_main:
+            self._memory.set(key, text)
+
+    def recall(self, key: str) -> str | None:
+        """What was remembered under a key, before a restart or since; collective."""
+        known = self._memory.get(key) if self._memory is not None and self.is_main else None
+        text: str | None = self.from_main(known)
+        return text
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            self.largest([0])
+
+    def team(self, name: str) -> Team:
+        """An exchange for another thread than the main one, or for a wait that may be long."""
+        if self.size > 1 and self.channel is None:
+            raise ValueError(f"{self!r} has no channel, and a team of several processes needs one")
+        return Team(name, self.channel if self.size > 1 else None, self.rank, self.size)
+
+    def _gathered(self, data: bytes) -> list[bytes]:
+        """The bytes of every process: by one collective if all are short."""
+        slots = self._slots(data[:_SLOT], len(data), _SLOT)
+        longest = max(length for length, _ in slots)
+        if longest > _SLOT:
+            slots = self._slots(data, len(data), longest)
+        return [piece[:length] for length, piece in slots]
+
+    def _slots(self, data: bytes, length: int, size: int) -> list[tuple[int, bytes]]:
+        mine = torch.zeros(_HEAD + size, dtype=torch.uint8)
+        head = length.to_bytes(_HEAD, "little") + data
+        mine[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        slots = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(slots, mine, group=self.control)
+        all_bytes = [slot.numpy().tobytes() for slot in slots]
+        return [(int.from_bytes(one[:_HEAD], "little"), one[_HEAD:]) for one in all_bytes]
+
+
+class Pending:
+    """A reduction that is under way."""
+
+    __slots__ = ("_tensor", "_work")
+
+    def __init__(self, tensor: torch.Tensor, work: Any) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> list[int]:
+        """Its result."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        values: list[int] = self._tensor.tolist()
+        return values
+
+
+class Team:
+    """:meth:`World.exchange` beside the collectives: from any one thread at a time, however long the others take.
+
+    Args:
+        name: what the processes call it; one of a name at a time.
+        channel: the connection; ``None`` for a single process.
+        rank: of this process.
+        size: the number of processes.
+    """
+
+    def __init__(self, name: str = "", channel: Channel | None = None, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self._name, self._channel = name, channel
+        self._turn = 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What every process gave, in the order of their ranks; JSON."""
+        if self._channel is None:
+            return [value]
+        self._turn += 1
+        return self._channel.exchange(f"{self._name}/{self._turn}", value)
