@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -138,6 +139,27 @@ def test_a_trail_keeps_the_last_states() -> None:
     assert trail.at(1) is None, "only the last ones are kept"
     trail.keep(10)
     assert trail.at(2) == {"left": 4}
+
+
+def test_the_state_before_what_was_skipped_is_not_the_one_after_it() -> None:
+    owner = Countdown()
+    trail = Trail(owner, readable=True)
+    assert trail.begin(2) == 2
+    batches = trail.follow(islice(iter(owner), 2, None), 2, skipped=True)
+    assert trail.at(2) is None
+    assert next(batches) == 3
+    assert (trail.at(2), trail.at(3)) == (None, {"left": 3})
+
+
+def test_a_trail_of_rows() -> None:
+    """Each of 3 processes reads 3 batches and is given one of them."""
+    owner = Countdown()
+    trail = Trail(owner, readable=True)
+    trail.mark(6)
+    batches = iter(owner)
+    rows = trail.follow((max(islice(batches, 3)) for _ in range(2)), 6, 3)
+    assert list(rows) == [5, 2]
+    assert [trail.at(number) for number in (6, 7, 9, 12)] == [{"left": 6}, None, {"left": 3}, {"left": 0}]
 
 
 def test_a_trail_goes_on_without_reading() -> None:

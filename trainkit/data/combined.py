@@ -13,6 +13,7 @@ from trainkit.data.nested import batch_size
 from trainkit.data.sampling import CYCLE
 from trainkit.data.stream import Stream, open_stream
 from trainkit.data.trail import Trail
+from trainkit.distributed import World
 from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.rng import Stage
 
@@ -20,6 +21,7 @@ __all__ = ["MODES", "CombinedLoader", "CombinedStream"]
 
 MODES = ("min_size", "max_size_cycle", "sequential")
 _END = object()
+_ONE_PROCESS = World()
 
 
 class CombinedLoader:
@@ -86,15 +88,25 @@ class CombinedLoader:
 
 
 class CombinedStream:
-    """The stream of a :class:`CombinedLoader`; each loader is keyed by its number."""
+    """The stream of a :class:`CombinedLoader`; each loader is keyed by its number.
+
+    Combined micro-batch m is made of the same batches on any number of processes.
+    """
 
     def __init__(
-        self, loader: CombinedLoader, seed: int, stage: Stage, index: int, device: torch.device, sequential: bool
+        self,
+        loader: CombinedLoader,
+        seed: int,
+        stage: Stage,
+        index: int,
+        device: torch.device,
+        sequential: bool,
+        world: World = _ONE_PROCESS,
     ) -> None:
         self._loader = loader
         # the first loader has the keys that it would have alone; the others have keys that no loader of the stage has
         self._streams: list[Stream] = [
-            open_stream(part, seed, stage.of_loader(index + (number << 20)), device, sequential)
+            open_stream(part, seed, stage.of_loader(index + (number << 20)), device, sequential, world)
             for number, part in enumerate(loader.parts())
         ]
         self.exact = all(stream.exact for stream in self._streams)
@@ -103,6 +115,18 @@ class CombinedStream:
         self.length = self._length()
         self.sizes = self._sizes()
         self.samples: int | None = None  # of several datasets
+        self.counted = 0
+
+    @property
+    def splits(self) -> bool:
+        """See :class:`trainkit.data.stream.Stream`."""
+        return any(stream.splits for stream in self._streams)
+
+    def resume(self, splits: bool) -> None:
+        """See :class:`trainkit.data.stream.Stream`: each stream finds out by itself."""
+
+    def prime(self, epoch: int, start: int, step: int) -> None:
+        """See :class:`trainkit.data.stream.Stream`."""
 
     def trails(self) -> list[Trail]:
         """None: batch m of the whole is not batch m of each, so what cannot start in the middle is skipped through."""
@@ -128,27 +152,32 @@ class CombinedStream:
             return (full[0], full[0]) if len(set(full)) == 1 else None
         return sum(full), sum(full)
 
-    def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
         """See :class:`trainkit.data.stream.Stream`."""
-        give = {"min_size": self._min_size, "max_size_cycle": self._cycled, "sequential": self._sequential}
         # an exact length saves a batch that would be fetched to find the end
         ends = [end for end in (limit, self.length if self.exact else None) if end is not None]
+        batches: Iterator[Any]
+        if step > 1:
+            for stream in self._streams:  # now: later each process would come to it at a moment of its own, or never
+                stream.prime(epoch, 0 if self._loader.mode == "sequential" else start, step)
+            deal = {"min_size": self._min_size, "max_size_cycle": self._dealt_cycled, "sequential": self._dealt_sequential}
+            batches = deal[self._loader.mode](epoch, start, turn, step)
+            return islice(batches, len(range(start + turn, min(ends), step))) if ends else batches
+        give = {"min_size": self._min_size, "max_size_cycle": self._cycled, "sequential": self._sequential}
         batches = give[self._loader.mode](epoch, start)
         return islice(batches, max(0, min(ends) - start)) if ends else batches
 
-    def _min_size(self, epoch: int, start: int) -> Iterator[Any]:
-        iterators = [iter(stream.batches(epoch, start, None)) for stream in self._streams]
+    def spare(self, epoch: int) -> Any:
+        """See :class:`trainkit.data.stream.Stream`."""
+        return next(self.batches(epoch, 0, 1), None) if self.exact else None
+
+    def _min_size(self, epoch: int, start: int, turn: int = 0, step: int = 1) -> Iterator[Any]:
+        iterators = [iter(stream.batches(epoch, start, None, turn, step)) for stream in self._streams]
         for batches in zip(*iterators):  # noqa: B905 - ends with the shortest
             yield self._loader.assemble(list(batches))
 
     def _cycled(self, epoch: int, start: int) -> Iterator[Any]:
-        cycles = [_Cycle(stream, epoch, start) for stream in self._streams]
-        while True:
-            batches = [cycle.next() for cycle in cycles]
-            if all(cycle.wrapped for cycle in cycles):
-                return
-            pairs = zip(batches, cycles, strict=True)
-            yield self._loader.assemble([cycle.again() if batch is _END else batch for batch, cycle in pairs])
+        yield from self._until_all_wrapped([_Cycle(stream, epoch, start) for stream in self._streams])
 
     def _sequential(self, epoch: int, start: int) -> Iterator[Any]:
         for stream in self._streams:
@@ -163,6 +192,27 @@ class CombinedStream:
             else:
                 yield from stream.batches(epoch, start, None)
                 start = 0
+
+    def _dealt_cycled(self, epoch: int, start: int, turn: int, step: int) -> Iterator[Any]:
+        yield from self._until_all_wrapped([_DealtCycle(stream, epoch, start + turn, step) for stream in self._streams])
+
+    def _until_all_wrapped(self, cycles: Sequence[_Cycle | _DealtCycle]) -> Iterator[Any]:
+        while True:
+            batches = [cycle.next() for cycle in cycles]
+            if all(cycle.wrapped for cycle in cycles):
+                return
+            pairs = zip(batches, cycles, strict=True)
+            yield self._loader.assemble([cycle.again() if batch is _END else batch for batch, cycle in pairs])
+
+    def _dealt_sequential(self, epoch: int, start: int, turn: int, step: int) -> Iterator[Any]:
+        m, before = start + turn, 0  # the next one that is this process's, and those of the loaders before
+        for stream in self._streams:
+            length = stream.length if stream.exact else None
+            if length is None or m < before + length:
+                for batch in stream.batches(epoch, m - before, None, 0, step):
+                    yield batch
+                    m += step
+            before += stream.counted if length is None else length
 
     def close(self) -> None:
         """End the workers of every loader."""
@@ -200,3 +250,53 @@ class _Cycle:
         if batch is _END:
             raise DataError("a loader inside a CombinedLoader gave no batch. Remove it, or fill its dataset.")
         return batch
+
+
+class _DealtCycle:
+    """The batches m, m + step, … of a stream that starts anew when it ends."""
+
+    def __init__(self, stream: Stream, epoch: int, m: int, step: int) -> None:
+        self._stream, self._epoch, self._step = stream, epoch, step
+        self._number, self._m = 0, m  # the next batch: its cycle, and its place in it
+        self._batches: Iterator[Any] | None = None
+        self.wrapped = False
+        if stream.exact and stream.length:
+            self._wrap(stream.length)
+        else:
+            self._open()
+
+    def _open(self) -> None:
+        self._batches = iter(self._stream.batches(self._epoch + self._number * CYCLE, self._m, None, 0, self._step))
+
+    def _wrap(self, length: int) -> None:
+        """Go on to the cycle that the next batch is in, if all are so long."""
+        cycles, self._m = divmod(self._m, length)
+        if cycles:
+            self._number, self._batches, self.wrapped = self._number + cycles, None, True
+
+    def next(self) -> Any:
+        """The next batch, or ``_END`` if :meth:`again` has to give it."""
+        if self._stream.exact and self._stream.length:
+            self._wrap(self._stream.length)
+            if self._batches is None and not self.wrapped:
+                self._open()
+        batch = _END if self._batches is None else next(self._batches, _END)
+        if batch is _END:
+            self.wrapped = True
+        else:
+            self._m += self._step
+        return batch
+
+    def again(self) -> Any:
+        """The next batch, in a cycle that has not been opened yet."""
+        while True:
+            if self._batches is not None:  # it has ended: only its end told where
+                if self._stream.counted == 0:
+                    raise DataError("a loader inside a CombinedLoader gave no batch. Remove it, or fill its dataset.")
+                self._m, self._number = self._m - self._stream.counted, self._number + 1
+            self._open()
+            assert self._batches is not None
+            batch = next(self._batches, _END)
+            if batch is not _END:
+                self._m += self._step
+                return batch

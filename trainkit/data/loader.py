@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from math import gcd
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import torch
 
-from trainkit.console import warn
 from trainkit.data.combined import CombinedLoader, CombinedStream
 from trainkit.data.nested import batch_size, move
+from trainkit.data.position import Positions
 from trainkit.data.prefetch import to_device
+from trainkit.data.shared_window import Piece, collected, planned
 from trainkit.data.stream import Stream, open_stream
-from trainkit.data.window import MicroBatch, Window, windows
-from trainkit.errors import StateMismatchError
+from trainkit.data.window import NOTHING, MicroBatch, Window, windows
+from trainkit.distributed import World
+from trainkit.errors import DataError
 from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 
 __all__ = ["PreparedLoader"]
 
+_ONE_PROCESS = World()
 
-class PreparedLoader:
+
+class PreparedLoader(Positions):
     """Gives the batches of one epoch per iteration, each on the device, the generators seeded for the work on it.
 
     Iterating it starts the next epoch, or the one given to :meth:`set_epoch`. What it does not define is the user's
     loader's: ``len(prepared.dataset)`` works.
+
+    Of W processes, process r has micro-batches r, r + W, … of the epoch; W of them, one for each, are a row. Lengths, limits
+    and what :meth:`iterate` takes are in rows, and so the same in all processes; positions are in micro-batches of all.
 
     Args:
         source: a ``DataLoader``, a :class:`~trainkit.data.CombinedLoader`, or any iterable of batches.
@@ -34,11 +41,22 @@ class PreparedLoader:
         index: the loader's number in its stage.
         generators: the device's generators, seeded with the CPU's.
         window: told, before each batch, which place it has in its accumulation window; ``None`` for evaluation.
-        limit: the number of micro-batches of an epoch at most.
+        limit: the number of rows of an epoch at most.
         weigh: the user's ``batch_weight``.
         transfer: ``transfer(batch, m)`` puts a batch on the device; the default moves every tensor in it.
         finish: applied to a batch on the device after the generators are seeded for the work on it.
         sequential: do not shuffle.
+        world: the processes that the epoch is dealt out to; all of them make and read the same loaders in the same order.
+        repeat_filler: where only others have a micro-batch, this process is given one that counts nothing (its last one again,
+            or the first of the epoch). Otherwise it is given none, and ``NOTHING`` where it has none in a whole window.
+
+    Attributes:
+        limit: as above; may be changed between epochs.
+        micro_limit: the number of micro-batches of all processes in an epoch at most.
+        given: rows of the epoch that have been given out; at the last micro-batch of a window the same in all processes.
+
+    Raises:
+        DataError: the source cannot be read, or differs from process to process.
     """
 
     def __init__(
@@ -56,8 +74,11 @@ class PreparedLoader:
         transfer: Callable[[Any, int], Any] | None = None,
         finish: Callable[[Any], Any] | None = None,
         sequential: bool = False,
+        world: World = _ONE_PROCESS,
+        repeat_filler: bool = False,
     ) -> None:
         self.source = source
+        self._world, self._repeat_filler = world, repeat_filler
         self._seed, self._stage = seed, stage.of_loader(index)
         self._device, self._generators = device, generators
         self._window = window
@@ -67,17 +88,20 @@ class PreparedLoader:
         self._transfer = self._move if transfer is None else transfer
         self._finish = finish
         if isinstance(source, CombinedLoader):
-            self._stream: Stream = CombinedStream(source, seed, stage, index, device, sequential)
+            self._stream: Stream = CombinedStream(source, seed, stage, index, device, sequential, world)
             self._count: Callable[[Any], int] = source.count
         else:
             self._count = batch_size
-            self._stream = open_stream(source, seed, self._stage, device, sequential)
+            self._stream = open_stream(source, seed, self._stage, device, sequential, world)
         self.limit = limit
+        self.micro_limit: int | None = None
         self._epoch = 0
         self._next_epoch = 0
         self._next_start = 0
         self._begun = False  # the epoch, by an own loop
-        self._given = 0  # micro-batches of it that have been given out
+        self.given = 0
+        self._resumed = (-1, 0, 0)  # an epoch, and a row of it with the micro-batch that it begins with
+        self._last: Any = NOTHING  # the batch that was given last, where it may be needed again
         for trail in self._stream.trails():
             if window is None:
                 trail.stop()  # an evaluation begins anew each time
@@ -88,14 +112,6 @@ class PreparedLoader:
         if name == "source":  # not set yet: an object that is being copied or unpickled
             raise AttributeError(name)
         return getattr(self.source, name)
-
-    @property
-    def length(self) -> int | None:
-        """Micro-batches of an epoch, ``None`` if only its end tells."""
-        length = self._stream.length
-        if length is None or self.limit is None:
-            return length
-        return min(length, self.limit)
 
     @property
     def exact(self) -> bool:
@@ -124,92 +140,13 @@ class PreparedLoader:
         self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
         return self.iterate(epoch, start)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position of a loop that reads this loader: the epoch, and the samples and micro-batches whose windows are full.
-
-        What has been fetched ahead does not count, nor does a window that is being worked on: it is repeated whole.
-        """
-        if not self._begun:
-            return self.position(self._next_epoch, self._next_start)
-        done = self._given
-        if self._window is not None and done and not self._window.full:
-            done = self._window_start
-        if done and done == self.length:
-            return self.position(self._epoch + 1, 0)
-        return self.position(self._epoch, done)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration goes on where :meth:`state_dict` was.
-
-        Raises:
-            StateMismatchError: the position is not the start of a micro-batch of this loader.
-        """
-        self.go_on(state_dict, self.start_of(state_dict))
-
-    def go_on(self, position: Mapping[str, Any], start: int) -> None:
-        """The next iteration begins at a position, whose :meth:`start_of` is ``start``."""
-        self._next_epoch = self._epoch = int(position["epoch"])
-        self._next_start, self._begun = start, False
-        self.resume(position, start)
-
-    def position(self, epoch: int, batches: int) -> dict[str, Any]:
-        """What a checkpoint keeps of a position: after ``batches`` micro-batches of ``epoch``.
-
-        Returns:
-            ``epoch``; ``batches``; ``samples`` (``None`` where only the batches themselves tell their sizes); ``complete``:
-            those were all batches of the epoch; ``dataset``: the number of samples there are; ``iterable``: the state of an
-            iterable that has one.
-        """
-        sizes, length = self._stream.sizes, self._stream.length
-        samples = None
-        if sizes is not None:
-            samples = batches * sizes[0] - (sizes[0] - sizes[1] if batches and batches == length else 0)
-        states = [trail.at(batches) for trail in self._stream.trails()]
-        return {
-            "epoch": epoch,
-            "batches": batches,
-            "samples": samples,
-            "complete": 0 < batches == length,
-            "dataset": self._stream.samples,
-            "iterable": next((state for state in states if state is not None), None),
-        }
-
-    def start_of(self, position: Mapping[str, Any]) -> int:
-        """The micro-batch that follows a position, in the size that this loader's have.
-
-        Raises:
-            StateMismatchError: the position lies inside a micro-batch.
-        """
-        start, samples, sizes = int(position["batches"]), position["samples"], self._stream.sizes
-        there, here = position["dataset"], self._stream.samples
-        if start and None not in (there, here) and there != here:
-            warn(
-                f"the dataset has {here} samples, and had {there} when the checkpoint was written: the rest of the epoch comes "
-                "from another order, in which samples that were seen may come again. From the next epoch on all is regular."
-            )
-        if position["complete"] and self._stream.length is not None:
-            start = self._stream.length  # whatever the size of its last micro-batch
-        elif samples is not None and sizes is not None:
-            start, rest = divmod(samples, sizes[0])
-            if rest:
-                raise StateMismatchError(
-                    f"the checkpoint was written after {samples} samples of the epoch, which lies inside a micro-batch of "
-                    f"{sizes[0]}. Use a batch_size that divides {samples}, such as {gcd(samples, sizes[0])}, or a checkpoint "
-                    "from the end of an epoch."
-                )
-        return start
-
-    def resume(self, position: Mapping[str, Any], start: int) -> None:
-        """Let iterables that have a state go on from that of the position, whose :meth:`start_of` is ``start``."""
-        if position["iterable"] is not None:
-            for trail in self._stream.trails():
-                trail.resume(start, position["iterable"])
-
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch from micro-batch ``start`` on; nothing before it is fetched from a map-style dataset."""
-        self._given = self._window_start = start
-        raw = iter(self._stream.batches(epoch, start, self.limit))
+        """The batches of an epoch from row ``start`` on; nothing before it is fetched from a map-style dataset."""
+        self.given = self._window_start = start
         keys = KeyStream(self._seed, self._stage, Purpose.FORWARD, epoch)
+        if self._world.size > 1:
+            return self._in_rows(epoch, start, keys)
+        raw = iter(self._stream.batches(epoch, start, self._end))
         if self._window is None or (self._window.size == 1 and self._weigh is None):
             return self._one_by_one(raw, keys, start)
         return self._in_windows(self._window, raw, keys, start)
@@ -226,7 +163,7 @@ class PreparedLoader:
             # move itself where it is all that self._transfer does: at every step, a call counts
             batch = move(batch, device) if moves else transfer(batch, m)
             seed_generators(keys(m), generators)
-            self._given = m + 1
+            self.given = m + 1
             yield batch if finish is None else finish(batch)
         if self._window is not None:
             self._window.driven = False  # what is read next may be a loader that was not prepared
@@ -242,12 +179,101 @@ class PreparedLoader:
         for m, item in enumerate(items, start):
             batch = transfer(item.batch, m)
             window.take(item)
-            self._given = m + 1
+            self.given = m + 1
             if window.first:
                 self._window_start = m
             seed_generators(keys(m), self._generators)
             yield batch if self._finish is None else self._finish(batch)
         window.driven = False
+
+    def _in_rows(self, epoch: int, start: int, keys: KeyStream) -> Iterator[Any]:
+        """This process's part of an epoch."""
+        world, self._epoch = self._world, epoch
+        if self._resumed[0] == epoch and start < self._resumed[1]:
+            self._resumed = (-1, 0, 0)  # the epoch begins anew
+        begin = self._micro_batch(epoch, start)
+        raw = iter(self._stream.batches(epoch, begin, self._end, world.rank, world.size))
+        if self._window is not None:
+            return self._in_shared_windows(self._window, raw, keys, start, begin)
+        return self._own(raw, keys, begin + world.rank)
+
+    def _own(self, raw: Iterator[Any], keys: KeyStream, first: int) -> Iterator[Any]:
+        """The micro-batches of this process, in an evaluation."""
+        device, generators, finish, transfer, step = (
+            self._device,
+            self._generators,
+            self._finish,
+            self._transfer,
+            self._world.size,
+        )
+        if device.type == "cuda":
+            raw = to_device(raw, lambda batch, place: self._transfer(batch, first + place * step), device)
+            transfer = _as_it_is
+        for m, batch in zip(count(first, step), raw):
+            batch = transfer(batch, m)
+            seed_generators(keys(m), generators)
+            yield batch if finish is None else finish(batch)
+
+    def _in_shared_windows(self, window: Window, raw: Iterator[Any], keys: KeyStream, start: int, begin: int) -> Iterator[Any]:
+        """The micro-batches of this process in windows that all work on; one that counts nothing where it has none."""
+        world = self._world
+        items = self._pieces(window.size, raw, start, begin)
+        if self._device.type == "cuda":
+            items = to_device(items, lambda piece, _: self._transferred(piece), self._device)
+        for piece in items:
+            shared = piece.shared
+            shared.settle(world)
+            if shared.rows == 0:
+                break
+            if piece.first:
+                self._window_start = start + piece.row
+            end = self._window_start + shared.rows
+            # with fillers all processes have as many: users gather at each of them, and so does a forward that is sharded
+            fillers = range(start + piece.row + 1, end) if piece.full and self._repeat_filler else range(0)
+            share = piece.weight * world.size / shared.total if shared.total > 0.0 else 0.0
+            empty = shared.total <= 0.0
+            full = piece.full and not fillers
+            window.deal(piece.first, full, share, empty=empty, uneven=shared.uneven, filler=piece.filler)
+            self.given = end if full else start + piece.row + 1
+            batch = piece.batch if self._device.type == "cuda" else self._transferred(piece).batch
+            seed_generators(keys(piece.m), self._generators)
+            if piece.filler:
+                batch = self._filler(keys) if self._repeat_filler else NOTHING
+            elif self._finish is not None:
+                batch = self._finish(batch)
+            if self._repeat_filler:
+                self._last = batch
+            yield batch
+            for row in fillers:
+                window.deal(False, row == end - 1, 0.0, empty=empty, uneven=True, filler=True)
+                self.given = row + 1
+                seed_generators(keys(begin + (row - start) * world.size + world.rank), self._generators)
+                yield batch
+        window.driven = window.uneven = window.filler = False
+
+    def _pieces(self, size: int, raw: Iterator[Any], start: int, begin: int) -> Iterator[Piece]:
+        sizes, length, world = self._stream.sizes, self.micro_batches, self._world
+        if self._weigh is None and sizes is not None and length is not None:
+            if length != self._stream.length:
+                sizes = (sizes[0], sizes[0])  # the limit leaves the short last micro-batch out
+            return planned(raw, world, size, begin, length, sizes)
+        rows = self.length if self.exact else None
+        left = None if rows is None else max(0, rows - start)
+        return collected(raw, world, size, begin, rows=left, count=self._count, weigh=self._weigh)
+
+    def _filler(self, keys: KeyStream) -> Any:
+        """A batch to take part with: the last one again, or the first of the epoch."""
+        if self._last is not NOTHING:
+            return self._last
+        batch = self._stream.spare(self._epoch)
+        if batch is None:
+            raise DataError(
+                f"process {self._world.rank} has no batch at all, and so nothing to take part with in a step of the others. "
+                "Give every process a part of the data."
+            )
+        batch = self._transfer(batch, 0)
+        seed_generators(keys(0), self._generators)
+        return batch if self._finish is None else self._finish(batch)
 
     def close(self) -> None:
         """End the worker processes of persistent workers."""
@@ -255,6 +281,9 @@ class PreparedLoader:
 
     def _move(self, batch: Any, m: int) -> Any:
         return move(batch, self._device, self._non_blocking)
+
+    def _transferred(self, piece: Piece) -> Piece:
+        return piece if piece.filler else piece._replace(batch=self._transfer(piece.batch, piece.m))
 
     def _transfer_micro(self, micro: MicroBatch, m: int) -> MicroBatch:
         return micro._replace(batch=self._transfer(micro.batch, m))

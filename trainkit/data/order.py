@@ -119,6 +119,20 @@ class Permutation:
             at = end
         return out
 
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The indices at any positions of the order; nothing is worked out for the positions between them.
+
+        Args:
+            positions: int64, each in ``[0, len(self))``.
+
+        Returns:
+            int64, of the same shape.
+        """
+        if self._feistel is not None:
+            return self._feistel.at(positions.astype(np.uint64))
+        indices: npt.NDArray[np.int64] = self._block_around(0)[2][positions]
+        return indices
+
     def _block_around(self, position: int) -> tuple[int, int, npt.NDArray[np.int64]]:
         held = self._held
         if held[0] <= position < held[1]:
@@ -152,7 +166,10 @@ class _Feistel:
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         values = np.arange(stop - start, dtype=np.uint64)
         values += np.uint64(start)
-        values = self._permuted(values)
+        return self.at(values)
+
+    def at(self, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        values = self._permuted(positions)
         outside = np.flatnonzero(values >= self._length)
         while outside.size:
             walked = self._permuted(values[outside])

@@ -7,9 +7,10 @@ generators of the fetching process from that key before it fetches. Which proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -23,14 +24,21 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainkit.console import warn
+from trainkit.console import notice, warn
+from trainkit.data.agreement import lengths_of_parts, put_back
+from trainkit.data.digest import digest
 from trainkit.data.order import Permutation
+from trainkit.distributed import World
 from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
 from trainkit.signals import outlast_the_step
 
-__all__ = ["KeyedBatches", "KeyedDataset", "KeyedSlots", "UserWorkerInit", "keyed_batches", "user_epoch"]
+__all__ = ["KeyedBatches", "KeyedDataset", "KeyedSlots", "UserWorkerInit", "is_distributed", "keyed_batches", "user_epoch"]
 
-Draw = Callable[[int, int], Iterator[Any]]  # (epoch, first micro-batch) → the indices of each micro-batch from there on
+Draw = Callable[[int, int, int], Generator[Any, None, int]]
+"""(epoch, first, step) → the indices of the micro-batches first, first + step, …; returns how many the epoch had in all."""
+
+_AT_A_TIME = 4096  # positions of the order that are worked out together
+_ONE_PROCESS = World()
 
 CYCLE = 1 << 32
 """Cycle c of a loader within epoch e is its epoch e + c·CYCLE: another order, the same in every run."""
@@ -44,8 +52,15 @@ def user_epoch(epoch: int) -> int:
 class KeyedBatches:
     """What takes the place of a loader's batch sampler: ``(fetch key, indices)`` of each micro-batch.
 
-    ``epoch``, ``start`` (the first micro-batch) and ``limit`` (the number of micro-batches of an epoch) are set before each
-    iteration.
+    ``epoch``, ``start`` (the first micro-batch), ``limit`` (the number of micro-batches of an epoch), ``turn`` and ``step``
+    (those dealt out to this process: start + turn, start + turn + step, …) are set before each iteration.
+
+    Attributes:
+        length: micro-batches of an epoch.
+        exact: the length is certain; else it is what a user's sampler says it is.
+        sizes: samples of every micro-batch but the last, and of the last.
+        splits: the sampler gives each process a part of its own, which is read whole.
+        counted: micro-batches that an epoch had that was read to its end.
     """
 
     def __init__(
@@ -54,11 +69,13 @@ class KeyedBatches:
         self._draw = draw
         self._seed, self._stage = seed, stage
         self.length = length
-        self.exact = exact and length is not None  # False: the length is what a user's sampler says it is
-        self.sizes = sizes if self.exact else None  # samples of every micro-batch but the last, and of the last
-        self.epoch = 0
-        self.start = 0
+        self.exact = exact and length is not None
+        self.sizes = sizes if self.exact else None
+        self.splits = False
+        self.epoch = self.start = self.turn = 0
+        self.step = 1
         self.limit: int | None = None
+        self.counted = 0
 
     def __len__(self) -> int:
         if self.length is None:
@@ -67,10 +84,22 @@ class KeyedBatches:
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         keys = KeyStream(self._seed, self._stage, Purpose.FETCH, self.epoch)
-        for m, indices in enumerate(self._draw(self.epoch, self.start), self.start):
-            if self.limit is not None and m >= self.limit:
+        m, step, turn, limit = self.start + self.turn, self.step, self.turn, self.limit
+        if self.splits:  # its i-th micro-batch is number i·step + turn of all
+            first = self.start // step
+            m, drawn = first * step + turn, self._draw(self.epoch, first, 1)
+        else:
+            drawn = self._draw(self.epoch, m, step)
+        while True:
+            try:
+                indices = next(drawn)
+            except StopIteration as end:
+                self.counted = end.value * step if self.splits else end.value
+                return
+            if limit is not None and m >= limit:
                 return
             yield keys(m), indices
+            m += step
 
 
 class KeyedDataset(Dataset[Any]):
@@ -137,46 +166,102 @@ class UserWorkerInit:
             self._function(worker_id)
 
 
-def keyed_batches(loader: DataLoader[Any], seed: int, stage: int, sequential: bool) -> KeyedBatches:
+def keyed_batches(
+    loader: DataLoader[Any], seed: int, stage: int, sequential: bool, world: World = _ONE_PROCESS
+) -> KeyedBatches:
     """The keyed batch sampler that stands for the samplers of a loader over a map-style dataset.
 
     Args:
         loader: the user's; ``shuffle=True`` and ``False`` and ``DistributedSampler`` are recognised, other samplers and
             batch samplers are iterated here, in the main process, under generators seeded by key.
-        seed: of the run; a ``DistributedSampler`` brings its own. One for several processes is warned of.
+        seed: of the run; a ``DistributedSampler`` brings its own. One for another number of processes is warned of.
         stage: the stage part of the keys.
         sequential: ignore shuffling; a user's own sampler draws what it draws in epoch 0 (``overfit_batches``).
+        world: the processes that the micro-batches are dealt out to. Collective.
+
+    Raises:
+        DataError: the processes have loaders that differ.
     """
     batch_sampler = loader.batch_sampler
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         draw = _drawn(batch_sampler, seed, stage, lambda iterator: next(iterator), sequential)
-        return KeyedBatches(draw, _length(batch_sampler), None, seed, stage, exact=False)
+        batches = KeyedBatches(draw, _length(batch_sampler), None, seed, stage, exact=False)
+        return _agreed(batches, world, batch_sampler, loader, None)
     sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
     size = None if batch_sampler is None else batch_sampler.batch_size
     drop_last = batch_sampler is not None and batch_sampler.drop_last
     samples, shuffle = _length(sampler), _shuffles(sampler)
-    if type(sampler) is DistributedSampler:
-        seed_of_order, samples = sampler.seed, len(sampler.dataset)  # type: ignore[arg-type]
-        _warn_of_replicas(sampler, samples)
-    else:
-        seed_of_order = seed
+    left_out = 0
+    seed_of_order = seed
+    if is_distributed(sampler):
+        seed_of_order, samples = sampler.seed, len(sampler.dataset)
+        if sampler.num_replicas != world.size:
+            _warn_of_replicas(sampler, samples, world.size)
+        elif sampler.drop_last:  # what would be too much for some processes and too little for others
+            left_out = samples % world.size
     if shuffle is None:
         draw = _drawn(sampler, seed, stage, lambda iterator: _take(iterator, size, drop_last), sequential)
     else:
         samples = len(loader.dataset) if samples is None else samples  # type: ignore[arg-type]
-        draw = _ordered(samples, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
-    length, sizes = _arithmetic(samples, 1 if size is None else size, drop_last)
+        draw = _ordered(samples, left_out, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
+    length, sizes = _arithmetic(None if samples is None else samples - left_out, 1 if size is None else size, drop_last)
     exact = shuffle is not None or type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    return KeyedBatches(draw, length, sizes if size is not None else None, seed, stage, exact)
+    batches = KeyedBatches(draw, length, sizes if size is not None else None, seed, stage, exact)
+    return _agreed(batches, world, sampler, loader, None if shuffle is None else {"shuffle": shuffle, "seed": seed_of_order})
 
 
-def _warn_of_replicas(sampler: DistributedSampler[Any], samples: int) -> None:
-    if sampler.num_replicas > 1:
-        warn(
-            f"DistributedSampler(num_replicas={sampler.num_replicas}) in a run of 1 process: the process reads all {samples} "
-            f"samples of an epoch, not {sampler.num_samples}. Fix: leave the sampler out, DataLoader(dataset, "
-            f"shuffle={bool(sampler.shuffle)}); for a part of the data, torch.utils.data.Subset(dataset, indices)"
+def is_distributed(sampler: Any) -> bool:
+    """Whether a sampler deals out what torch's ``DistributedSampler`` does, be it of a class derived from that."""
+    kind = type(sampler)
+    own = (DistributedSampler.__iter__, DistributedSampler.__len__)
+    return isinstance(sampler, DistributedSampler) and (kind.__iter__, kind.__len__) == own
+
+
+def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoader[Any], order: Any) -> KeyedBatches:
+    """The batches, if all processes have the same; a sampler that gives each process a part of its own is noted as such.
+
+    Args:
+        batches: of this process.
+        world: the processes.
+        sampler: the user's.
+        loader: the user's.
+        order: what the order depends on; ``None``: on the sampler, which is asked for the first micro-batch.
+
+    Raises:
+        DataError: the loaders differ.
+    """
+    first = None
+    if world.size > 1 and order is None and not isinstance(sampler, Iterator):  # an iterator cannot be started twice
+        with put_back(sampler):
+            drawn = batches._draw(0, 0, 1)
+            first = digest(next(drawn, None))
+            drawn.close()
+    lengths = lengths_of_parts(world, loader, _length(loader.dataset), batches.length, order, first)
+    if lengths is not None:
+        known = [length for length in lengths if length is not None]
+        batches.splits, batches.exact, batches.sizes = True, False, None
+        batches.length = world.size * max(known) if len(known) == len(lengths) else None
+        name = type(sampler).__name__
+        notice(
+            f"{name} gives each process indices of its own, which are used as they are: the order of the data is another on "
+            "another number of processes. To keep it the same there, let the sampler draw from all of the dataset in every "
+            f"process: {name} without rank and num_replicas, over a RandomSampler instead of a DistributedSampler."
         )
+    return batches
+
+
+def _warn_of_replicas(sampler: DistributedSampler[Any], samples: int, processes: int) -> None:
+    if processes > 1:
+        text = f"processes: they read all {samples} samples of an epoch together, each about {-(-samples // processes)}"
+    elif sampler.num_replicas > 1:
+        text = f"process: the process reads all {samples} samples of an epoch"
+    else:
+        return
+    warn(
+        f"DistributedSampler(num_replicas={sampler.num_replicas}) in a run of {processes} {text}, not {sampler.num_samples}. "
+        f"Fix: leave the sampler out, DataLoader(dataset, shuffle={bool(sampler.shuffle)}); for a part of the data, "
+        "torch.utils.data.Subset(dataset, indices)"
+    )
 
 
 def _shuffles(sampler: Any) -> bool | None:
@@ -186,7 +271,7 @@ def _shuffles(sampler: Any) -> bool | None:
         return False
     if kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return True
-    if kind is DistributedSampler:
+    if is_distributed(sampler):
         return bool(sampler.shuffle)
     return None
 
@@ -208,19 +293,38 @@ def _arithmetic(samples: int | None, size: int, drop_last: bool) -> tuple[int | 
     return length + 1, (size, rest)
 
 
-def _ordered(samples: int, size: int | None, drop_last: bool, shuffle: bool, seed: int, stage: int) -> Draw:
+def _ordered(samples: int, left_out: int, size: int | None, drop_last: bool, shuffle: bool, seed: int, stage: int) -> Draw:
     """Micro-batch m is positions [m·size, (m+1)·size) of the order of the epoch, which is a function of (seed, epoch)."""
-    step = 1 if size is None else size
-    end = samples - samples % step if drop_last else samples
+    width = 1 if size is None else size
+    end = samples - left_out
+    if drop_last:
+        end -= end % width
 
-    def draw(epoch: int, start: int) -> Iterator[Any]:
+    def draw(epoch: int, first: int, step: int) -> Generator[Any, None, int]:
         order = Permutation(samples, mix(seed, stage, Purpose.ORDER, epoch)) if shuffle else None
-        for position in range(start * step, end, step):
-            stop = min(position + step, end)
+        if order is not None and step > 1:
+            for indices in _picked(order, range(first * width, end, step * width), width, end):
+                yield indices[0] if size is None else indices
+            return -(-end // width)
+        for position in range(first * width, end, step * width):
+            stop = min(position + width, end)
             indices = list(range(position, stop)) if order is None else order.block(position, stop).tolist()
             yield indices[0] if size is None else indices
+        return -(-end // width)
 
     return draw
+
+
+def _picked(order: Permutation, begins: range, width: int, end: int) -> Iterator[list[int]]:
+    """The indices of the micro-batches that begin at these positions: many at a time, and none of what lies between them."""
+    many = max(1, _AT_A_TIME // width)
+    for at in range(0, len(begins), many):
+        group = begins[at : at + many]
+        positions = np.add.outer(np.asarray(group, dtype=np.int64), np.arange(width, dtype=np.int64)).reshape(-1)
+        positions = positions[positions < end]  # the last one may be short
+        indices = order.at(positions).tolist()
+        for begin in range(0, len(indices), width):
+            yield indices[begin : begin + width]
 
 
 def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], Any], same_each_epoch: bool) -> Draw:
@@ -230,7 +334,7 @@ def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], 
     disturbed by what else is seeded meanwhile.
     """
 
-    def draw(epoch: int, start: int) -> Iterator[Any]:
+    def draw(epoch: int, first: int, step: int) -> Generator[Any, None, int]:
         epoch = 0 if same_each_epoch else epoch
         keys = KeyStream(seed, stage, Purpose.ORDER, epoch)
         order = keys(0)
@@ -247,8 +351,8 @@ def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], 
             try:
                 indices = RandomState.keyed(keys(m + 1), lambda: take(iterator))
             except StopIteration:
-                return
-            if m >= start:
+                return m
+            if m >= first and (m - first) % step == 0:
                 yield indices
             m += 1
 

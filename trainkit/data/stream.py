@@ -1,13 +1,14 @@
 """One source of batches for one rank: a ``DataLoader`` taken under control, or any iterable as it is.
 
 A stream knows how many micro-batches an epoch has and how many samples each holds, where that can be known without fetching,
-and starts at any micro-batch of any epoch.
+and starts at any micro-batch of any epoch. It gives one process its part of them: all, or every W-th.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -15,38 +16,68 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.console import notice, warn
+from trainkit.data.dealing import Dealer
 from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
 from trainkit.data.trail import Trail
+from trainkit.distributed import World
 from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.rng import KeyStream, Purpose, mix, seed_generators
 from trainkit.signals import held_back
 
 __all__ = ["IterableStream", "LoaderStream", "Stream", "open_stream"]
 
+_ONE_PROCESS = World()
+
 
 class Stream(Protocol):
     """What :class:`trainkit.data.loader.PreparedLoader` reads from."""
 
-    length: int | None
-    """Micro-batches of an epoch, ``None`` if only the end tells."""
-    sizes: tuple[int, int] | None
-    """Samples of each micro-batch but the last, and of the last; ``None`` if only the batches tell."""
-    exact: bool
-    """The length is certain; else it is what a dataset or sampler of the user's says of itself."""
-    samples: int | None
-    """Samples of the dataset, where it has a length; the order depends on it."""
+    @property
+    def length(self) -> int | None:
+        """Micro-batches of an epoch, over all processes; ``None`` if only the end tells."""
+
+    @property
+    def sizes(self) -> tuple[int, int] | None:
+        """Samples of each micro-batch but the last, and of the last; ``None`` if only the batches tell."""
+
+    @property
+    def exact(self) -> bool:
+        """The length is certain; else it is what a dataset or sampler of the user's says of itself."""
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of the dataset, where it has a length; the order depends on it."""
+
+    @property
+    def splits(self) -> bool:
+        """The user's data gives each process a part of its own, which is read whole."""
+
+    @property
+    def counted(self) -> int:
+        """The micro-batches of an epoch that several processes have read to its end."""
 
     def trails(self) -> list[Trail]:
         """Where the iterables in it were, for those that can be resumed by a state of their own."""
 
-    def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
-        """The micro-batches ``start``, ``start + 1``, … (before ``limit``) of an epoch, on the CPU."""
+    def resume(self, splits: bool) -> None:
+        """The next iteration goes on where a checkpoint was taken, in which the data was split as it says."""
+
+    def prime(self, epoch: int, start: int, step: int) -> None:
+        """Do now what the processes have to do together before they read an epoch from ``start`` on."""
+
+    def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
+        """The micro-batches ``start + turn``, ``start + turn + step``, … (before ``limit``) of an epoch, on the CPU."""
+
+    def spare(self, epoch: int) -> Any:
+        """A batch of the epoch for a process that has none of its own: the first one; ``None`` if there is none."""
 
     def close(self) -> None:
         """End the worker processes."""
 
 
-def open_stream(source: Any, seed: int, stage: int, device: torch.device, sequential: bool = False) -> Stream:
+def open_stream(
+    source: Any, seed: int, stage: int, device: torch.device, sequential: bool = False, world: World = _ONE_PROCESS
+) -> Stream:
     """The stream of a user's loader.
 
     Args:
@@ -55,35 +86,43 @@ def open_stream(source: Any, seed: int, stage: int, device: torch.device, sequen
         stage: the stage part of the keys, see :meth:`trainkit.rng.Stage.of_loader`.
         device: where the batches will go: for CUDA, what workers fetch is read into pinned memory.
         sequential: do not shuffle (``overfit_batches``).
+        world: the processes that it is dealt out to. Collective.
 
     Raises:
-        DataError: the object cannot be iterated.
+        DataError: the object cannot be iterated, or the processes have objects that differ.
     """
     if isinstance(source, DataLoader):
-        return LoaderStream(source, seed, stage, device, sequential)
+        return LoaderStream(source, seed, stage, device, sequential, world)
     if not isinstance(source, Iterable):
         raise DataError(
             f"a loader must be a DataLoader or an iterable of batches, not {type(source).__name__}. "
             "For example: DataLoader(dataset, batch_size=32, shuffle=True)"
         )
-    return IterableStream(source, seed, stage)
+    return IterableStream(source, seed, stage, world)
 
 
 class LoaderStream:
     """A ``DataLoader`` whose samplers are replaced, on a shallow copy, by keyed ones; everything else of it is kept."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, stage: int, device: torch.device, sequential: bool = False) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        seed: int,
+        stage: int,
+        device: torch.device,
+        sequential: bool = False,
+        world: World = _ONE_PROCESS,
+    ) -> None:
         self._source = loader
         self._seed, self._stage = seed, stage
         self._iterable = isinstance(loader.dataset, IterableDataset)
+        self._dealer = Dealer(world, type(loader.dataset).__name__)
         changes: dict[str, Any] = {"_iterator": None, "worker_init_fn": UserWorkerInit(loader.worker_init_fn)}
         if device.type == "cuda" and loader.num_workers > 0:  # without workers there may be tensors on CUDA: not to be pinned
             changes["pin_memory"] = True
-        self.length: int | None
-        self.sizes: tuple[int, int] | None
         if self._iterable:
             self._batches: KeyedBatches | None = None
-            self.length, self.sizes, self.exact = _length_of(loader), None, False
+            self._length = self._dealer.agreed(_length_of(loader))
             changes["_IterableDataset_len_called"] = None  # our asking for the length is not the user's
             if loader.batch_size is not None:
                 size = loader.batch_size
@@ -94,13 +133,15 @@ class LoaderStream:
                     "its __iter__ takes its part by torch.utils.data.get_worker_info()."
                 )
         else:
-            self._batches = keyed_batches(loader, seed, stage, sequential)
-            self.length, self.sizes, self.exact = self._batches.length, self._batches.sizes, self._batches.exact
+            self._batches = keyed_batches(loader, seed, stage, sequential, world)
+            self._dealer.splits = self._batches.splits
             changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._batches
             changes["dataset"] = KeyedDataset(loader.dataset)
         if loader.num_workers > 1 and not loader.in_order:
             changes["in_order"] = True
             notice("in_order=False is not used: which batch came first would be a matter of time, in each run another.")
+        self.sizes: tuple[int, int] | None = None if self._batches is None else self._batches.sizes
+        self.exact: bool = self._batches is not None and self._batches.exact
         self.samples: int | None = None if self._iterable else _length_of(loader.dataset)
         self._trail = Trail(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
         # What a worker has seen of earlier epochs must not matter: one that reads a stream, or whose dataset is told the
@@ -111,9 +152,69 @@ class LoaderStream:
         self._loader: DataLoader[Any] | None = copy.copy(loader)
         self._loader.__dict__.update(changes)
         self._running: Any = None  # the iterator of the epoch that is being read, or was last
+        self._primed: tuple[Any, Iterator[Any], int] | None = None
 
-    def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
+    @property
+    def length(self) -> int | None:
         """See :class:`Stream`."""
+        return self._dealer.length(self._length) if self._batches is None else self._batches.length
+
+    @property
+    def splits(self) -> bool:
+        """See :class:`Stream`."""
+        return self._dealer.splits
+
+    @property
+    def counted(self) -> int:
+        """See :class:`Stream`."""
+        return self._dealer.counted if self._batches is None else self._batches.counted
+
+    def trails(self) -> list[Trail]:
+        """See :class:`Stream`."""
+        return [] if self._trail is None else [self._trail]
+
+    def resume(self, splits: bool) -> None:
+        """See :class:`Stream`."""
+        if self._batches is None:
+            self._dealer.splits = splits
+
+    def prime(self, epoch: int, start: int, step: int) -> None:
+        """See :class:`Stream`."""
+        if self._iterable:
+            if self._primed is not None:
+                _end_workers(self._primed[0])
+            self._primed = self._begin(epoch, start, step)
+
+    def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
+        """See :class:`Stream`."""
+        if self._batches is not None:
+            self._batches.epoch, self._batches.start, self._batches.limit = epoch, start, limit
+            self._batches.turn, self._batches.step = turn, step
+        begun, self._primed = self._primed, None
+        iterator, batches, first = self._begin(epoch, start, step) if begun is None else begun
+        try:
+            if self._trail is None:
+                yield from batches  # starts where it should
+            elif step == 1:
+                batches = islice(batches, start - first, None if limit is None else max(limit - first, 0))
+                yield from self._trail.follow(batches, start, skipped=start > first, ended=partial(self._ended, iterator))
+            else:
+                rows = self._dealer.rows(batches, first, start, limit, turn, step)
+                yield from self._trail.follow(rows, start, step, ended=partial(self._ended, iterator))
+        finally:
+            if not self._source.persistent_workers:
+                _end_workers(iterator)
+
+    def _ended(self, iterator: Any) -> bool:
+        """Whether the end of the stream has been read, with a short last batch or in a row that is not full."""
+        return self._dealer.ended or bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
+
+    def spare(self, epoch: int) -> Any:
+        """See :class:`Stream`."""
+        return self._dealer.spare if self._iterable else next(self.batches(epoch, 0, 1), None)
+
+    def _begin(self, epoch: int, start: int, step: int) -> tuple[Any, Iterator[Any], int]:
+        """An iterator over the copy of the loader, its batches, and the number of the first of them."""
         loader = self._loader
         if loader is None:
             raise DataError("this loader has been closed. Prepare it again: accelerator.prepare(loader)")
@@ -125,37 +226,28 @@ class LoaderStream:
         # starting workers draws a seed, from the global generator or from the loader's
         generator = self._source.generator
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch), () if generator is None else (generator,))
-        if self._batches is not None:
-            self._batches.epoch, self._batches.start, self._batches.limit = epoch, start, limit
-        elif loader.batch_size is not None:
-            self._slots.epoch = epoch
-            self._slots.start = start if self._trail is not None and self._trail.resumes(start) else 0
-        skipped = start if self._trail is None else self._trail.begin(start)
+        first = 0
+        if self._trail is not None:
+            first = self._dealer.place(start, step) if self._trail.begin(start) == 0 else 0
+            if loader.batch_size is not None:
+                self._slots.epoch, self._slots.start = epoch, first
+        over = self._trail is not None and self._trail.at_end
         with held_back():  # workers may be started
-            iterator = self._running = iter(loader)
-        try:
-            yield from self._from_start(iterator, epoch, start, skipped, limit)
-        finally:
-            if not loader.persistent_workers:
-                _end_workers(iterator)
-
-    def trails(self) -> list[Trail]:
-        """See :class:`Stream`."""
-        return [] if self._trail is None else [self._trail]
-
-    def _from_start(self, iterator: Iterator[Any], epoch: int, start: int, skipped: int, limit: int | None) -> Iterator[Any]:
-        """What is asked for of an iterator over the copy of the loader."""
+            iterator: Any = iter(()) if over else iter(loader)
+        self._running = iterator
         if self._trail is None:
-            return iterator  # starts where it should
-        first = start - skipped  # the number of the batch that the iterator gives first
-        if self._source.batch_size is None and self._source.num_workers == 0:
-            iterator = _seeded(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
-        return self._trail.follow(islice(iterator, skipped, None if limit is None else max(limit - first, 0)), start)
+            return iterator, iterator, first
+        batches: Iterator[Any] = iterator
+        if loader.batch_size is None and loader.num_workers == 0:
+            batches = _seeded(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
+        if step > 1:
+            batches = self._dealer.begin(batches, self._trail, epoch, first, start, step)
+        return iterator, batches, first
 
     def close(self) -> None:
         """End the workers, persistent ones and those of an epoch that an error has left."""
         _end_workers(self._running)
-        self._loader = self._running = None
+        self._loader = self._running = self._primed = None
 
 
 def _end_workers(iterator: Any) -> None:
@@ -189,23 +281,65 @@ class IterableStream:
     sizes: tuple[int, int] | None = None
     samples: int | None = None
 
-    def __init__(self, source: Iterable[Any], seed: int, stage: int) -> None:
+    def __init__(self, source: Iterable[Any], seed: int, stage: int, world: World = _ONE_PROCESS) -> None:
         self._source = source
         self._trail = Trail(source, readable=True)
         self._seed, self._stage = seed, stage
         self._ready = isinstance(source, list | tuple)
         self._one_shot, self._read = isinstance(source, Iterator), False
-        self.length: int | None = _length_of(source)
+        self._dealer = Dealer(world, type(source).__name__)
+        self._primed: tuple[Iterator[Any], int] | None = None
         self.exact = self._ready
-        if not self._ready:
+        if isinstance(source, list | tuple):
+            self._length: int | None = len(source) if world.size == 1 else self._dealer.ready(source)
+        else:
+            self._length = self._dealer.agreed(_length_of(source))
             notice(
                 f"{type(source).__name__} is iterated as it is: its order is its own (no keyed shuffling)"
                 + ("." if self._trail.active else " and a resumed run has to skip through it.")
                 + " Wrap the data in a Dataset and a DataLoader to get both."
             )
 
-    def batches(self, epoch: int, start: int, limit: int | None) -> Iterator[Any]:
+    @property
+    def length(self) -> int | None:
         """See :class:`Stream`."""
+        return self._dealer.length(self._length)
+
+    @property
+    def splits(self) -> bool:
+        """See :class:`Stream`."""
+        return self._dealer.splits
+
+    @property
+    def counted(self) -> int:
+        """See :class:`Stream`."""
+        return self._dealer.counted
+
+    def resume(self, splits: bool) -> None:
+        """See :class:`Stream`."""
+        if not self._ready:
+            self._dealer.splits = splits
+
+    def prime(self, epoch: int, start: int, step: int) -> None:
+        """See :class:`Stream`."""
+        if not self._ready:
+            self._primed = self._begin(epoch, start, step)
+
+    def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
+        """See :class:`Stream`."""
+        if self._ready:  # nothing random happens when the next one is taken
+            self._open(epoch)
+            ready = iter(self._source)
+            return islice(ready, start, limit) if step == 1 else self._dealer.rows(ready, 0, start, limit, turn, step)
+        begun, self._primed = self._primed, None
+        batches, first = self._begin(epoch, start, step) if begun is None else begun
+        if step == 1:
+            batches = islice(batches, start - first, None if limit is None else max(limit - first, 0))
+            return self._trail.follow(batches, start, skipped=start > first)
+        rows = self._dealer.rows(batches, first, start, limit, turn, step)
+        return self._trail.follow(rows, start, step, ended=lambda: self._dealer.ended)
+
+    def _open(self, epoch: int) -> None:
         if self._one_shot and self._read:
             raise EmptyLoaderError(
                 f"{type(self._source).__name__} can be iterated only once, and is needed again (in epoch {user_epoch(epoch)}). "
@@ -214,14 +348,21 @@ class IterableStream:
         self._read = True
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(user_epoch(epoch))
-        if self._ready:  # ready batches: nothing random happens when the next one is taken
-            return islice(iter(self._source), start, limit)
+
+    def spare(self, epoch: int) -> Any:
+        """See :class:`Stream`."""
+        return self._dealer.spare
+
+    def _begin(self, epoch: int, start: int, step: int) -> tuple[Iterator[Any], int]:
+        """The batches, and the number of the first of them."""
+        self._open(epoch)
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
-        keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
-        skipped = self._trail.begin(start)
-        first = start - skipped
-        batches = islice(_seeded(iter(self._source), keys, first), skipped, None if limit is None else max(limit - first, 0))
-        return self._trail.follow(batches, start)
+        first = self._dealer.place(start, step) if self._trail.begin(start) == 0 else 0
+        source = () if self._trail.at_end else self._source
+        batches = _seeded(iter(source), KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
+        if step > 1:
+            batches = self._dealer.begin(batches, self._trail, epoch, first, start, step)
+        return batches, first
 
     def trails(self) -> list[Trail]:
         """See :class:`Stream`."""

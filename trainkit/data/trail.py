@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainkit.console import notice
 
 __all__ = ["Trail"]
+
+_AFTER_END = "state after the end of the epoch"
 
 
 class Trail:
@@ -18,9 +20,15 @@ class Trail:
     Batches are fetched before they are worked on (a window at a time, one ahead for CUDA), so the state of the moment is not
     the one to save: the states of the last few batches are kept, and the one that fits is asked for by number.
 
+    The last batch may have been read together with the end of the epoch: a short one, or one of a row that is not full. The
+    state is then where the next epoch begins, and is kept as such.
+
     Args:
         owner: what is iterated.
         readable: its state in this process is that of the iteration (not so with worker processes).
+
+    Attributes:
+        at_end: the iteration that has begun goes on from a state after the end of its epoch: there is nothing left to read.
     """
 
     def __init__(self, owner: Any, readable: bool) -> None:
@@ -31,6 +39,7 @@ class Trail:
         self._states: deque[tuple[int, Any]] = deque(maxlen=4)
         self._resumed: tuple[int, Any] | None = None
         self._running = False
+        self.at_end = False
 
     def keep(self, batches: int) -> None:
         """Keep the states of at least so many batches."""
@@ -63,26 +72,59 @@ class Trail:
     def begin(self, start: int) -> int:
         """An iteration begins at batch ``start``; returns how many batches have to be read and thrown away."""
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed[0] == start:
-            self._owner.load_state_dict(copy.deepcopy(resumed[1]))
-            return 0
+        self.at_end = False
+        if resumed is not None:
+            state = copy.deepcopy(resumed[1])
+            ended = isinstance(state, Mapping) and set(state) == {_AFTER_END}
+            if resumed[0] == start or (ended and start == 0):  # 0: the next epoch; nothing was left to do in that one
+                self.at_end = ended and start > 0
+                self._owner.load_state_dict(state[_AFTER_END] if ended else state)
+                return 0
         if start:
             why = "its state lies in worker processes; it can be kept with num_workers=0" if self._unreadable else ""
             why = why or ("the checkpoint has no state of it" if self.active else "it has no state_dict")
             notice(f"{type(self._owner).__name__} cannot start in the middle, as {why}: skipping through {start} batches.")
         return start
 
-    def follow(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
-        """The batches, of which ``start`` is the first, their states kept on the way."""
+    def mark(self, start: int) -> None:
+        """The present state is that before batch ``start``."""
+        self._states.clear()
+        if self.active:
+            self._keep(start, self.at_end)
+
+    def _keep(self, number: int, ended: bool) -> None:
+        state = copy.deepcopy(self._owner.state_dict())
+        self._states.append((number, {_AFTER_END: state} if ended else state))
+
+    def follow(
+        self,
+        batches: Iterator[Any],
+        start: int,
+        step: int = 1,
+        skipped: bool = False,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Any]:
+        """The batches, their states kept on the way.
+
+        Args:
+            batches: those of this process.
+            start: the number of the first of them; of several processes, that at which their first row begins, which has been
+                marked.
+            step: batches in a row, one of which is given.
+            skipped: others are read before them, so that the present state is not the one at ``start``.
+            ended: whether the end of the epoch has been read.
+        """
         if not self.active:
             yield from batches
             return
-        self._states.clear()
-        self._states.append((start, copy.deepcopy(self._owner.state_dict())))
+        if skipped:
+            self._states.clear()
+        elif step == 1:
+            self.mark(start)
         self._running = True
         try:
-            for number, batch in enumerate(batches, start + 1):
-                self._states.append((number, copy.deepcopy(self._owner.state_dict())))
+            for number, batch in enumerate(batches, 1):
+                self._keep(start + number * step, ended())
                 yield batch
         finally:
             self._running = False

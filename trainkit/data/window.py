@@ -10,7 +10,23 @@ from typing import Any, NamedTuple
 from trainkit.data.nested import batch_size
 from trainkit.errors import DataError
 
-__all__ = ["MicroBatch", "Window", "windows"]
+__all__ = ["NOTHING", "MicroBatch", "Nothing", "Window", "weight_of", "windows"]
+
+
+class Nothing:
+    """What a process is given in a window in which only others have micro-batches; ``NOTHING`` is the only one."""
+
+    def __repr__(self) -> str:
+        return "NOTHING"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __reduce__(self) -> str:
+        return "NOTHING"  # a copy is the same
+
+
+NOTHING = Nothing()
 
 
 class MicroBatch(NamedTuple):
@@ -26,17 +42,20 @@ class Window:
     """The state of the window that is being worked on: the loader writes it, the ``Accelerator`` acts on it.
 
     Attributes:
-        size: micro-batches in a window; the last one of an epoch may have fewer.
+        size: micro-batches in a window of one process; the last one of an epoch may have fewer.
         first: the current micro-batch is the first of its window.
         full: the current micro-batch is the last of its window: after its backward the update is due.
         share: the part of the window's total weight that the current micro-batch has. Scaled by it, the mean losses of the
-            micro-batches add up to the mean over the global batch.
-        empty: the total weight of the window is 0, so there is nothing to learn from it.
+            micro-batches add up to the mean over the global batch. With several processes the total is that of all of them,
+            and the part is multiplied by their number, as the mean over their gradients is taken.
+        empty: the total weight of the window, over all processes, is 0, so there is nothing to learn from it.
+        uneven: the processes have different numbers of micro-batches in this window.
+        filler: only others have a micro-batch here, and what this process was given counts nothing.
         counted: micro-batches that :meth:`count` has counted.
         driven: a prepared loader has set this state and ``accumulate`` has not yet taken it.
     """
 
-    __slots__ = ("counted", "driven", "empty", "first", "full", "share", "size")
+    __slots__ = ("counted", "driven", "empty", "filler", "first", "full", "share", "size", "uneven")
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -44,6 +63,8 @@ class Window:
         self.full = True
         self.share = 1.0
         self.empty = False
+        self.uneven = False
+        self.filler = False
         self.driven = False
         self.counted = 0
 
@@ -56,10 +77,17 @@ class Window:
             self.empty = False
         self.driven = True
 
+    def deal(self, first: bool, full: bool, share: float, *, empty: bool, uneven: bool, filler: bool) -> None:
+        """Work now on a micro-batch of a window that several processes work on."""
+        self.first, self.full, self.share = first, full, share
+        self.empty, self.uneven, self.filler = empty, uneven, filler
+        self.driven = True
+
     def count(self) -> None:
         """Work on the next of ``size`` equal micro-batches: for loops whose loader was not prepared."""
         place = self.counted % self.size
         self.counted += 1
+        self.uneven = self.filler = False
         self.take(MicroBatch(None, place == 0, place == self.size - 1, 1.0 / self.size))
 
 
@@ -96,7 +124,7 @@ def windows(
 
 def _alone(batches: Iterator[Any], weigh: Callable[[Any], float] | None) -> Iterator[MicroBatch]:
     for batch in batches:
-        share = 1.0 if weigh is None or _weight(weigh, batch) > 0.0 else 0.0
+        share = 1.0 if weigh is None or weight_of(weigh, batch) > 0.0 else 0.0
         yield MicroBatch(batch, True, True, share)
 
 
@@ -115,14 +143,19 @@ def _gathered(
     batches: Iterator[Any], size: int, count: Callable[[Any], int], weigh: Callable[[Any], float] | None
 ) -> Iterator[MicroBatch]:
     while window := list(islice(batches, size)):
-        weights = [float(count(batch)) if weigh is None else _weight(weigh, batch) for batch in window]
+        weights = [float(count(batch)) if weigh is None else weight_of(weigh, batch) for batch in window]
         total = sum(weights)
         for place, (batch, weight) in enumerate(zip(window, weights, strict=True)):
             share = weight / total if total > 0.0 else 0.0
             yield MicroBatch(batch, place == 0, place == len(window) - 1, share)
 
 
-def _weight(weigh: Callable[[Any], float], batch: Any) -> float:
+def weight_of(weigh: Callable[[Any], float], batch: Any) -> float:
+    """What the user's ``batch_weight`` says of a batch.
+
+    Raises:
+        DataError: something else than a finite number ≥ 0.
+    """
     value = weigh(batch)
     try:
         weight = float(value)

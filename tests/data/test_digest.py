@@ -1,0 +1,112 @@
+"""The digest of a batch: the same for equal ones, another for others."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worlds import run_world
+
+from trainkit.data.digest import digest
+
+
+@dataclasses.dataclass
+class Record:
+    x: Any
+    y: Any = None
+
+
+class Plain:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Slotted:
+    __slots__ = ()
+
+
+def values() -> list[Any]:
+    torch.manual_seed(0)
+    return [
+        torch.zeros(3),
+        torch.zeros(3, 1),
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.tensor(0.0),
+        torch.zeros(0),
+        torch.ones(3, requires_grad=True),
+        torch.tensor([True]),
+        torch.tensor([1j]).conj(),
+        torch.eye(3).to_sparse(),
+        2 * torch.eye(3).to_sparse(),
+        torch.rand(4, 6)[:, ::2],
+        torch.rand(3_000_000),
+        torch.zeros(3, device="meta"),
+        np.zeros(3),
+        np.zeros((0, 3)),
+        np.array(["a", "b"]),
+        np.array([1, "x", None], dtype=object),
+        np.array([1, "y", None], dtype=object),
+        np.float32(2),
+        {"a": torch.ones(2), "b": [1, "x", None, 2.5]},
+        {"a": torch.ones(2), "b": [1, "x", None, 2.25]},
+        {"b": torch.ones(2)},
+        [torch.ones(2)],
+        (torch.ones(2),),
+        Record(1),
+        Record(1, 2),
+        Plain(torch.ones(1)),
+        Plain(torch.zeros(1)),
+        Slotted(),
+        {1, 2},
+        {1, 3},
+        frozenset({"a", "b", "c", "d"}),
+        "text",
+        b"text",
+        "\ud800",
+        1,
+        1.0,
+        True,
+        None,
+        float("nan"),
+    ]
+
+
+def test_others_have_others() -> None:
+    found = [digest(value) for value in values()]
+    assert len(set(found)) == len(found)
+
+
+def test_equal_ones_have_the_same() -> None:
+    assert [digest(value) for value in values()] == [digest(copy.deepcopy(value)) for value in values()]
+    assert digest(torch.arange(6).reshape(2, 3).t()) == digest(torch.arange(6).reshape(2, 3).t().contiguous())
+
+
+def all_digests() -> list[str]:
+    return [digest(value) for value in values()]
+
+
+def test_in_every_process() -> None:
+    """Whatever the process's hash seed and addresses are."""
+    (found,) = run_world(1, all_digests, env={"PYTHONHASHSEED": "12345"})
+    assert found == all_digests()
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_both_ends_of_a_large_one_count(place: int) -> None:
+    large = torch.zeros(1_000_000)
+    before = digest(large)
+    large[place] = 1.0
+    assert digest(large) != before
+
+
+def test_what_holds_itself_has_one() -> None:
+    ring = Plain(1)
+    ring.x = ring
+    listed: list[Any] = []
+    listed.append(listed)
+    assert digest(ring) == digest(ring)
+    assert digest(listed) == digest(listed)

@@ -1,0 +1,133 @@
+"""Windows that several processes work on: which micro-batches of a window each has, and how much they count among all.
+
+The micro-batches of an epoch are dealt out one by one, so rank r of W has start + r, start + r + W, …; a *row* is one for each
+rank. A window is as many rows as a process accumulates. Where the number and the sizes of the micro-batches are known, each
+process works the windows out alone (:func:`planned`). Where they are not, it fetches its part of a window first, and the
+processes tell one another what they have (:func:`collected` and :meth:`Shared.settle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from trainkit.data.window import NOTHING, weight_of
+from trainkit.distributed import World
+from trainkit.errors import DataError
+
+__all__ = ["Piece", "Shared", "collected", "planned"]
+
+_END = object()
+
+
+class Shared:
+    """What the processes know together of one window.
+
+    Attributes:
+        rows: micro-batches of the process that has most of them; 0: there are none any more.
+        total: the weight of all micro-batches of the window.
+        uneven: the processes have different numbers of micro-batches.
+    """
+
+    __slots__ = ("rows", "settled", "total", "uneven")
+
+    def __init__(self, total: float, rows: int, uneven: bool, settled: bool) -> None:
+        self.total, self.rows, self.uneven, self.settled = total, rows, uneven, settled
+
+    def settle(self, world: World) -> None:
+        """Put together what each process has. Collective, unless it is known already.
+
+        That is done when a window begins, not when it is fetched: processes may fetch at different moments.
+        """
+        if self.settled:
+            return
+        weights, counts = zip(*world.rows([self.total, self.rows]), strict=True)
+        self.total, self.rows, self.uneven = sum(weights), int(max(counts)), min(counts) != max(counts)
+        self.settled = True
+
+
+class Piece(NamedTuple):
+    """A micro-batch with its place in this process's part of a window."""
+
+    batch: Any
+    m: int  # its number in the epoch
+    row: int  # of the epoch's rows since the start
+    first: bool
+    full: bool  # this process has no more of the window
+    weight: float
+    shared: Shared
+
+    @property
+    def filler(self) -> bool:
+        """This process has no micro-batch in the window."""
+        return self.batch is NOTHING
+
+
+def planned(
+    batches: Iterator[Any], world: World, size: int, start: int, length: int, sizes: tuple[int, int]
+) -> Iterator[Piece]:
+    """The pieces of an epoch whose micro-batches are known.
+
+    Args:
+        batches: this process's micro-batches from ``start`` on.
+        world: the processes.
+        size: rows in a window.
+        start: the micro-batch of the epoch that rank 0 begins with.
+        length: micro-batches of the epoch.
+        sizes: samples in each micro-batch but the last, and in the last.
+
+    Raises:
+        DataError: a micro-batch is missing.
+    """
+    common, last = sizes
+    for begin in range(start, length, size * world.size):
+        count = min(size * world.size, length - begin)
+        total = count * common + (last - common if begin + count == length else 0)
+        shared = Shared(total, -(-count // world.size), count % world.size != 0, settled=True)
+        row, end = (begin - start) // world.size, begin + count
+        for m in range(begin + world.rank, end, world.size):
+            batch = next(batches, _END)
+            if batch is _END:
+                raise DataError(f"the loader ended before micro-batch {m} of {length}, which the other processes count on.")
+            full = m + world.size >= end
+            yield Piece(batch, m, row, m < begin + world.size, full, last if m == length - 1 else common, shared)
+            row += 1
+        if world.rank >= count:
+            yield Piece(NOTHING, begin + world.rank, row, True, True, 0.0, shared)
+
+
+def collected(
+    batches: Iterator[Any],
+    world: World,
+    size: int,
+    start: int,
+    *,
+    rows: int | None,
+    count: Callable[[Any], int],
+    weigh: Callable[[Any], float] | None,
+) -> Iterator[Piece]:
+    """The pieces of an epoch of which only fetching tells what there is; without an end if ``rows`` is not known.
+
+    Args:
+        batches: this process's micro-batches from ``start`` on.
+        world: the processes; nothing is exchanged here.
+        size: rows in a window.
+        start: the micro-batch of the epoch that rank 0 begins with.
+        rows: of the epoch from ``start`` on.
+        count: the number of samples of a batch.
+        weigh: the user's ``batch_weight``; without it a micro-batch counts by the number of its samples.
+    """
+    row = 0
+    while rows is None or row < rows:
+        window = list(islice(batches, size))
+        weights = [float(count(batch)) if weigh is None else weight_of(weigh, batch) for batch in window]
+        shared = Shared(sum(weights), len(window), False, settled=False)
+        m = start + row * world.size + world.rank
+        for place, (batch, weight) in enumerate(zip(window, weights, strict=True)):
+            full = place == len(window) - 1
+            yield Piece(batch, m + place * world.size, row + place, place == 0, full, weight, shared)
+        if not window:
+            yield Piece(NOTHING, m, row, True, True, 0.0, shared)
+        del window, weights
+        row += size
