@@ -11,13 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Content, Draft
-from trainkit.checkpoint.folder import check_writable, free_name, next_counter, remove_leftovers
-from trainkit.checkpoint.lock import FolderLock
+from trainkit.checkpoint.run_folders import RunFolders
 from trainkit.checkpoint.saver import Saver
+from trainkit.checkpoint.together import together
 from trainkit.console import notice, warn
-from trainkit.errors import CheckpointWriteError, UnsavableError
+from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.state.model import frozen_fingerprint, has_adapters
 from trainkit.state.parts import SaveMode, about, capture, shown
 from trainkit.state.run import Phase, capture_run, consumed, parts_of
@@ -37,45 +36,50 @@ class Checkpointing:
     out at the next safe point, in :meth:`attend`, when logging, validation and schedulers of the step are done. So what is
     saved is what an uninterrupted run had there.
 
+    Over several processes all of them call the same methods at the same points, hooks included. What only one of them can
+    know, that a timer has fired or that the saver's thread has failed, is told by the control word, and attended to by all at
+    the same safe point. Timers run on the main process, and its paths, names and numbers are everybody's.
+
     Attributes:
         run_id: what all checkpoints of a run have in common; a full resume keeps it.
-        folders: those that the run saves to.
+        resumed_from: the checkpoint that the run went on from.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.run_id = secrets.token_hex(8)
-        self.folders: list[Path] = []
+        self._world = trainer.strategy.world
+        self.run_id: str = self._world.from_main(secrets.token_hex(8))
         self.resumed_from: Path | None = None
-        self._locks: dict[Path, FolderLock] = {}
+        self._places = RunFolders(self._world, self.run_id)
         self._counter = 0
-        self._saver = Saver(trainer.look)
-        self._requests: deque[Callable[[], None]] = deque()  # appended to by other threads
+        self._saver = Saver(self._failed, self._world.team(f"saves/{self.run_id}"))
+        self._requests: deque[Callable[[], None]] = deque()
         self._cadences: list[tuple[int, Callable[[], None]]] = []
-        self._timers: list[threading.Timer] = []
+        self._alerts: deque[int] = deque()  # bits of the control word; appended to by other threads
+        self._timed: list[tuple[timedelta, Callable[[], None]]] = []
+        self._timers: dict[int, threading.Timer] = {}
         self._failures = 0
         self._last_good: Path | None = None
         self._fingerprint: tuple[list[str], str] | None = None
         self._first_step = 0
 
+    @property
+    def folders(self) -> list[Path]:
+        """The folders that the run saves to."""
+        return self._places.folders
+
     def use_folder(self, folder: Path) -> None:
         """Save to a folder; no other run may save there as long as this one lives.
 
         Raises:
-            CheckpointWriteError: it cannot be written.
+            CheckpointWriteError: it cannot be written, or is not the same one for all processes.
             CheckpointLockedError: another live run saves there.
         """
-        folder = folder.absolute()
-        if folder not in self.folders:
-            self.folders.append(folder)
-            if folder.exists():  # else it is made when training begins: a fit that fails before leaves none behind
-                self._enter(folder)
+        self._places.use(folder, self.run_id)
 
-    def _enter(self, folder: Path) -> None:
-        check_writable(folder)
-        lock = self._locks[folder] = FolderLock(folder, self.run_id)
-        lock.acquire()
-        remove_leftovers(folder)
+    def last_counter(self) -> int:
+        """The highest save counter of this run in its folders; 0 if it has saved none."""
+        return self._places.last_counter(self.run_id)
 
     def begin(self) -> None:
         """The run starts, new or resumed; what a checkpoint would hold is encoded once, so that an error comes now.
@@ -85,18 +89,15 @@ class Checkpointing:
             CheckpointWriteError: a folder cannot be made or written.
         """
         self._first_step = self._trainer.global_step
-        for folder in self.folders:
-            self._counter = max(self._counter, next_counter(folder, self.run_id) - 1)
         if self.folders:
-            Draft(self.content())
-        for folder in self.folders:
-            if folder not in self._locks:
-                self._enter(folder)
+            self._counter = max(self._counter, self.last_counter())
+            self._draft(self.content())
+            self._places.begin(self.run_id)
 
     def request(self, due: Callable[[], None]) -> None:
-        """Call ``due`` at the next safe point; from any hook or thread."""
+        """Call ``due`` at the next safe point; from any hook. From another thread with one process only."""
         self._requests.append(due)
-        self._trainer.look()
+        self._trainer.attention = True
 
     def every_n_steps(self, n: int, due: Callable[[], None]) -> None:
         """Call ``due`` at the safe point after every n-th update."""
@@ -105,21 +106,31 @@ class Checkpointing:
 
     def every(self, interval: timedelta, due: Callable[[], None]) -> None:
         """Call ``due`` at the first safe point after each interval."""
+        self._timed.append((interval, due))
+        self._start_timer(len(self._timed))
 
-        def fire() -> None:
-            self.request(again)
-
-        def again() -> None:
-            due()
-            start()
-
-        def start() -> None:
-            timer = threading.Timer(interval.total_seconds(), fire)
+    def _start_timer(self, number: int) -> None:
+        if self._world.is_main:
+            timer = threading.Timer(self._timed[number - 1][0].total_seconds(), self._alert, [number])
             timer.daemon = True
-            self._timers = [other for other in self._timers if other.is_alive()] + [timer]
+            self._timers[number] = timer
             timer.start()
 
-        start()
+    def _failed(self) -> None:
+        """Called by the saver's thread."""
+        self._alert(0)
+
+    def _alert(self, bit: int) -> None:
+        """Called by other threads: there is something for the next safe point."""
+        self._alerts.append(bit)
+        self._trainer.look()
+
+    def local_attention(self) -> int:
+        """What has come up in other threads since this was asked last: bit 0, the saver has failed; bit n, timer n is due."""
+        bits = 0
+        while self._alerts:
+            bits |= 1 << self._alerts.popleft()
+        return bits
 
     def attend(self) -> None:
         """A safe point: report failed saves, carry out those that are due, obey a signal that has come.
@@ -128,25 +139,40 @@ class Checkpointing:
             CheckpointWriteError: three saves in a row have failed.
             Preempted, KeyboardInterrupt: a signal.
         """
-        trainer = self._trainer
+        trainer, control = self._trainer, self._trainer.control
         trainer.attention = False  # before looking, so that what comes meanwhile is seen next time
         trainer.signals.follow_workers()
-        self._saver.poll()
-        requests = [self._requests.popleft() for _ in range(len(self._requests))]
+        if control is None:
+            bits = self.local_attention()
+            self._saver.poll()
+        else:
+            bits = control.take_bits()
+            if bits & 1:
+                self._saver.wait()  # another process may not have got so far
+        due = [self._requests.popleft() for _ in range(len(self._requests))]
         step = trainer.global_step
         if self._cadences and step >= trainer.next_save_step:
             if step > self._first_step:
-                requests += [due for n, due in self._cadences if step % n == 0]
+                due += [act for n, act in self._cadences if step % n == 0]
             trainer.next_save_step = min((step // n + 1) * n for n, _ in self._cadences)
-        for due in requests:
-            due()
+        fired = [number for number in range(1, len(self._timed) + 1) if bits >> number & 1]
+        for act in due + [self._timed[number - 1][1] for number in fired]:
+            act()
+        for number in fired:
+            self._start_timer(number)
         self.obey()
 
     def obey(self) -> None:
-        """End the fit if a signal has come."""
-        signals = self._trainer.signals
-        if signals.received is not None:
+        """End the fit if a signal has come, to any of the processes."""
+        signals, control = self._trainer.signals, self._trainer.control
+        if (signals.received if control is None else control.signal) is not None:
             raise signals.ending(f"at step {self._trainer.global_step}")
+
+    def _draft(self, content: Content) -> Draft:
+        """A content laid out; if that cannot be on one process, it is an error on all."""
+        drafts: list[Draft] = []
+        together(self._world, lambda: drafts.append(Draft(content, rank=self._world.rank, ranks=self._world.size)))
+        return drafts[0]
 
     def content(
         self,
@@ -158,7 +184,7 @@ class Checkpointing:
     ) -> Content:
         """What a checkpoint of this moment holds; its tensors are the run's own."""
         trainer = self._trainer
-        prints = {0: self._frozen()} if save == "trainable" else {}
+        prints = {0: self._frozen() if self._world.is_main else "the main process's"} if save == "trainable" else {}
         taken = capture(parts_of(trainer), save=save or "all", weights_only=weights_only, fingerprints=prints)
         state = {**taken.state, **capture_run(trainer, weights_only)}
         seen = shown(trainer.current_epoch, trainer.global_step, taken.tensors["model"], state)
@@ -239,9 +265,7 @@ class Checkpointing:
             CheckpointLockedError: another run has taken over the folder, as this one did not answer for too long.
         """
         self._saver.wait()
-        for lock in self._locks.values():
-            lock.check()
-        path = folder / (name if replace else free_name(folder, name))
+        path = self._places.place(folder, name, replace)
         if before_capture is not None:
             before_capture(path)
 
@@ -256,7 +280,7 @@ class Checkpointing:
             self._count_failure(error)
 
         try:
-            draft = Draft(self.content(weights_only=weights_only, save=save, saved_by=saved_by, metrics=metrics))
+            draft = self._draft(self.content(weights_only=weights_only, save=save, saved_by=saved_by, metrics=metrics))
             self._counter += 1
             later = None if blocking else not_done
             self._saver.save(draft, path, blocking=blocking, replace=replace, committed=done, failed=later)
@@ -288,26 +312,32 @@ class Checkpointing:
         adapters = has_adapters(self._trainer.lightning_module)
         if adapters:
             notice("the model has PEFT adapters, so only what is trained is saved, with a fingerprint of the rest.")
-        draft = Draft(self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
+        draft = self._draft(self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
         self._counter += 1
-        if blocking:
-            commit(draft, path, replace=True)
-        else:
-            self._saver.save(draft, path, blocking=False, replace=True, failed=self._count_failure)
+        self._saver.save(draft, path, blocking=blocking, replace=True, failed=self._count_failure)
 
-    def metric(self, name: str) -> tuple[float, bool] | None:
-        """The latest value of a metric, and whether it was computed in the present step; ``None`` if it was never logged."""
+    def metrics(self) -> dict[str, tuple[float, bool]]:
+        """The latest value of each metric that was logged, and whether it was computed in the present step; by name.
+
+        A value may be each process's own: that of the first that has it is everybody's.
+        """
+        own = {name: (float(v.detach()), self._is_present(name)) for name, v in self._trainer.callback_metrics.items()}
+        if self._world.size == 1:
+            return own
+        known = {name: found for process in reversed(self._world.exchange(own)) for name, found in process.items()}
+        return {name: (value, present) for name, (value, present) in sorted(known.items())}
+
+    def _is_present(self, name: str) -> bool:
+        """Whether a metric was computed in the present step."""
         trainer = self._trainer
-        value = trainer.callback_metrics.get(name)
-        if value is None:
-            return None
         step = trainer.global_step
-        present = any(trainer.computed.get(key) == step for key in (name, f"{name}_epoch"))
+        if any(trainer.computed.get(key) == step for key in (name, f"{name}_epoch")):
+            return True
         stamp = trainer.train_metrics.logged_at(name)
-        if not present and stamp is not None:
-            last = trainer.train_metrics.stamp
-            present = stamp >= last - last % trainer.accumulate_grad_batches  # where the last window began
-        return float(value.detach()), present
+        if stamp is None:
+            return False
+        last = trainer.train_metrics.stamp
+        return stamp >= last - last % trainer.accumulate_grad_batches  # where the last window began
 
     @property
     def newest(self) -> Path | None:
@@ -320,12 +350,15 @@ class Checkpointing:
         trainer = self._trainer
         return trainer.global_step, trainer.current_epoch, consumed(trainer), trainer.phase
 
-    def why_not_savable(self) -> str | None:
-        """Why a checkpoint of this moment would be of no use, after an error; ``None`` if it would be."""
+    def why_not_savable(self, exception: BaseException) -> str | None:
+        """Why a checkpoint of this moment would be of no use, after an error, or cannot be; ``None`` if it would be."""
         trainer = self._trainer
         plan = getattr(trainer, "fit_plan", None)
         if trainer.signals.twice:
             return "Ctrl-C came twice"
+        agreed = trainer.signals.received is not None and isinstance(exception, Preempted | KeyboardInterrupt)
+        if self._world.size > 1 and not agreed:
+            return "an error on one of several processes leaves the others behind"
         if plan is None or trainer.global_step == self._first_step:
             return "no update was made yet"
         engine = trainer.accelerator
@@ -335,14 +368,13 @@ class Checkpointing:
 
     def close(self) -> None:
         """End timers and the writer, and let other runs into the folders."""
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
-        self._cadences, self._timers = [], []
+        self._cadences, self._timed, self._timers = [], [], {}
         self._requests.clear()
+        self._alerts.clear()
         self._trainer.next_save_step = math.inf
         try:
             self._saver.close()
         finally:
-            for lock in self._locks.values():
-                lock.release()
-            self._locks = {}
+            self._places.release()

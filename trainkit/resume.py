@@ -1,7 +1,8 @@
-"""Going on from a checkpoint: which one, what of it, and into what."""
+"""Going on from a checkpoint: what of it, and into what."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -9,21 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainkit.checkpoint.folder import POINTER, candidates, read_pointer
-from trainkit.checkpoint.reader import Loaded, open_checkpoint
+from trainkit.checkpoint.reader import Loaded
 from trainkit.console import notice, warn
 from trainkit.data.order import ORDER_VERSION
-from trainkit.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    UnknownNameError,
-    nearest,
-)
-from trainkit.registry import load_callback
+from trainkit.distributed import World
+from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameError, nearest
+from trainkit.finding import WORDS, Found, checkpoint_folders, find_checkpoint, newest_of
 from trainkit.rng import KEY_VERSION
-from trainkit.state.parts import Parts, check_names, model_stems, restore, shown
+from trainkit.state.parts import Parts, check_names, restore, shown
 from trainkit.state.run import parts_of, restore_loop, restore_run
 
 if TYPE_CHECKING:
@@ -32,18 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "Found", "begin_resume", "check_restore", "checkpoint_folders", "load_weights", "restore_fit"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers")
-_WORDS = ("auto", "last", "best")
-
-
-class Found:
-    """A checkpoint that was read, and where it lies."""
-
-    def __init__(self, path: Path, loaded: Loaded) -> None:
-        self.path, self.loaded = path, loaded
-
-    def __str__(self) -> str:
-        manifest = self.loaded.manifest
-        return f"{self.path} (step {manifest.step}, epoch {manifest.epoch})"
+_FITS = itertools.count(1)  # of this process: after a restart the same script comes by the same ones
 
 
 def check_restore(ckpt_path: Any, given: Collection[str] | None, overrides: Mapping[str, Any] | None) -> set[str]:
@@ -66,106 +49,6 @@ def check_restore(ckpt_path: Any, given: Collection[str] | None, overrides: Mapp
     return check_names(given, PARTS)
 
 
-def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str], folders: list[Path], *, whole: bool) -> Found | None:
-    """Read the checkpoint that ``ckpt_path`` names; ``None`` for a fresh start, which only "auto" allows.
-
-    Args:
-        trainer: whose callbacks know the best one.
-        ckpt_path: "auto": the newest good one, if there is one. "last": the newest good one. "best": that of
-            ``ModelCheckpoint``. Or a path.
-        folders: where to look.
-        whole: read everything, not the weights only.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: the one that was named is bad, or all are.
-    """
-    if ckpt_path == "best":
-        ckpt_path = _best(trainer, folders)
-    elif ckpt_path in ("auto", "last"):
-        return _newest(str(ckpt_path), folders, whole)
-    path = Path(ckpt_path)
-    if path.name == POINTER and path.is_file():  # of save_last
-        path = path.parent / (read_pointer(path.parent) or POINTER)
-    if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, _WORDS)):
-        raise CheckpointNotFoundError(f"there is no checkpoint {str(ckpt_path)!r}, and it is none of {_WORDS}.{hint}")
-    return _read(path, whole)
-
-
-def _read(path: Path, whole: bool) -> Found:
-    checkpoint = open_checkpoint(path)
-    manifest = checkpoint.manifest
-    if whole and not manifest.contents.get("resumable", False):
-        raise CheckpointError(
-            f"{path} holds weights only, so that no run can go on from it. Start a new run with them: "
-            "fit(..., ckpt_path=..., restore={'model'})"
-        )
-    stems = None if whole else model_stems(manifest.files) | {"state"}
-    return Found(path, checkpoint.read(stems))
-
-
-def _newest(word: str, folders: list[Path], whole: bool) -> Found | None:
-    bad: list[str] = []
-    weights: list[str] = []
-    for found in candidates(*folders):
-        if found.problem is not None or found.manifest is None:
-            bad.append(str(found.problem))
-            continue
-        if whole and not found.manifest.contents.get("resumable", False):
-            weights.append(str(found.path))
-            continue
-        try:
-            read = _read(found.path, whole)
-        except CorruptCheckpointError as error:
-            bad.append(str(error))
-            continue
-        for problem in bad:
-            warn(f"a checkpoint is damaged and passed over: {problem}")
-        return read
-    where = ", ".join(map(str, folders)) or "no folder"
-    if bad:
-        raise CorruptCheckpointError(
-            f"ckpt_path={word!r}: none of the checkpoints in {where} is good:\n  "
-            + "\n  ".join(bad)
-            + "\nRemove them to start "
-            "from the beginning, or name another folder: ModelCheckpoint(dirpath=...)"
-        )
-    if weights:
-        raise CheckpointError(
-            f"ckpt_path={word!r}: {where} holds checkpoints of weights only, so that no run can go on from them. Start a new "
-            f"run with the weights: fit(..., ckpt_path={weights[0]!r}, restore={{'model'}})"
-        )
-    if word == "auto":
-        notice(f"there is no checkpoint in {where}: " + ("starting from the beginning." if whole else "weights as they are."))
-        return None
-    raise CheckpointNotFoundError(
-        f"ckpt_path='last': there is no checkpoint in {where}. ckpt_path='auto' starts from the beginning then."
-    )
-
-
-def _best(trainer: Trainer, folders: list[Path]) -> Path:
-    kind = load_callback("model_checkpoint")
-    own = [callback for callback in trainer.callbacks if isinstance(callback, kind)]
-    if not own:
-        raise CheckpointNotFoundError(
-            "ckpt_path='best' asks a ModelCheckpoint: Trainer(callbacks=[ModelCheckpoint(monitor=...)])."
-        )
-    for callback in own:
-        if path := callback.best_model_path or callback.best_in(candidates(*folders)):
-            return Path(path)
-    raise CheckpointNotFoundError(
-        "ckpt_path='best': no checkpoint has been ranked yet. A ModelCheckpoint ranks by its monitor: "
-        "ModelCheckpoint(monitor='val_loss')"
-    )
-
-
-def checkpoint_folders(trainer: Trainer) -> list[Path]:
-    """Where "auto", "last" and "best" look: where this run saves."""
-    own: list[Any] = list(trainer.checkpoint_callbacks)
-    folders = [Path(callback.folder_in(trainer)) for callback in own]
-    return list(dict.fromkeys(folders)) or [Path(trainer.default_root_dir) / "checkpoints"]
-
-
 def begin_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], chosen: bool) -> None:
     """Read the checkpoint that a fit goes on from, before anything is set up: data may be split under its seed.
 
@@ -175,18 +58,64 @@ def begin_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wan
         wanted: the parts to be restored; what cannot be is taken out.
         chosen: the user has named the parts.
     """
+    world, key = trainer.strategy.world, f"run/{next(_FITS)}"
     trainer.found = None
-    if ckpt_path is None:
-        return
-    folders = checkpoint_folders(trainer)
-    if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
-        for folder in folders:
-            trainer.checkpointing.use_folder(folder)  # so that no other run removes what is being read
-    if trainer.fast_dev_run and wanted - {"model"}:
-        wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
-    trainer.found = find_checkpoint(trainer, ckpt_path, folders, whole=not wanted <= {"model"})
-    if trainer.found is not None:
-        _take_over(trainer, trainer.found, wanted, chosen)
+    _agree(trainer, ckpt_path, wanted)
+    before = world.recall(key) if world.restarts else None
+    if ckpt_path is not None or before is not None:
+        folders = checkpoint_folders(trainer)
+        if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
+            for folder in folders:
+                trainer.checkpointing.use_folder(folder)  # so that no other run removes what is being read
+        if trainer.fast_dev_run and wanted - {"model"}:
+            wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
+        elif before is not None:
+            trainer.found = _restarted(world, before, folders)
+        if trainer.found is not None:
+            wanted |= set(PARTS)
+        elif ckpt_path is not None:
+            trainer.found = find_checkpoint(trainer, ckpt_path, folders, whole=not wanted <= {"model"})
+        if trainer.found is not None:
+            trainer.found.wanted = wanted
+            _take_over(trainer, trainer.found, wanted, chosen and not trainer.found.restart)
+    if trainer.found is None:
+        world.remember(key, trainer.checkpointing.run_id)
+    elif not trainer.found.restart:  # of a run that is gone on with, what was there before is not what this job has saved
+        world.remember(key, f"{trainer.checkpointing.run_id} {trainer.checkpointing.last_counter()}")
+
+
+def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str]) -> None:
+    """What is looked for and what is saved must be the same on all processes, or they would wait for each other for ever.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    which = str(ckpt_path) if ckpt_path is None or ckpt_path in WORDS else "a path"  # of which the main process's counts
+    saving = [callback.state_key for callback in trainer.checkpoint_callbacks]
+    said = trainer.strategy.world.exchange([f"ckpt_path={which}", f"restore={sorted(wanted)}", f"callbacks={saving}"])
+    for rank, own in enumerate(said):
+        for first, other in zip(said[0], own, strict=True):
+            if first != other:
+                raise ConfigurationError(
+                    f"all processes must go on from the same checkpoint and save the same: rank 0 has {first}, and rank {rank} "
+                    f"{other}. Decide it alike on all of them: not by their rank, nor by what each one finds on the disk "
+                    "(ckpt_path='auto' looks for you)."
+                )
+
+
+def _restarted(world: World, before: str, folders: list[Path]) -> Found | None:
+    """What a run goes on from whose processes were started anew: the newest that it has saved since the job began."""
+    run_id, _, since = before.partition(" ")
+    found = newest_of(world, run_id, int(since or 0), folders)
+    if found is None:
+        notice(
+            "the processes were started anew, and no checkpoint was saved since the job began: the run starts as it did the "
+            "first time."
+        )
+        return None
+    found.restart = True
+    notice("the processes were started anew: the run goes on from its newest checkpoint, whatever ckpt_path says.")
+    return found
 
 
 def _take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -> None:
@@ -257,7 +186,7 @@ def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]
     parts = parts_of(trainer)
     restore(parts, tensors, state, loaded.manifest.aliases, wanted=wanted, what=str(found.path), keep=True)
     restore_run(trainer, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
-    if overrides:
+    if overrides and not found.restart:  # of the first start: the run has them
         _override(parts, overrides)
     if "loop" in wanted and trainer.finished and not trainer.should_stop:
         notice(

@@ -173,6 +173,7 @@ def test_every_value_comes_back_as_it_was(value: Any) -> None:
         np.float32(0.1),
         np.longlong(3).astype(np.int64),
         np.str_("a\0"),
+        {np.str_("a"): 1, "b": np.str_("$c")},
         np.bytes_(b"a\0"),
         torch.empty(0, 5),
         torch.tensor(3.0),

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 import os
-import socket
 import struct
 import sys
 import warnings
@@ -27,8 +26,9 @@ from support import run_python
 from torch import Tensor, nn
 
 from trainkit.checkpoint import tensor_file
-from trainkit.checkpoint.tensor_file import Entry, TensorFile, chunks, plan_files, read_file, tensors_in, write_file
-from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, UnsavableError
+from trainkit.checkpoint.regular_file import read_file
+from trainkit.checkpoint.tensor_file import Entry, TensorFile, chunks, plan_files, tensors_in, write_file
+from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
 
 LARGE = 10**12
 NAME = "step-1/model.safetensors"
@@ -318,87 +318,6 @@ except OSError as error:
 """
     done = run_python(code)
     assert done.stdout.split() == ["OSError", "27", str(size // 2)], done.stderr
-
-
-# ---------------------------------------------------------------------------------------------------- read_file
-
-
-def refused(path: str, size: int = 4, digest: str = hashlib.sha256(b"data").hexdigest()) -> str:
-    return complaint(lambda: read_file(Path(path), size, digest, NAME), NAME)
-
-
-def test_a_file_is_read_whole() -> None:
-    for size in (0, 1, 100, 2**20, 3 * 2**20 + 1):
-        data = os.urandom(size)
-        Path("file").write_bytes(data)
-        assert bytes(read_file(Path("file"), size, hashlib.sha256(data).hexdigest(), "x")) == data
-
-
-def test_what_is_not_the_file_that_was_written_is_refused() -> None:
-    Path("file").write_bytes(b"data")
-    assert bytes(read_file(Path("file"), 4, hashlib.sha256(b"data").hexdigest(), "x")) == b"data"
-    assert "4 bytes, but 5 were written" in refused("file", 5)
-    assert "4 bytes, but 3 were written" in refused("file", 3)
-    assert f"4 bytes, but {10**18:,} were written" in refused("file", 10**18)  # no memory is taken for it
-    assert "its SHA-256 is 3a6eb0790f39ac87c94f3856b2dd2c5d110e6811602261a9a923d3bb23adc8b7" in refused("file", digest="0" * 64)
-    assert "missing" in refused("absent")
-    Path("file").write_bytes(b"")
-    assert "0 bytes, but 4 were written" in refused("file")
-
-
-def test_a_file_that_does_not_fit_into_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    Path("file").write_bytes(b"data")
-    monkeypatch.setattr(torch, "empty", lambda size, **kwargs: empty(2**60, **kwargs))
-    with pytest.raises(CheckpointError, match="^f: 4 bytes, for which there is not enough memory"):
-        read_file(Path("file"), 4, "0" * 64, "f")
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
-def test_only_a_regular_file_is_read() -> None:
-    """Opening a pipe waits for a writer; a device gives bytes without an end."""
-    Path("file").write_bytes(b"data")
-    Path("link").symlink_to("file")
-    Path("dangling").symlink_to("nowhere")
-    os.mkfifo("pipe")
-    Path("folder").mkdir()
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind("socket")
-    for name, kind in [
-        ("link", "a link"),
-        ("dangling", "a link"),
-        ("pipe", "a pipe"),
-        ("folder", "a folder"),
-        ("socket", "a socket"),
-        (os.devnull, "a device"),
-        ("/dev/zero", "a device"),
-    ]:
-        assert f"not a regular file, but {kind}" in refused(name)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
-@pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_an_exchange_between_looking_and_opening_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("file").write_bytes(b"data")
-    Path("other").write_bytes(b"data")
-    lstat = os.lstat
-
-    def exchange(path: Any, **kwargs: Any) -> os.stat_result:
-        found = lstat(path, **kwargs)
-        os.unlink(path)
-        os.mkfifo(path) if kind == "pipe" else os.symlink("other", path)
-        return found
-
-    monkeypatch.setattr(os, "lstat", exchange)
-    message = refused("file")
-    assert ("was exchanged" if kind == "pipe" else "cannot be read") in message
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_named() -> None:
-    Path("file").write_bytes(b"data")
-    os.chmod("file", 0)
-    assert "cannot be read" in refused("file")
 
 
 # ------------------------------------------------------------------------------------------- headers that lie

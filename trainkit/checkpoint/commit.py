@@ -12,7 +12,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from trainkit.checkpoint.draft import Draft
@@ -20,10 +20,13 @@ from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.reader import read_small_file
 from trainkit.checkpoint.tagged import MAX_JSON_BYTES
 from trainkit.checkpoint.tensor_file import write_file
+from trainkit.checkpoint.together import ONE_FILE_SYSTEM, Group, appears, together
+from trainkit.distributed import Team
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 
 __all__ = ["commit", "sync_folder"]
 
+_ALONE = Team()
 _MAX_NAME = 255  # bytes, on every file system in use
 _ABANDONED = 3600.0  # seconds without a change
 _FOLDER_BYTES = 2 * 4096  # what a folder and its entry in the parent may take beside its files
@@ -41,52 +44,125 @@ _FULL = _numbers("ENOSPC", "EDQUOT")
 _FORBIDDEN = _numbers("EACCES", "EPERM", "EROFS")
 
 
-def commit(draft: Draft, target: Path, *, replace: bool = False) -> Manifest:
+def commit(draft: Draft, target: Path, *, replace: bool = False, team: Group = _ALONE) -> Manifest | None:
     """Write a checkpoint so that ``target`` is never half there, not even after a power cut.
 
     Everything goes to ``.<name>.tmp-<run_id>`` beside ``target``, the manifest's digest last, each file synced; then that
     folder is renamed. Folders above ``target`` are made. An empty folder at ``target`` is used.
 
+    Over several processes each writes and syncs the files of its own :class:`Draft`; the main one does the rest, for all.
+
     Args:
         draft: what to write.
-        target: the folder that the checkpoint will be. A link is followed.
+        target: the folder that the checkpoint will be. A link is followed. The main process's counts.
         replace: if a checkpoint is there already, put the new one in its place once it is complete: at each moment there is
             the one or the other. Where the file system cannot exchange two folders, the old one is called
             ``<name>.replaced`` for a moment. Files in it that are not the checkpoint's are carried over.
+        team: the processes that write it; each of them calls this.
 
     Returns:
-        The manifest as written.
+        The manifest as written, on the main process; None on others.
 
     Raises:
         CheckpointWriteError: it could not be written; what was written is removed again, what was there is untouched.
-        CheckpointError: something else is at ``target``, or anything if ``replace`` is False.
+        CheckpointError: something else is at ``target``, or anything if ``replace`` is False. Over several processes an error
+            on one of them is raised on all, and names its rank.
     """
-    if os.path.islink(target) or target.name in ("", ".."):
-        target = Path(os.path.realpath(target))
-    partial = _partial_of(target, draft.run_id)
+    work = _Commit(draft, target, replace, team.rank == 0)
     try:
-        old = _occupant(target, replace)
-        _make_folder(target.parent)
-        _remove(partial)  # left by a kill of this very run
-        _remove_abandoned(target)
-        _check_space(draft, target)
+        opened = together(team, work.open, CheckpointWriteError)
+        _compare([layout for _, layout in opened])
+        work.partial = Path(opened[0][0])
+        files = together(team, work.write, CheckpointWriteError)
+        together(team, lambda: work.close(files), CheckpointWriteError)
+    except BaseException:
+        work.undo()
+        raise
+    work.tidy()
+    return work.manifest
+
+
+class _Commit:
+    """One process's part of a commit.
+
+    Attributes:
+        partial: the folder in which the checkpoint grows.
+        manifest: as written, on the main process.
+    """
+
+    def __init__(self, draft: Draft, target: Path, replace: bool, main: bool) -> None:
+        if main and (os.path.islink(target) or target.name in ("", "..")):
+            target = Path(os.path.realpath(target))
+        self._draft, self._target, self._replace, self._main = draft, target, replace, main
+        self._old: set[str] | None = None
+        self._begun = False
+        self.partial = _partial_of(target, draft.run_id)
+        self.manifest: Manifest | None = None
+
+    def open(self) -> tuple[str, str]:
+        """Make the folder that everything goes to; its path, and what the draft's files are."""
+        if self._main:
+            with self._explained():
+                self._old = _occupant(self._target, self._replace)
+                _make_folder(self._target.parent)
+                _remove(self.partial)  # left by a kill of this very run
+                _remove_abandoned(self._target)
+                _check_space(self._draft, self._target)
+                self._begun = True
+                self.partial.mkdir()
+                if self._old is not None:
+                    _carry_over(self._target, self.partial, self._old | set(self._draft.sizes))
+        return str(self.partial), self._draft.layout
+
+    def write(self) -> dict[str, str]:
+        """Write this process's files; their digests."""
+        with self._explained():
+            if not self._main and not appears(self.partial):
+                raise CheckpointWriteError(f"{self.partial}, which the main process has made, is not here. {ONE_FILE_SYSTEM}")
+            digests = _write(self._draft, self.partial)
+            if not self._main:
+                sync_folder(self.partial)
+            return digests
+
+    def close(self, files: list[dict[str, str]]) -> None:
+        """The files of all processes being there, write the manifest and give the folder its name."""
+        if not self._main:
+            return
+        with self._explained():
+            self.manifest = self._draft.manifest({name: digest for own in files for name, digest in own.items()})
+            _write_manifest(self.partial, self.manifest.to_bytes())
+            _put_in_place(self.partial, self._target, exchange=self._old is not None)
+            self._begun = False  # what is at partial now, if anything, is the old one
+            sync_folder(self._target.parent)
+
+    def undo(self) -> None:
+        """It has failed: what was written is removed."""
+        if self._begun:
+            _remove(self.partial)
+
+    def tidy(self) -> None:
+        """It is complete: the one that it has replaced is removed."""
+        if self._old is not None:
+            _remove(self.partial)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            partial.mkdir()
-            if old is not None:
-                _carry_over(target, partial, old | set(draft.sizes))
-            manifest = _write(draft, partial)
-            _put_in_place(partial, target, exchange=old is not None)
-        except BaseException:
-            _remove(partial)
-            raise
-        sync_folder(target.parent)
-    except OSError as error:
+            yield
+        except OSError as error:
+            raise CheckpointWriteError(
+                f"{self._target}: the checkpoint could not be written: {error}. Fix: {_fix(error, self._draft, self._target)}"
+            ) from error
+
+
+def _compare(layouts: list[str]) -> None:
+    """All processes must have laid out the same files, as each writes its own only."""
+    others = [str(rank) for rank, layout in enumerate(layouts) if layout != layouts[0]]
+    if others:
         raise CheckpointWriteError(
-            f"{target}: the checkpoint could not be written: {error}. Fix: {_fix(error, draft, target)}"
-        ) from error
-    if old is not None:
-        _remove(partial)  # that is the old one now
-    return manifest
+            f"the tensors of rank {', '.join(others)} are not those of rank 0 (their names, dtypes or shapes differ), so there "
+            "is no checkpoint of all of them. Fix: build the same model and optimizer on every process"
+        )
 
 
 def sync_folder(folder: Path) -> None:
@@ -175,33 +251,40 @@ def _check_space(draft: Draft, target: Path) -> None:
     if total and needed > free:  # some file systems do not tell: 0 of 0
         raise CheckpointWriteError(
             f"{target}: too little space: the checkpoint needs {needed} bytes, {free} are free. Nothing was written. "
-            "Fix: free some, keep fewer checkpoints, or save to another file system"
+            "Fix: free some, keep fewer checkpoints, or save to another file system."
         )
 
 
-def _write(draft: Draft, partial: Path) -> Manifest:
+def _write(draft: Draft, partial: Path) -> dict[str, str]:
+    """Write the draft's files; the digest of each."""
     digests = {}
-    path = partial
-    try:
-        for name, pieces in draft.files():
-            path = partial / name
-            size, digests[name] = write_file(path, pieces)
-            if size != draft.sizes[name]:
-                raise CheckpointWriteError(
-                    f"{path}: laid out with {draft.sizes[name]} bytes, but {size} were written. Fix: leave the tensors as "
-                    "they are until the save has returned"
-                )
-        manifest = draft.manifest(digests)
-        data = manifest.to_bytes()
-        for path, content in ((partial / MANIFEST, data), (partial / DIGEST, digest_line(data))):
-            write_file(path, [content])
-        path = partial
+    for name, pieces in draft.files():
+        with _named(partial / name):
+            size, digests[name] = write_file(partial / name, pieces)
+        if size != draft.sizes[name]:
+            raise CheckpointWriteError(
+                f"{partial / name}: laid out with {draft.sizes[name]} bytes, but {size} were written. Fix: leave the tensors "
+                "as they are until the save has returned"
+            )
+    return digests
+
+
+def _write_manifest(partial: Path, data: bytes) -> None:
+    for name, content in ((MANIFEST, data), (DIGEST, digest_line(data))):
+        with _named(partial / name):
+            write_file(partial / name, [content])
+    with _named(partial):
         sync_folder(partial)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A failed write does not know the name of its file."""
+    try:
+        yield
     except OSError as error:
-        if error.filename is None:  # a failed write does not know the name
-            error.filename = str(path)
+        error.filename = error.filename or str(path)
         raise
-    return manifest
 
 
 def _carry_over(old: Path, new: Path, without: Collection[str]) -> None:

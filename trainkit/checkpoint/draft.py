@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -11,12 +12,16 @@ from torch import Tensor
 
 from trainkit._version import __version__
 from trainkit.checkpoint import tagged
+from trainkit.checkpoint.dealing import deal
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import DIGEST, FORMAT_VERSION, MANIFEST, FileEntry, Manifest, digest_line, is_file_name
-from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files
+from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, tensor_problem
 from trainkit.errors import CheckpointError
 
-__all__ = ["Content", "Draft"]
+__all__ = ["DIVIDED_ABOVE", "Content", "Draft"]
+
+DIVIDED_ABOVE = 16 * 2**20
+"""Bytes of a stem above which it is divided on several processes, so that each of them writes a part of it."""
 
 _STATE = "state"
 # References in state.json name the one file of tensors that belongs to it, so it is never divided.
@@ -52,31 +57,54 @@ class Draft:
     State and manifest are taken here and now: what happens later to objects in ``content.state`` and ``content.about``
     changes nothing. The tensors are read when the files are, unless :meth:`detach` has copied them before.
 
+    On several processes that all have the tensors, the files are dealt out: each process writes and copies its own only. What
+    is no tensor is the main process's alone; of the content of the others the tensors and ``about["run_id"]`` count.
+
     Args:
         content: what to lay out.
+        rank: of this process.
+        ranks: the number of processes.
 
     Attributes:
-        sizes: name of the file → bytes; manifest and digest included.
-        size: bytes of all files together.
+        sizes: name of the file → bytes. On the main process those of all processes, manifest and digest included; on another
+            those of the tensors, its own or not.
+        size: bytes of all these together.
+        layout: a digest of what the files of tensors are, the same on all processes if they have the same tensors; "" on one.
 
     Raises:
         UnsavableError: something in the content cannot be stored.
         CheckpointError: two files would have one name, or one that not every system allows.
     """
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: Content, *, rank: int = 0, ranks: int = 1) -> None:
         self._bytes: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorFile, Mapping[str, Tensor]]] = {}
         self._copies: Mapping[str, memoryview] | None = None
-        self._add_state(content.state)
+        self._rank, self._run_id = rank, str(content.about["run_id"])
+        self.sizes: dict[str, int] = {}
+        self.layout = ""
+        if rank == 0:
+            self._add_state(content.state)
+        loads, layout = [0] * ranks, hashlib.sha256()
         for stem, tensors in content.tensors.items():
-            self._add_tensors(stem, tensors, content.max_shard_size)
-        for name, data in content.attachments.items():
-            self._add_bytes(name, bytes(data))
-        self.sizes = {name: len(data) for name, data in self._bytes.items()}
-        self.sizes |= {name: file.size for name, (file, _) in self._tensors.items()}
+            if ranks == 1:
+                self._add_tensors(stem, tensors, content.max_shard_size, {0: list(tensors)})
+                continue
+            sizes = {name: 0 if tensor_problem(t) else t.nbytes for name, t in tensors.items()}
+            files = self._add_tensors(stem, tensors, content.max_shard_size, deal(sizes, loads, DIVIDED_ABOVE))
+            for file in files:
+                kinds = sorted((entry.name, str(entry.dtype), entry.shape) for entry in file.entries)
+                layout.update(f"{file.name} {file.size} {kinds}\n".encode())
+            self.layout = layout.hexdigest()
+        if rank == 0:
+            for name, data in content.attachments.items():
+                self._add_bytes(name, bytes(data))
+            self._describe(content.about)
+        self.size = sum(self.sizes.values())
+
+    def _describe(self, about: Mapping[str, Any]) -> None:
         self._manifest = Manifest(
-            **content.about,
+            **about,
             saved_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             trainkit_version=__version__,
             format_version=FORMAT_VERSION,
@@ -86,15 +114,17 @@ class Draft:
         data = self._manifest.to_bytes()
         self._manifest = Manifest.from_bytes(data, MANIFEST)
         self.sizes |= {MANIFEST: len(data), DIGEST: len(digest_line(data))}
-        self.size = sum(self.sizes.values())
 
     @property
     def run_id(self) -> str:
         """The run that saves it."""
-        return self._manifest.run_id
+        return self._run_id
 
     def manifest(self, digests: Mapping[str, str]) -> Manifest:
-        """The manifest of the written files; ``digests`` has the SHA-256 of each that :meth:`files` gave."""
+        """The manifest of the written files; ``digests`` has the SHA-256 of each of :attr:`sizes` but its own two.
+
+        Only on the main process.
+        """
         return replace(
             self._manifest, files={name: replace(entry, sha256=digests[name]) for name, entry in self._manifest.files.items()}
         )
@@ -113,7 +143,7 @@ class Draft:
         self._tensors = {}
 
     def files(self) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
-        """Every file but manifest and digest: its name, and its content piece by piece, to be read once."""
+        """This process's files but for manifest and digest: name, and content piece by piece, to be read once."""
         for name, data in self._bytes.items():
             yield name, [data]
         for name, (file, tensors) in self._tensors.items():
@@ -126,19 +156,27 @@ class Draft:
         tensors: dict[str, Tensor] = {}
         self._add_bytes("state.json", tagged.dumps(state, tensors, file="state.safetensors", where=_STATE))
         if tensors:
-            self._add_tensors(_STATE, tensors, _NEVER_DIVIDED)
+            self._add_tensors(_STATE, tensors, _NEVER_DIVIDED, {0: list(tensors)})
 
-    def _add_tensors(self, stem: str, tensors: Mapping[str, Tensor], max_shard_size: int) -> None:
-        files, index = plan_files(stem, tensors, max_shard_size)
+    def _add_tensors(
+        self, stem: str, tensors: Mapping[str, Tensor], max_shard_size: int, groups: Mapping[int, list[str]]
+    ) -> list[TensorFile]:
+        """Lay out the files of a stem; ``groups``: rank → the tensors that it writes."""
+        files, index = plan_files(stem, tensors, max_shard_size, groups.values())
+        own = set(groups.get(self._rank, ()))
         for file in files:
             self._check_name(file.name)
-            self._tensors[file.name] = file, {entry.name: tensors[entry.name] for entry in file.entries}
-        if index is not None:
+            self.sizes[file.name] = file.size
+            if file.entries[0].name in own if file.entries else self._rank in groups:
+                self._tensors[file.name] = file, {entry.name: tensors[entry.name] for entry in file.entries}
+        if index is not None and self._rank == 0:
             self._add_bytes(f"{stem}.safetensors.index.json", index)
+        return files
 
     def _add_bytes(self, name: str, data: bytes) -> None:
         self._check_name(name)
         self._bytes[name] = data
+        self.sizes[name] = len(data)
 
     def _check_name(self, name: str) -> None:
         if not is_file_name(name):
@@ -146,7 +184,7 @@ class Draft:
                 f"{name!r}: expected a name of letters, digits, '.', '_' and '-' that every system allows for a file, and "
                 "not the manifest's. Fix: use another name"
             )
-        if name.lower() in {known.lower() for known in (*self._bytes, *self._tensors)}:
+        if name.lower() in {known.lower() for known in self.sizes}:
             raise CheckpointError(f"two files of the checkpoint would be called {name!r}. Fix: rename one of them")
 
 

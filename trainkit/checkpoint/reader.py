@@ -6,14 +6,12 @@ links, pipes and devices are never opened as files, and no content is ever code.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,10 @@ import numpy as np
 from torch import Tensor
 
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
-from trainkit.checkpoint.regular_file import not_regular, read_small_file, regular_file
+from trainkit.checkpoint.place import MOST_NAMED, has_our_files, identity, is_checkpoint, nothing_at, some
+from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file, regular_file
 from trainkit.checkpoint.tagged import MAX_JSON_BYTES, loads, strict_json
-from trainkit.checkpoint.tensor_file import read_file, tensors_in
+from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 
 __all__ = ["Checkpoint", "Loaded", "has_our_files", "is_checkpoint", "look_at", "open_checkpoint", "read_small_file"]
@@ -32,39 +31,7 @@ STATE = "state.json"
 _TENSORS = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
-_RESERVED = re.compile(
-    r"manifest\.json|manifest\.sha256|state\.json|(model(_\d+)?|optimizer|state)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
-)
 _PIECE = 4 * 2**20
-_MOST_NAMED = 10
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint, sound or not: a folder that holds a file named like one of a checkpoint's.
-
-    One whose name starts with ``.`` is none: it is not finished, or being removed.
-    """
-    return not path.name.startswith(".") and has_our_files(path)
-
-
-def has_our_files(folder: Path) -> bool:
-    """Whether a folder holds a file named like one of a checkpoint's, whatever its own name is."""
-    for _ in range(10):
-        before = _identity(folder)
-        if _lists_our_files(folder):
-            return True
-        if _identity(folder) == before:  # else what was listed is the old one, which was replaced and is being removed
-            return False
-    return True
-
-
-def _lists_our_files(folder: Path) -> bool:
-    try:
-        return any(map(_RESERVED.fullmatch, os.listdir(folder)))
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return False
-    except OSError as error:  # a disk that fails must not make a run start anew as if nothing had been saved
-        return error.errno != errno.ELOOP
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -77,13 +44,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(os.path.abspath(path))
     if not is_checkpoint(path):
-        raise CheckpointNotFoundError(_nothing_at(path))
-    manifest, problem, identity = _look(path)
+        raise CheckpointNotFoundError(nothing_at(path))
+    manifest, problem, which = _look(path)
     if problem is not None:
         raise problem
     assert manifest is not None
     checkpoint = Checkpoint(path, manifest)
-    checkpoint._identity = identity
+    checkpoint._identity = which
     return checkpoint
 
 
@@ -104,7 +71,7 @@ class Checkpoint:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
-        self._identity = _identity(path)
+        self._identity = identity(path)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r})"
@@ -127,13 +94,7 @@ class Checkpoint:
             CorruptCheckpointError: a file is damaged; the message names it.
             CheckpointError: it was replaced or removed meanwhile.
         """
-        files = self._stems()
-        wanted = {*files, "state"} if stems is None else set(stems)
-        if unknown := sorted(wanted - {*files, "state"}):
-            raise StateMismatchError(
-                f"{self.path}: expected a checkpoint with {', '.join(unknown)}, this one has {', '.join(self.stems)}. "
-                "Fix: restore what it has: fit(..., restore={...})."
-            )
+        wanted = self._wanted(stems)
         with self._undisturbed():
             loaded = self._load(wanted, self._content)
             if stems is None:
@@ -162,6 +123,22 @@ class Checkpoint:
             raise CheckpointNotFoundError(f"{self.path} has no {name!r}; it has {', '.join(sorted(self.manifest.files))}.")
         with self._undisturbed():
             return bytes(self._content(name))
+
+    def _wanted(self, stems: Collection[str] | None) -> set[str]:
+        wanted = set(self.stems) if stems is None else set(stems)
+        if unknown := sorted(wanted.difference(self.stems)):
+            raise StateMismatchError(
+                f"{self.path}: expected a checkpoint with {', '.join(unknown)}, this one has {', '.join(self.stems)}. "
+                "Fix: restore what it has: fit(..., restore={...})."
+            )
+        return wanted
+
+    def _files_of(self, stems: Collection[str] | None) -> list[str]:
+        """The files that :meth:`read` reads."""
+        if stems is None:
+            return list(self.manifest.files)
+        of_stems = {name for stem, names in self._stems().items() if stem in stems for name in [*names, stem + _INDEX]}
+        return [name for name in self.manifest.files if name in of_stems or (name == STATE and "state" in stems)]
 
     def _what(self, name: str) -> str:
         return str(self.path / name)
@@ -200,11 +177,11 @@ class Checkpoint:
                 )
         return tensors
 
-    def _content(self, name: str) -> memoryview:
-        """A file, read once, and verified."""
+    def _content(self, name: str, verified: bool = False) -> memoryview:
+        """A file, read once, and verified, unless another process has done that."""
         entry = self.manifest.files[name]
         try:
-            return read_file(self.path / name, entry.size, entry.sha256, self._what(name))
+            return read_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name))
         except MemoryError:
             raise CheckpointError(
                 f"{self._what(name)}: its {entry.size:,} bytes do not fit into the memory that is free"
@@ -254,7 +231,7 @@ class Checkpoint:
         try:
             yield
         except CorruptCheckpointError as error:
-            now = _identity(self.path)
+            now = identity(self.path)
             if now in (self._identity, b""):
                 raise
             raise CheckpointError(
@@ -290,27 +267,16 @@ class Loaded:
 def _look(path: Path) -> tuple[Manifest | None, CheckpointError | None, bytes | None]:
     """Manifest, problem, and which checkpoint it was that ``path`` led to."""
     while True:
-        manifest, problem, before = None, None, _identity(path)
+        manifest, problem, before = None, None, identity(path)
         try:
             manifest = _read_manifest(path)
             _stems(manifest, str(path / MANIFEST))
             _measure(path, manifest)
         except CheckpointError as error:
             problem = error
-        if _identity(path) == before:
+        if identity(path) == before:
             return manifest, problem, before
         # Replaced in between: what was seen may be half of one and half of another.
-
-
-def _identity(path: Path) -> bytes | None:
-    """Which checkpoint is at ``path``: its digest, or nothing if it has none; None if there is no folder any more.
-
-    Not the folder's inode: the next one may get the same.
-    """
-    try:
-        return read_small_file(path / DIGEST, 1024)
-    except CorruptCheckpointError:
-        return b"" if path.is_dir() else None
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -340,8 +306,8 @@ def _measure(path: Path, manifest: Manifest) -> None:
         elif info.st_size != entry.size:
             problems.append(_other_size(what, entry.size, info.st_size))
     if problems:
-        more = len(problems) - _MOST_NAMED
-        raise CorruptCheckpointError("\n".join(problems[:_MOST_NAMED]) + (f"\nand {more} more files" if more > 0 else ""))
+        more = len(problems) - MOST_NAMED
+        raise CorruptCheckpointError("\n".join(problems[:MOST_NAMED]) + (f"\nand {more} more files" if more > 0 else ""))
 
 
 def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
@@ -359,42 +325,9 @@ def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
     for stem, names in stems.items():
         count = len(names)
         if names not in ([f"{stem}{_TENSORS}"], [f"{stem}-{k:05d}-of-{count:05d}{_TENSORS}" for k in range(1, count + 1)]):
-            raise CorruptCheckpointError(f"{what}: the files of {stem} are not complete: it lists {_some(names)}")
+            raise CorruptCheckpointError(f"{what}: the files of {stem} are not complete: it lists {some(names)}")
     return stems
 
 
 def _other_size(what: str, expected: int, found: int) -> str:
     return f"{what}: {found:,} bytes, but {expected:,} were written"
-
-
-def _nothing_at(path: Path) -> str:
-    """Why there is no checkpoint at ``path``, and which are near."""
-    if path.name.startswith("."):
-        return f"{path} is no checkpoint: a name that starts with '.' is that of one that is not finished or being removed."
-    inside = _checkpoints_in(path)
-    if inside:
-        return f"{path} is a folder of checkpoints, expected one of them: {_some(inside)}. Fix: {str(path / inside[-1])!r}."
-    if not os.path.lexists(path):
-        reason = "there is nothing"
-    elif path.is_dir():
-        readable = os.access(path, os.R_OK | os.X_OK)
-        reason = "the folder holds none of a checkpoint's files" if readable else "the folder cannot be read"
-    elif is_checkpoint(path.parent):
-        return f"{path} is a file of a checkpoint; a checkpoint is its folder. Fix: {str(path.parent)!r}."
-    else:
-        reason = "this is a file, and a checkpoint is a folder"
-    beside = _checkpoints_in(path.parent)
-    close = get_close_matches(path.name, beside, n=1)
-    near = f"In {path.parent} there are: {_some(beside)}." if beside else f"There is none in {path.parent} either."
-    return f"{path}: expected a checkpoint, but {reason}. {near}" + (f" Did you mean {close[0]!r}?" if close else "")
-
-
-def _checkpoints_in(folder: Path) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(folder) if is_checkpoint(folder / name))
-    except OSError:
-        return []
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names[-_MOST_NAMED:]) + (" and others" if len(names) > _MOST_NAMED else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -9,9 +10,13 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from trainkit.errors import CorruptCheckpointError
+import torch
 
-__all__ = ["not_regular", "read_small_file", "regular_file"]
+from trainkit.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["not_regular", "read_file", "read_small_file", "regular_file"]
+
+_PIECE = 2**20  # what is read and hashed at a time: small enough to be hashed from the cache
 
 
 def read_small_file(path: Path, limit: int) -> bytes:
@@ -59,3 +64,65 @@ def not_regular(mode: int) -> str | None:
         return None
     kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return f"not a regular file, but {kinds.get(stat.S_IFMT(mode), 'a device')}"
+
+
+def read_file(path: Path, size: int, sha256: str | None, what: str) -> memoryview:
+    """Read a whole file, once, and make sure that it is the one that was written.
+
+    Only a regular file is read: a link, a pipe or a device of that name is an error, never followed or waited for.
+
+    Args:
+        path: the file.
+        size: its size in bytes as it was written. Memory is taken only if the file really has it.
+        sha256: its digest, 64 hexadecimal digits; ``None``: another process has verified the file, and only its size is
+            looked at.
+        what: the file, for the message.
+
+    Returns:
+        its bytes, writable and aligned for every dtype; ``tensors_in`` makes views into them.
+
+    Raises:
+        CorruptCheckpointError: it is missing, cannot be read, or its size or digest is another.
+        CheckpointError: it does not fit into memory.
+    """
+    try:
+        with open(_open_regular(path, what), "rb", buffering=0) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise CorruptCheckpointError(f"{what}: {found:,} bytes, but {size:,} were written")
+            # not numpy: its empty() asks for huge pages, and putting those together can take seconds
+            buffer = torch.empty(size, dtype=torch.uint8).numpy().data
+            position, digest = 0, hashlib.sha256()
+            while position < size:
+                count = file.readinto(buffer[position : position + _PIECE])
+                if not count:
+                    raise CorruptCheckpointError(f"{what}: ends after {position:,} of {size:,} bytes")
+                if sha256 is not None:
+                    digest.update(buffer[position : position + count])
+                position += count
+            if file.read(1):
+                raise CorruptCheckpointError(f"{what}: grows while it is read")
+            actual = digest.hexdigest()
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{what}: missing") from None
+    except OSError as error:
+        raise CorruptCheckpointError(f"{what}: cannot be read: {error}") from error
+    except (MemoryError, RuntimeError) as error:  # the latter is torch's
+        raise CheckpointError(f"{what}: {size:,} bytes, for which there is not enough memory") from error
+    if sha256 not in (None, actual):
+        raise CorruptCheckpointError(f"{what}: its SHA-256 is {actual}, but what was written had {sha256}")
+    return buffer
+
+
+def _open_regular(path: Path, what: str) -> int:
+    """A descriptor of a regular file. Looked at before and after it is opened: opening a device may set it going."""
+    if problem := not_regular(os.lstat(path).st_mode):
+        raise CorruptCheckpointError(f"{what}: {problem}")
+    flags = os.O_RDONLY
+    for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY"):
+        flags |= getattr(os, name, 0)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptCheckpointError(f"{what}: was exchanged for something that is not a regular file")
+    return descriptor

@@ -16,9 +16,13 @@ from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.together import Group, together
+from trainkit.distributed import Team
 from trainkit.errors import CheckpointWriteError
 
 __all__ = ["Saver"]
+
+_ALONE = Team()
 
 
 @dataclass
@@ -35,12 +39,17 @@ class Saver:
     thread lives as long as the save does, and the interpreter waits for it before it ends: a save in flight is finished
     without :meth:`close` too. All methods are for one thread, the main one.
 
+    Over several processes all of them call :meth:`save` and :meth:`wait`, in the same order, and what is reported is then the
+    same on all. :meth:`poll` reports what this process knows by now; others may not know it yet.
+
     Args:
         attention: called from the thread when :meth:`poll` has something to report.
+        team: the processes that save together; nobody else may use it.
     """
 
-    def __init__(self, attention: Callable[[], None]) -> None:
+    def __init__(self, attention: Callable[[], None], team: Group = _ALONE) -> None:
         self.attention = attention
+        self.team = team
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._failures: deque[_Failure] = deque()
@@ -54,7 +63,7 @@ class Saver:
         *,
         blocking: bool,
         replace: bool = False,
-        committed: Callable[[Manifest], None] | None = None,
+        committed: Callable[[Manifest | None], None] | None = None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         """Wait for the save in flight, then commit ``draft`` to ``target``.
@@ -65,7 +74,7 @@ class Saver:
             blocking: write the tensors from where they are and return when all is committed. Otherwise copy them and
                 return; the draft is used up with that.
             replace: see :func:`~trainkit.checkpoint.commit.commit`.
-            committed: called after the commit, in the thread that made it.
+            committed: called after the commit, in the thread that made it, with what the commit returned.
             failed: called from :meth:`poll` if the save failed, or ``committed`` did, with what was raised; without it
                 :meth:`poll` raises that. Not used if ``blocking``.
 
@@ -75,17 +84,19 @@ class Saver:
         self.wait()
         target = Path(os.path.abspath(target))  # the working directory may be another one by then
         if blocking:
-            manifest = commit(draft, target, replace=replace)
+            manifest = commit(draft, target, replace=replace, team=self.team)
             if committed is not None:
                 committed(manifest)
             return
-        draft.detach(self._buffers)
-        thread = threading.Thread(
-            target=self._run, args=(draft, target, replace, committed, failed), name="trainkit-save", daemon=False
-        )
+        together(self.team, lambda: draft.detach(self._buffers), CheckpointWriteError)
+        job = (draft, target, replace, committed, failed)
+        thread = threading.Thread(target=self._run, args=job, name="trainkit-save", daemon=False)
         try:
             thread.start()
         except RuntimeError as error:
+            if self.team.size > 1:
+                self._run(*job)  # the others count on it
+                return
             raise CheckpointWriteError(
                 f"{target}: the checkpoint could not be written: {error}. Fix: save with blocking=True, or raise the limit on "
                 "threads (ulimit -u)"
@@ -119,12 +130,12 @@ class Saver:
         draft: Draft,
         target: Path,
         replace: bool,
-        committed: Callable[[Manifest], None] | None,
+        committed: Callable[[Manifest | None], None] | None,
         failed: Callable[[Exception], None] | None,
     ) -> None:
         try:
             try:
-                manifest = commit(draft, target, replace=replace)
+                manifest = commit(draft, target, replace=replace, team=self.team)
             finally:
                 draft.release()  # it lies in the buffers, which are the next one's or given back
             if committed is not None:

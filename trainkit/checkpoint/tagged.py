@@ -159,7 +159,7 @@ class _Encoder:
         return result
 
     def mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
-        if not all(isinstance(key, str) for key in value):
+        if not all(isinstance(key, str) and not isinstance(key, np.generic) for key in value):
             return self.tag("map", self.pairs(value, depth + 2), depth)
         result = {}
         for key, item in value.items():

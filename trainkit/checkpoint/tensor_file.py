@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
-from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, UnsavableError
+from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
 
 __all__ = [
     "Entry",
@@ -30,7 +29,6 @@ __all__ = [
     "check_unchanged",
     "chunks",
     "plan_files",
-    "read_file",
     "tensor_problem",
     "tensors_in",
     "write_file",
@@ -65,7 +63,6 @@ _GATHER = 16 * 2**20  # what is copied at a time of a tensor that is not contigu
 _SMALL = 64 * 2**10  # below this, pieces are put together before they are written
 _MAX_DIMENSIONS = 64
 _MAX_NUMEL = 2**63 - 1
-_KINDS = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 _METADATA = {"format": "pt"}  # what transformers asks for
 
 
@@ -110,13 +107,16 @@ def tensor_problem(tensor: Tensor) -> str | None:
     return None
 
 
-def plan_files(stem: str, tensors: Mapping[str, Tensor], max_shard_size: int) -> tuple[list[TensorFile], bytes | None]:
+def plan_files(
+    stem: str, tensors: Mapping[str, Tensor], max_shard_size: int, groups: Iterable[Iterable[str]] | None = None
+) -> tuple[list[TensorFile], bytes | None]:
     """Lay tensors out as one file, or as several and an index.
 
     Args:
         stem: the file is ``stem.safetensors``; several are ``stem-00001-of-0000n.safetensors``.
         tensors: any device, any strides. None of their values is looked at.
         max_shard_size: bytes that a file should not exceed. A single larger tensor gets a file of its own.
+        groups: names that must not share a file with those of another group, each name in one of them; default: all in one.
 
     Returns:
         the files, none of them written, and the content of ``stem.safetensors.index.json`` if there are several.
@@ -129,16 +129,7 @@ def plan_files(stem: str, tensors: Mapping[str, Tensor], max_shard_size: int) ->
     for name, tensor in tensors.items():
         if problem := tensor_problem(tensor) or _name_problem(name):
             raise UnsavableError(f"{stem}: the tensor {name!r} cannot be stored: {problem}")
-    shards: list[list[str]] = [[]]
-    data = header = 0
-    for name, tensor in tensors.items():
-        part = len(json.dumps(name)) + 24 * tensor.dim() + 120  # more than the header's entry can take
-        if shards[-1] and (data + header + tensor.nbytes + part + 200 > max_shard_size or header + part > MAX_JSON_BYTES // 2):
-            shards.append([])
-            data = header = 0
-        shards[-1].append(name)
-        data += tensor.nbytes
-        header += part
+    shards = [shard for group in ([tensors] if groups is None else groups) for shard in _shards(tensors, group, max_shard_size)]
     if len(shards) == 1:
         return [_lay_out(f"{stem}.safetensors", tensors, shards[0])], None
     count = len(shards)
@@ -146,6 +137,20 @@ def plan_files(stem: str, tensors: Mapping[str, Tensor], max_shard_size: int) ->
     places = {entry.name: file.name for file in files for entry in file.entries}
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": places}
     return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def _shards(tensors: Mapping[str, Tensor], names: Iterable[str], max_shard_size: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    data = header = 0
+    for name in names:
+        size, part = tensors[name].nbytes, len(json.dumps(name)) + 24 * tensors[name].dim() + 120  # at least its header entry's
+        if shards[-1] and (data + header + size + part + 200 > max_shard_size or header + part > MAX_JSON_BYTES // 2):
+            shards.append([])
+            data = header = 0
+        shards[-1].append(name)
+        data += size
+        header += part
+    return shards
 
 
 def _name_problem(name: str) -> str | None:
@@ -266,67 +271,6 @@ def _sync(descriptor: int) -> None:
         except OSError:  # not every file system has it
             pass
     os.fsync(descriptor)
-
-
-def read_file(path: Path, size: int, sha256: str, what: str) -> memoryview:
-    """Read a whole file, once, and make sure that it is the one that was written.
-
-    Only a regular file is read: a link, a pipe or a device of that name is an error, never followed or waited for.
-
-    Args:
-        path: the file.
-        size: its size in bytes as it was written. Memory is taken only if the file really has it.
-        sha256: its digest, 64 hexadecimal digits.
-        what: the file, for the message.
-
-    Returns:
-        its bytes, writable and aligned for every dtype; ``tensors_in`` makes views into them.
-
-    Raises:
-        CorruptCheckpointError: it is missing, cannot be read, or its size or digest is another.
-        CheckpointError: it does not fit into memory.
-    """
-    try:
-        with open(_open_regular(path, what), "rb", buffering=0) as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise CorruptCheckpointError(f"{what}: {found:,} bytes, but {size:,} were written")
-            # not numpy: its empty() asks for huge pages, and putting those together can take seconds
-            buffer = torch.empty(size, dtype=torch.uint8).numpy().data
-            position, digest = 0, hashlib.sha256()
-            while position < size:
-                count = file.readinto(buffer[position : position + _PIECE])
-                if not count:
-                    raise CorruptCheckpointError(f"{what}: ends after {position:,} of {size:,} bytes")
-                digest.update(buffer[position : position + count])
-                position += count
-            if file.read(1):
-                raise CorruptCheckpointError(f"{what}: grows while it is read")
-            actual = digest.hexdigest()
-    except FileNotFoundError:
-        raise CorruptCheckpointError(f"{what}: missing") from None
-    except OSError as error:
-        raise CorruptCheckpointError(f"{what}: cannot be read: {error}") from error
-    except (MemoryError, RuntimeError) as error:  # the latter is torch's
-        raise CheckpointError(f"{what}: {size:,} bytes, for which there is not enough memory") from error
-    if actual != sha256:
-        raise CorruptCheckpointError(f"{what}: its SHA-256 is {actual}, but what was written had {sha256}")
-    return buffer
-
-
-def _open_regular(path: Path, what: str) -> int:
-    """A descriptor of a regular file. Looked at before and after it is opened: opening a device may set it going."""
-    before = os.lstat(path)
-    if not stat.S_ISREG(before.st_mode):
-        raise CorruptCheckpointError(f"{what}: not a regular file, but {_KINDS.get(stat.S_IFMT(before.st_mode), 'a device')}")
-    flags = os.O_RDONLY
-    for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY"):
-        flags |= getattr(os, name, 0)
-    descriptor = os.open(path, flags)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CorruptCheckpointError(f"{what}: was exchanged for something that is not a regular file")
-    return descriptor
 
 
 def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, Tensor]:

@@ -1,0 +1,250 @@
+"""A commit over several processes: tensors dealt out, digests collected, and one end for all of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import content, names
+from safetensors.torch import load_file
+from teams import GoneError, in_threads, values
+
+from trainkit.checkpoint import commit as module
+from trainkit.checkpoint import draft as drafts
+from trainkit.checkpoint import together as verdicts
+from trainkit.checkpoint.commit import commit
+from trainkit.checkpoint.draft import Draft
+from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.distributed import Team
+from trainkit.errors import CheckpointError, CheckpointWriteError
+
+GENERATOR = torch.Generator().manual_seed(3)
+TENSORS = {
+    "model": {f"layers.{n}.weight": torch.randn(30 + n, 20, generator=GENERATOR) for n in range(6)},
+    "optimizer": {"0/w/step": torch.tensor(3.0), "0/w/exp_avg": torch.randn(30, 20, generator=GENERATOR)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "DIVIDED_ABOVE", 8000)
+
+
+def drafted(team: Team, **changes: Any) -> Draft:
+    """The same tensors on every process; what is no tensor is another one on each."""
+    made = content(2, **{"tensors": TENSORS, "state": {"rank": team.rank}, **changes})
+    return Draft(made, rank=team.rank, ranks=team.size)
+
+
+def written_by(draft: Draft) -> list[str]:
+    """The files that a process writes."""
+    return [name for name, _ in draft.files()]
+
+
+class Failing(Draft):
+    """A draft whose files cannot be written."""
+
+    error: BaseException = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def files(self) -> Iterator[Any]:
+        raise self.error
+
+
+def failing(team: Team, ranks: tuple[int, ...], error: BaseException | None = None) -> Draft:
+    """A draft that fails on some ranks, a full disk by default."""
+    made = drafted(team)
+    if team.rank in ranks:
+        made.__class__ = Failing
+        made.error = error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(team.rank))
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------------ dealt out
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_content_is_the_same_whoever_writes_it(run_dir: Path, size: int) -> None:
+    manifests = values(in_threads(size, lambda team: commit(drafted(team), Path("a"), team=team)))
+    assert manifests[0].to_bytes() == Path("a/manifest.json").read_bytes()
+    assert manifests[1:] == [None] * (size - 1)
+    assert names(run_dir) == ["a"]
+    read = open_checkpoint("a").read()
+    assert read.state == {"rank": 0}
+    plain: dict[str, torch.Tensor] = {}
+    for path in Path("a").glob("*.safetensors"):
+        plain.update(load_file(path))
+    for stem, tensors in TENSORS.items():
+        assert read.tensors[stem].keys() == tensors.keys()
+        assert all(read.tensors[stem][name].equal(tensor) for name, tensor in tensors.items())
+        assert all(plain[name].equal(tensor) for name, tensor in tensors.items())
+    assert len(list(Path("a").glob("model-*"))) == (size if size > 1 else 0)
+    assert Path("a/model.safetensors.index.json").exists() == (size > 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_process_writes_about_as_much_and_no_two_the_same(size: int) -> None:
+    made = [drafted(Team("", None, rank, size)) for rank in range(size)]
+    own = [written_by(draft) for draft in made]
+    assert sorted(name for names in own for name in names if name.endswith(".safetensors")) == sorted(
+        name for name in made[0].sizes if name.endswith(".safetensors")
+    )
+    assert [name for names in own[1:] for name in names if not name.endswith(".safetensors")] == []
+    bytes_of = [sum(made[0].sizes[name] for name in names if name.endswith(".safetensors")) for names in own]
+    assert max(bytes_of) - min(bytes_of) < 36 * 20 * 4  # the largest tensor
+    assert len({draft.layout for draft in made}) == 1
+
+
+def test_small_stems_are_not_divided_but_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "DIVIDED_ABOVE", 10**6)
+    first, second = (drafted(Team("", None, rank, 2)) for rank in range(2))
+    assert "model.safetensors" in written_by(first)
+    assert written_by(second) == ["optimizer.safetensors"]
+
+
+def test_files_are_no_larger_than_asked_for_on_any_number_of_processes() -> None:
+    draft = drafted(Team("", None, 0, 2), max_shard_size=6000)
+    files = {name: size for name, size in draft.sizes.items() if name.startswith("model") and name.endswith("s")}
+    assert len(files) == 4
+    assert max(files.values()) <= 6000
+
+
+def test_a_stem_without_tensors_is_written_once() -> None:
+    made = [drafted(Team("", None, rank, 3), tensors={"model": TENSORS["model"], "optimizer": {}}) for rank in range(3)]
+    assert [name for draft in made for name in written_by(draft)].count("optimizer.safetensors") == 1
+
+
+def test_the_order_of_the_tensors_makes_no_difference() -> None:
+    turned = {stem: dict(reversed(tensors.items())) for stem, tensors in TENSORS.items()}
+    for rank in range(3):
+        first, second = drafted(Team("", None, rank, 3)), drafted(Team("", None, rank, 3), tensors=turned)
+        assert written_by(first) == written_by(second)
+        assert first.layout == second.layout
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"0/w/step": torch.tensor(3.0)},
+        {"0/w/step": torch.tensor(3.0), "0/w/exp_avg": torch.zeros(20, 30)},
+        {"0/w/step": torch.tensor(3), "0/w/exp_avg": torch.zeros(30, 20)},
+        {"0/v/step": torch.tensor(3.0), "0/w/exp_avg": torch.zeros(30, 20)},
+    ],
+)
+def test_other_tensors_on_one_process_are_an_error_on_all(run_dir: Path, other: dict[str, torch.Tensor]) -> None:
+    def work(team: Team) -> Any:
+        tensors = {**TENSORS, "optimizer": other} if team.rank == 1 else TENSORS
+        return commit(drafted(team, tensors=tensors), Path("a"), team=team)
+
+    ends = in_threads(3, work)
+    assert {type(end) for end in ends} == {CheckpointWriteError}
+    assert all("the tensors of rank 1 are not those of rank 0" in str(end) for end in ends)
+    assert names(run_dir) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- one end
+
+
+@pytest.mark.parametrize("ranks", [(0,), (2,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_disk_that_fails_is_the_same_error_on_all(run_dir: Path, ranks: tuple[int, ...], replace: bool) -> None:
+    if replace:
+        commit(drafted(Team(), state={"old": 1}), Path("a"))
+    ends = in_threads(3, lambda team: commit(failing(team, ranks), Path("a"), replace=True, team=team))
+    assert {type(end) for end in ends} == {CheckpointWriteError}
+    assert len({str(end) for end in ends}) == 1
+    assert f"rank {ranks[0]}" in str(ends[0])
+    assert "No space left" in str(ends[0])
+    assert ("more)" in str(ends[0])) == (len(ranks) > 1)
+    assert names(run_dir) == (["a"] if replace else [])
+    if replace:
+        assert open_checkpoint("a").read().state == {"old": 1}
+
+
+def test_an_error_that_is_nobodys_is_the_same_on_all_too(run_dir: Path) -> None:
+    ends = in_threads(2, lambda team: commit(failing(team, (1,), RuntimeError("odd")), Path("a"), team=team))
+    assert {type(end) for end in ends} == {CheckpointWriteError}
+    assert {str(end) for end in ends} == {"rank 1: RuntimeError: odd"}
+    assert names(run_dir) == []
+
+
+def test_an_interrupt_of_one_process(run_dir: Path) -> None:
+    ends = in_threads(2, lambda team: commit(failing(team, (0,), KeyboardInterrupt()), Path("a"), team=team))
+    assert [type(end) for end in ends] == [KeyboardInterrupt, CheckpointWriteError]
+    assert "rank 0: KeyboardInterrupt" in str(ends[1])
+    assert names(run_dir) == []
+
+
+def test_what_is_there_already_is_an_error_on_all(run_dir: Path) -> None:
+    Path("a").mkdir()
+    Path("a/mine").touch()
+    ends = in_threads(2, lambda team: commit(drafted(team), Path("a"), replace=True, team=team))
+    assert {type(end) for end in ends} == {CheckpointError}
+    assert all("holds something else" in str(end) for end in ends)
+    assert names(run_dir / "a") == ["mine"]
+
+
+def test_too_little_space_for_all_together(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = drafted(Team("", None, 0, 2)).size
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: (10**9, 0, whole // 2))
+    ends = in_threads(2, lambda team: commit(drafted(team), Path("a"), team=team))
+    assert all(isinstance(end, CheckpointWriteError) and "too little space" in str(end) for end in ends)
+
+
+@pytest.mark.parametrize("where", ["manifest", "in place"])
+def test_the_main_process_fails_when_the_others_are_done(run_dir: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(module, "_write_manifest" if where == "manifest" else "_put_in_place", fail)
+    ends = in_threads(3, lambda team: commit(drafted(team), Path("a"), team=team))
+    assert {type(end) for end in ends} == {CheckpointWriteError}
+    assert all("rank 0" in str(end) for end in ends)
+    assert names(run_dir) == []
+
+
+def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
+    commit(drafted(Team(), state={"old": 1}), Path("a"))
+    reached = threading.Event()
+
+    def work(team: Team) -> Any:
+        if team.rank == 1:
+            team.exchange([["", drafted(team).layout], None])
+            reached.set()
+            raise SystemExit  # without a word to the others
+        return commit(drafted(team), Path("a"), replace=True, team=team)
+
+    ends = in_threads(3, work)
+    assert reached.is_set()
+    assert [type(end) for end in ends] == [GoneError, SystemExit, GoneError]
+    assert names(run_dir) == ["a"]
+    assert open_checkpoint("a").read().state == {"old": 1}
+
+
+def test_a_process_that_does_not_see_the_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "_PATIENCE", 0.2)
+    monkeypatch.setattr(module._Commit, "write", elsewhere(module._Commit.write))
+    ends = in_threads(2, lambda team: commit(drafted(team), Path("a"), team=team))
+    assert {type(end) for end in ends} == {CheckpointWriteError}
+    assert all("rank 1" in str(end) and "same folder" in str(end) for end in ends)
+    assert names(run_dir) == []
+
+
+def elsewhere(write: Any) -> Any:
+    def wrapped(self: Any) -> Any:
+        if not self._main:
+            self.partial = Path("another machine") / self.partial.name
+        return write(self)
+
+    return wrapped
+
+
+def test_the_main_processs_path_counts(run_dir: Path) -> None:
+    values(in_threads(2, lambda team: commit(drafted(team), run_dir / ("a" if team.rank == 0 else "b"), team=team)))
+    assert names(run_dir) == ["a"]
+    open_checkpoint("a").read()

@@ -1,0 +1,183 @@
+"""The folders of a run on several processes: one lock, one name, one file system."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make, names
+from teams import in_worlds, values
+
+from trainkit.checkpoint import run_folders as module
+from trainkit.checkpoint import together as verdicts
+from trainkit.checkpoint.lock import LOCK, FolderLock
+from trainkit.checkpoint.run_folders import RunFolders
+from trainkit.distributed import World
+from trainkit.errors import CheckpointLockedError, CheckpointWriteError
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "_PATIENCE", 0.2)
+
+
+def entered(world: World, folder: str = "a", run_id: str = "run1") -> RunFolders:
+    made = RunFolders(world, run_id)
+    try:
+        made.use(Path(folder), run_id)
+        made.begin(run_id)
+    except BaseException:
+        made.release()
+        raise
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("there", [False, True])
+def test_one_lock_and_nothing_left_behind(run_dir: Path, size: int, there: bool) -> None:
+    if there:
+        Path("a").mkdir()
+
+    def work(world: World) -> Any:
+        folders = entered(world)
+        assert folders.folders == [run_dir / "a"]
+        world.barrier() if size == 1 else world.exchange(None)
+        if world.is_main:
+            with pytest.raises(CheckpointLockedError):
+                FolderLock(run_dir / "a", "other").acquire()
+        found = names(run_dir / "a")
+        world.exchange(None)
+        folders.release()
+        return found
+
+    assert values(in_worlds(size, work)) == [[LOCK]] * size
+    assert (run_dir / "a" / LOCK).read_bytes() == b""
+
+
+def test_a_folder_is_not_made_before_the_run_begins(run_dir: Path) -> None:
+    def work(world: World) -> Any:
+        RunFolders(world, "x").use(Path("a"), "x")
+        return Path("a").exists()
+
+    assert values(in_worlds(2, work)) == [False, False]
+
+
+def test_another_run_is_an_error_on_all(run_dir: Path) -> None:
+    Path("a").mkdir()
+    lock = FolderLock(run_dir / "a", "other")
+    lock.acquire()
+    ends = in_worlds(3, entered)
+    lock.release()
+    assert {type(end) for end in ends} == {CheckpointLockedError}
+    assert all("rank 0" in str(end) and "'other'" in str(end) for end in ends)
+
+
+def test_names_counters_and_paths_are_the_main_processs(run_dir: Path) -> None:
+    make(run_dir / "a" / "step-1", 4)
+
+    def work(world: World) -> Any:
+        folders = entered(world, "a" if world.is_main else "b")
+        found = [str(folders.place(folders.folders[0], "step-1", replace)) for replace in (False, True)]
+        counter = folders.last_counter("run1")
+        folders.release()
+        return [*found, counter, folders.last_counter("run2")]
+
+    assert values(in_worlds(2, work)) == [[str(run_dir / "a/step-1-v1"), str(run_dir / "a/step-1"), 4, 0]] * 2
+    assert names(run_dir) == ["a"]
+
+
+def test_a_lock_that_is_lost_is_an_error_on_all(run_dir: Path) -> None:
+    def work(world: World) -> Any:
+        folders = entered(world)
+        if world.is_main:
+            (run_dir / "a" / LOCK).unlink()
+            FolderLock(run_dir / "a", "thief").acquire()
+        world.exchange(None)
+        try:
+            folders.place(folders.folders[0], "x", False)
+        finally:
+            folders.release()
+
+    ends = in_worlds(2, work)
+    assert {type(end) for end in ends} == {CheckpointLockedError}
+    assert all("taken over" in str(end) for end in ends)
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> Any:
+    """What enters a folder that is another one for some ranks: there is nothing of what the others write."""
+    ranks = threading.local()
+    plain = module.appears
+    monkeypatch.setattr(module, "appears", lambda path: plain(Path("b", path.name) if ranks.own in blind else path))
+    monkeypatch.setattr(module.socket, "gethostname", lambda: f"host{ranks.own}")
+
+    def work(world: World) -> Any:
+        ranks.own = world.rank
+        return entered(world)
+
+    return work
+
+
+@pytest.mark.parametrize("blind", [(1,), (1, 2)])
+def test_a_folder_that_is_another_one_elsewhere(run_dir: Path, monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> None:
+    ends = in_worlds(3, elsewhere(monkeypatch, blind))
+    assert {type(end) for end in ends} == {CheckpointWriteError}
+    assert len({str(end) for end in ends}) == 1
+    message = str(ends[0])
+    assert message.startswith(f"{run_dir / 'a'} is not the same folder for all processes: what rank 0 on host0 writes")
+    assert ", ".join(f"rank {rank} on host{rank}" for rank in blind) in message
+    assert "dirpath" in message
+    assert names(run_dir / "a") == [LOCK]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_folder_that_one_cannot_write_to(run_dir: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    ranks = threading.local()
+
+    def check(folder: Path) -> None:
+        plain(folder)
+        if ranks.own == rank:
+            raise CheckpointWriteError("read-only")
+
+    plain = module.check_writable
+    monkeypatch.setattr(module, "check_writable", check)
+
+    def work(world: World) -> Any:
+        ranks.own = world.rank
+        return entered(world)
+
+    ends = in_worlds(2, work)
+    assert {str(end) for end in ends} == {f"rank {rank}: read-only"}
+    assert {type(end) for end in ends} == {CheckpointWriteError}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_folder_that_cannot_be_looked_at(run_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """It lies in one that is closed to this user."""
+
+    def closed(plain: Any) -> Any:
+        def call(path: Any, *given: Any, **named: Any) -> Any:
+            if "closed" in os.fspath(path):
+                raise PermissionError(13, "Permission denied", os.fspath(path))
+            return plain(path, *given, **named)
+
+        return call
+
+    monkeypatch.setattr(os, "stat", closed(os.stat))
+    monkeypatch.setattr(os, "mkdir", closed(os.mkdir))
+    ends = in_worlds(size, lambda world: entered(world, "closed/a"))
+    assert {type(end) for end in ends} == {CheckpointWriteError}
+    assert all("cannot be written" in str(end) and "Fix: choose another" in str(end) for end in ends)
+
+
+def test_what_appears_late_is_seen(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "_PATIENCE", 30.0)
+    timer = threading.Timer(0.3, (run_dir / "late").touch)
+    timer.start()
+    assert verdicts.appears(run_dir / "late")
+    timer.join()
+    monkeypatch.setattr(verdicts, "_PATIENCE", 0.1)
+    assert not verdicts.appears(run_dir / "nowhere" / "never")
+    assert os.listdir(run_dir) == ["late"]

@@ -1,0 +1,214 @@
+"""Saving in a thread on several processes: each copies its own part, and all learn the same verdict."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import content, names
+from teams import in_threads, values
+
+from trainkit.checkpoint import commit as commits
+from trainkit.checkpoint import draft as drafts
+from trainkit.checkpoint.draft import Draft
+from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.saver import Saver
+from trainkit.distributed import Team
+from trainkit.errors import CheckpointWriteError, UnsavableError
+
+TENSORS = {"model": {f"w{n}": torch.arange(1000.0) + n for n in range(12)}}
+
+
+@pytest.fixture(autouse=True)
+def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "DIVIDED_ABOVE", 8000)
+
+
+def drafted(team: Team, counter: int = 1) -> Draft:
+    made = content(counter, tensors={stem: {k: t.clone() for k, t in tensors.items()} for stem, tensors in TENSORS.items()})
+    return Draft(made, rank=team.rank, ranks=team.size)
+
+
+class Saving:
+    """A saver of one process, and what it has said."""
+
+    def __init__(self, team: Team) -> None:
+        self.failures: list[str] = []
+        self.committed = 0
+        self.alerts = threading.Event()
+        self.saver = Saver(self.alerts.set, team)
+
+    def save(self, draft: Draft, name: str = "a", **options: Any) -> None:
+        def committed(manifest: Any) -> None:
+            self.committed += 1
+
+        self.saver.save(
+            draft,
+            Path(name),
+            blocking=False,
+            committed=committed,
+            failed=lambda error: self.failures.append(f"{type(error).__name__}: {error}"),
+            **options,
+        )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_saves_one_after_the_other(run_dir: Path, size: int) -> None:
+    def work(team: Team) -> Any:
+        own = Saving(team)
+        for counter in (1, 2, 3):
+            draft = drafted(team, counter)
+            own.save(draft, f"a{counter}")
+        own.saver.close()
+        return own.committed, own.failures
+
+    assert values(in_threads(size, work)) == [(3, [])] * size
+    assert names(run_dir) == ["a1", "a2", "a3"]
+    for name in names(run_dir):
+        loaded = open_checkpoint(name).read()
+        assert all(loaded.tensors["model"][key].equal(tensor) for key, tensor in TENSORS["model"].items())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_copies_its_own_part_only(run_dir: Path, size: int) -> None:
+    """Host memory of a save: the state divided by the number of processes."""
+
+    def work(team: Team) -> Any:
+        own = Saving(team)
+        own.save(drafted(team))
+        held = own.saver._buffers.nbytes
+        own.saver.close()
+        return held
+
+    held = values(in_threads(size, work))
+    state = 12 * 4000
+    assert max(held) <= 1.1 * state / size
+    assert sum(held) >= state
+
+
+def test_what_changes_after_the_copy_is_not_saved(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    plain = commits._Commit.write
+    monkeypatch.setattr(commits._Commit, "write", lambda self: (go.wait(30), plain(self))[1])
+
+    def work(team: Team) -> Any:
+        own = Saving(team)
+        tensors = {"model": {key: tensor.clone() for key, tensor in TENSORS["model"].items()}}
+        made = content(tensors=tensors)
+        own.save(Draft(made, rank=team.rank, ranks=team.size))
+        for tensor in tensors["model"].values():
+            tensor.zero_()
+        team.__class__("after", team._channel, team.rank, team.size).exchange(None)
+        go.set()
+        own.saver.close()
+
+    values(in_threads(2, work))
+    loaded = open_checkpoint("a").read()
+    assert all(loaded.tensors["model"][key].equal(tensor) for key, tensor in TENSORS["model"].items())
+
+
+def test_a_full_disk_of_one_is_everybodys(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(team: Team) -> Any:
+        own = Saving(team)
+        bad, good = drafted(team), drafted(team, 2)
+        if team.rank == 1:
+            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            bad.files = lambda: (_ for _ in ()).throw(error)
+        own.save(bad)
+        own.saver.wait()
+        alerted = own.alerts.is_set()
+        own.save(good)
+        own.saver.close()
+        return own.failures, own.committed, alerted
+
+    ends = values(in_threads(3, work))
+    assert all(end == ends[0] for end in ends)
+    ([failure], committed, alerted) = ends[0]
+    assert (committed, alerted) == (1, True)
+    assert failure.startswith("CheckpointWriteError: rank 1: ")
+    assert "No space left" in failure
+    assert names(run_dir) == ["a"]
+    assert open_checkpoint("a").manifest.save_counter == 2
+
+
+def test_a_copy_that_fails_is_an_error_of_the_call_on_all(run_dir: Path) -> None:
+    """A tensor that is no longer what it was when the checkpoint was laid out."""
+
+    def work(team: Team) -> Any:
+        own = Saving(team)
+        tensors = {"model": {key: tensor.clone() for key, tensor in TENSORS["model"].items()}}
+        made = content(tensors=tensors)
+        draft = Draft(made, rank=team.rank, ranks=team.size)
+        if team.rank == 1:
+            for _, tensors in draft._tensors.values():
+                for tensor in tensors.values():
+                    tensor.resize_(7)
+        try:
+            own.save(draft)
+        finally:
+            own.saver.close()
+
+    ends = in_threads(2, work)
+    assert {type(end) for end in ends} == {UnsavableError}
+    assert all("rank 1" in str(end) for end in ends)
+    assert names(run_dir) == []
+
+
+def test_a_thread_that_cannot_start_on_one(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' threads count on it, so the work is done at once."""
+    start, mine = threading.Thread.start, threading.local()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "trainkit-save" and mine.rank == 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    def work(team: Team) -> Any:
+        mine.rank = team.rank
+        own = Saving(team)
+        own.save(drafted(team))
+        own.saver.close()
+        return own.committed
+
+    assert values(in_threads(2, work)) == [1, 1]
+    open_checkpoint("a").read()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_one_that_dies_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dead: int) -> None:
+    """Its thread never gives its part; the others' end, and report it."""
+
+    def work(team: Team) -> Any:
+        own = Saving(team)
+        if team.rank == dead:
+            team.exchange([None, None])  # of the copies
+            raise SystemExit
+        own.save(drafted(team))
+        own.saver.close()
+        return own.failures
+
+    ends = in_threads(3, work)
+    for rank in {0, 1, 2} - {dead}:
+        [failure] = ends[rank]
+        assert failure == f"GoneError: rank {dead} has ended"
+    assert names(run_dir) == []
+
+
+def test_a_blocking_save_that_fails(run_dir: Path) -> None:
+    def work(team: Team) -> Any:
+        own = Saving(team)
+        draft = drafted(team)
+        if team.rank == 0:
+            draft.files = lambda: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO)))
+        own.saver.save(draft, Path("a"), blocking=True)
+
+    ends = in_threads(2, work)
+    assert {type(end) for end in ends} == {CheckpointWriteError}
+    assert names(run_dir) == []

@@ -1,0 +1,172 @@
+"""Reading on several processes: each file is hashed once, and what one of them finds is everybody's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make, seal
+from teams import GoneError, in_threads, values
+
+from trainkit.checkpoint import reader, shared_reading
+from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.shared_reading import read_together
+from trainkit.distributed import Team
+from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
+
+TENSORS = {
+    "model": {f"w{n}": torch.arange(500.0) + n for n in range(6)},
+    "optimizer": {f"0/w{n}/exp_avg": torch.arange(500.0) * n for n in range(6)},
+}
+
+
+@pytest.fixture
+def checkpoint(run_dir: Path) -> Path:
+    """In several files, the way that several processes write it."""
+    return make(run_dir / "a", tensors=TENSORS, max_shard_size=5000)
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that were read, those with a ``+`` that were hashed too."""
+    seen: list[str] = []
+    read_file = reader.read_file
+
+    def spied(path: Path, size: int, sha256: str | None, what: str) -> Any:
+        seen.append(path.name + ("" if sha256 is None else "+"))
+        return read_file(path, size, sha256, what)
+
+    monkeypatch.setattr(reader, "read_file", spied)
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_everybody_has_everything(checkpoint: Path, size: int) -> None:
+    alone = open_checkpoint(checkpoint).read()
+    for loaded in values(in_threads(size, lambda team: read_together(checkpoint, team))):
+        assert loaded.manifest.to_bytes() == alone.manifest.to_bytes()
+        for stem, tensors in TENSORS.items():
+            assert all(loaded.tensors[stem][name].equal(tensor) for name, tensor in tensors.items())
+        assert loaded.state["loop"] == alone.state["loop"]
+
+
+def test_each_file_is_hashed_once(checkpoint: Path, hashed: list[str]) -> None:
+    files = open_checkpoint(checkpoint).manifest.files
+    values(in_threads(3, lambda team: read_together(checkpoint, team)))
+    assert sorted(name for name in hashed if name.endswith("+")) == sorted(f"{name}+" for name in files)
+    for name in files:
+        attached = name == "config.json"  # nobody asks for its content
+        assert hashed.count(name) == (0 if attached else 2)
+
+
+def test_only_what_is_asked_for(checkpoint: Path, hashed: list[str]) -> None:
+    ends = values(in_threads(2, lambda team: read_together(checkpoint, team, lambda manifest: {"model"})))
+    assert all(loaded.tensors.keys() == {"model"} and loaded.state == {} for loaded in ends)
+    assert all(name.startswith("model") for name in hashed)
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "state.json", "config.json", "manifest.json"])
+def test_damage_is_everybodys(checkpoint: Path, name: str) -> None:
+    data = bytearray((checkpoint / name).read_bytes())
+    data[-2] ^= 1
+    (checkpoint / name).write_bytes(data)
+    ends = in_threads(3, lambda team: read_together(checkpoint, team))
+    assert {type(end) for end in ends} == {CorruptCheckpointError}
+    assert len({str(end) for end in ends}) == 1
+    assert name in str(ends[0])
+    assert str(ends[0]).startswith("rank ") == (name != "manifest.json")  # which all of them read
+
+
+def test_nothing_is_used_before_the_verdict(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one who finds the damage may be the last."""
+    monkeypatch.setattr(reader.Checkpoint, "_load", lambda *_: pytest.fail("used"))
+    path = checkpoint / "model-00001-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    ends = in_threads(3, lambda team: read_together(checkpoint, team))
+    assert {type(end) for end in ends} == {CorruptCheckpointError}
+
+
+def test_what_one_cannot_decode_is_everybodys(checkpoint: Path) -> None:
+    """Whole by its digests, and malformed all the same: all see that, and say the same."""
+    (checkpoint / "state.json").write_bytes(b"[]")
+    seal(checkpoint)
+    ends = in_threads(2, lambda team: read_together(checkpoint, team))
+    assert {type(end) for end in ends} == {CorruptCheckpointError}
+    assert not str(ends[0]).startswith("rank")
+
+
+def test_a_refusal_of_the_choice(checkpoint: Path) -> None:
+    def refuse(manifest: Any) -> None:
+        raise CheckpointError("weights only")
+
+    ends = in_threads(2, lambda team: read_together(checkpoint, team, refuse))
+    assert [str(end) for end in ends] == ["weights only"] * 2
+    ends = in_threads(2, lambda team: read_together(checkpoint, team, lambda manifest: {"nonsense"}))
+    assert {type(end) for end in ends} == {StateMismatchError}
+
+
+def test_the_main_processs_path_counts(checkpoint: Path) -> None:
+    values(in_threads(2, lambda team: read_together("a" if team.rank == 0 else "elsewhere", team)))
+
+
+def test_a_process_that_does_not_see_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = in_threads(3, blind(monkeypatch, "nowhere"))
+    assert {type(end) for end in ends} == {CheckpointNotFoundError}
+    assert all(str(end).startswith("rank 1:") for end in ends)
+
+
+def test_a_process_that_sees_another_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that is there on each machine, and is not one folder."""
+    shutil.copytree(checkpoint, checkpoint.parent / "b")
+    seal(checkpoint.parent / "b", lambda manifest: manifest.update(step=99))
+    ends = in_threads(3, blind(monkeypatch, "b"))
+    assert {type(end) for end in ends} == {CheckpointError}
+    assert all("another checkpoint for rank 1" in str(end) for end in ends)
+
+
+def test_one_that_is_replaced_after_the_verdict(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one of the same sizes, so that what others have hashed is not what a process reads."""
+    others = {stem: {name: tensor + 1 for name, tensor in tensors.items()} for stem, tensors in TENSORS.items()}
+    make(checkpoint.parent / "b", tensors=others, max_shard_size=5000)
+    plain, once = reader.Checkpoint._load, threading.Lock()
+
+    def load(self: Any, *given: Any) -> Any:
+        with once:
+            if (checkpoint.parent / "b").exists():
+                os.rename(checkpoint, checkpoint.parent / "old")
+                os.rename(checkpoint.parent / "b", checkpoint)
+        return plain(self, *given)
+
+    monkeypatch.setattr(reader.Checkpoint, "_load", load)
+    ends = in_threads(2, lambda team: read_together(checkpoint, team))
+    assert {type(end) for end in ends} == {CheckpointError}
+    assert all("was replaced by another checkpoint while it was read" in str(end) for end in ends)
+
+
+def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
+    """What reads "a" on a machine of which rank 1 finds something else there."""
+    plain, ranks = shared_reading.open_checkpoint, threading.local()
+
+    def work(team: Team) -> Any:
+        ranks.own = team.rank
+        return read_together("a", team)
+
+    def opened(path: str) -> Any:
+        return plain(path if ranks.own != 1 else os.path.join(os.path.dirname(path), instead))
+
+    monkeypatch.setattr(shared_reading, "open_checkpoint", opened)
+    return work
+
+
+def test_one_that_has_died(checkpoint: Path) -> None:
+    def work(team: Team) -> Any:
+        if team.rank == 2:
+            raise SystemExit
+        return read_together(checkpoint, team)
+
+    assert [type(end) for end in in_threads(3, work)] == [GoneError, GoneError, SystemExit]

@@ -1,0 +1,84 @@
+"""One verdict for all: the same class and the same text, whoever failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from teams import Hub, in_threads, values
+
+from trainkit.checkpoint.together import together
+from trainkit.distributed import Team
+from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError, MissingMetricError
+
+
+def failing(errors: dict[int, BaseException], **options: Any) -> list[Any]:
+    """What three processes get, of which some fail."""
+
+    def work(team: Team) -> Any:
+        def act() -> int:
+            if team.rank in errors:
+                raise errors[team.rank]
+            return team.rank * 10
+
+        return together(team, act, **options)
+
+    return in_threads(3, work)
+
+
+def test_what_each_returned_is_known_to_all() -> None:
+    assert values(failing({})) == [[0, 10, 20]] * 3
+
+
+def test_one_process_does_it_and_nothing_else() -> None:
+    assert together(Team(), lambda: object) == [object]  # not even JSON
+    error = ValueError("x")
+
+    def act() -> None:
+        raise error
+
+    with pytest.raises(ValueError, match="x") as raised:
+        together(Team(), act)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("kind", [CorruptCheckpointError, CheckpointWriteError, MissingMetricError])
+def test_an_error_of_ours_keeps_its_class(kind: Callable[..., Exception]) -> None:
+    ends = failing({1: kind("it is bad")})
+    assert [(type(end), str(end)) for end in ends] == [(kind, "rank 1: it is bad")] * 3
+    assert str(ends[1].__cause__) == "it is bad"
+
+
+def test_the_first_of_several_speaks() -> None:
+    ends = failing({1: CheckpointError("this"), 2: CheckpointError("that")})
+    assert [str(end) for end in ends] == ["rank 1 (and 1 more): this"] * 3
+
+
+def test_what_is_nobodys() -> None:
+    ends = failing({2: ValueError("odd")}, otherwise=CheckpointWriteError)
+    assert [(type(end), str(end)) for end in ends] == [(CheckpointWriteError, "rank 2: ValueError: odd")] * 3
+    assert [str(end) for end in failing({0: KeyError()})] == ["rank 0: KeyError: KeyError"] * 3
+
+
+def test_what_all_say_needs_no_rank() -> None:
+    errors = {rank: CheckpointError("all the same") for rank in range(3)}
+    ends = failing(errors)
+    assert all(end is errors[rank] for rank, end in enumerate(ends))
+
+
+def test_an_interrupt_stays_one_where_it_came() -> None:
+    ends = failing({1: KeyboardInterrupt()})
+    assert [type(end) for end in ends] == [CheckpointError, KeyboardInterrupt, CheckpointError]
+    assert str(ends[0]) == "rank 1: KeyboardInterrupt: KeyboardInterrupt"
+
+
+def test_it_is_one_exchange() -> None:
+    hubs: list[Hub] = []
+
+    def work(team: Team) -> None:
+        hubs.append(team._channel._hub)  # type: ignore[union-attr]
+        together(team, lambda: None)
+
+    values(in_threads(2, work))
+    assert hubs[0].exchanges == 1

@@ -1,0 +1,493 @@
+"""Checkpoints of runs on several real processes: who writes, what comes back on how many, and how it goes wrong together."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saved_state import differences
+from tiny import TinyModule, tiny_loader
+from torch import nn
+from worlds import run_world, start_world
+
+from trainkit import Accelerator, Callback, Trainer, set_seed
+from trainkit.callbacks import ModelCheckpoint
+from trainkit.checkpoint import commit as commits
+from trainkit.checkpoint import draft as drafts
+from trainkit.checkpoint import run_folders
+from trainkit.checkpoint import together as verdicts
+from trainkit.checkpoint.folder import list_checkpoints
+from trainkit.checkpoint.reader import open_checkpoint
+
+FOLDER = Path("runs/checkpoints")
+
+
+class Wide(TinyModule):
+    """With AdamW, a schedule, a buffer and enough parameters to be divided."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Sequential(nn.Linear(4, 30), nn.BatchNorm1d(30), nn.Linear(30, 30), nn.Dropout(0.2), nn.Linear(30, 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class At(Callback):
+    """Does something in a hook, the first time that so many updates have been made."""
+
+    def __init__(self, hook: str, step: int, act: Callable[..., Any]) -> None:
+        self.step, self.act = step, act
+        setattr(self, hook, self._call)
+
+    def _call(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.act(trainer)
+
+
+def make(*callbacks: Callback, **arguments: Any) -> Trainer:
+    """A Trainer of as many processes as there are."""
+    drafts.DIVIDED_ABOVE = 2000
+    defaults: dict[str, Any] = {
+        "strategy": "ddp",
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+        "seed": 1,
+        "default_root_dir": "runs",
+    }
+    return Trainer(callbacks=list(callbacks), **{**defaults, **arguments})
+
+
+def fit(*callbacks: Callback, module: Any = None, samples: int = 48, ckpt_path: Any = None, **arguments: Any) -> Trainer:
+    trainer = make(*callbacks, **arguments)
+    trainer.fit(module or Wide(), tiny_loader(samples, shuffle=True), tiny_loader(8), ckpt_path=ckpt_path)
+    return trainer
+
+
+def error_of(work: Callable[[], Any]) -> tuple[str, str]:
+    """The class and the text of what is raised."""
+    try:
+        work()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def saved(folder: Path = FOLDER) -> list[int]:
+    """The steps of the good checkpoints; none may be bad."""
+    found = list_checkpoints(folder)
+    assert not [one.problem for one in found if one.problem]
+    return sorted(one.manifest.step for one in found if one.manifest is not None)
+
+
+# ----------------------------------------------------------------------------------------------- written by all, for all
+
+
+def train_and_save() -> list[str]:
+    """Six samples an update; saved in the middle of the first epoch. Returns the files that this process has written."""
+    written: list[str] = []
+    plain = commits.write_file
+    commits.write_file = lambda path, pieces: (written.append(path.name), plain(path, pieces))[1]  # type: ignore[assignment]
+    at = At("on_train_batch_end", 3, lambda trainer: trainer.save_checkpoint("first"))
+    fit(at, enable_checkpointing=False, max_steps=4)
+    return written
+
+
+def resume_and_save() -> dict[str, Any]:
+    """The checkpoint, loaded and saved at once."""
+    at = At("on_train_start", 3, lambda trainer: trainer.save_checkpoint("second"))
+    trainer = fit(at, enable_checkpointing=False, max_steps=4, ckpt_path="first", module=Wide(seed=99))
+    return {"step": trainer.global_step, "rank": trainer.global_rank}
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3), (3, 3), (3, 2)])
+def test_a_state_is_the_same_on_another_number_of_processes(run_dir: Path, before: int, after: int) -> None:
+    written = run_world(before, train_and_save)
+    run_world(after, resume_and_save)
+    first, second = open_checkpoint("first"), open_checkpoint("second")
+    assert (first.manifest.world_size, second.manifest.world_size) == (before, after)
+    files = set(first.manifest.files) | {"manifest.json", "manifest.sha256"}
+    assert sorted(name for names in written for name in names) == sorted(files)  # each by one process
+    for names in written[1:]:
+        assert names
+        assert all(name.startswith(("model", "optimizer")) for name in names)
+    assert len([name for name in files if name.startswith("optimizer-")]) == (before if before > 1 else 0)
+    one, other = first.read(), second.read()
+    assert differences(one.tensors, other.tensors) == []
+    for part in ("models", "optimizers", "schedulers", "callbacks", "results"):
+        assert differences(one.state[part], other.state[part], part) == []
+    positions = [state["loop"]["position"] for state in (one.state, other.state)]
+    assert [[p[key] for key in ("epoch", "samples", "batches")] for p in positions] == [[0, 12 * before, 3 * before]] * 2
+    counters = ("global_step", "current_epoch", "phase", "stopping", "should_stop", "epoch_complete")
+    assert [one.state["loop"][key] for key in counters] == [other.state["loop"][key] for key in counters]
+    if before == after:
+        assert differences(gathered(one.state), gathered(other.state)) == []
+
+
+def gathered(state: dict[str, Any]) -> Any:
+    """What each process had of each metric; a restored one that was not logged again says more."""
+    kept = ("name", "total", "weight", "values", "weights", "step_value", "stamp")
+    return [[{key: entry[key] for key in kept} for entry in own["metrics"]] for own in state["metrics"]]
+
+
+class Loop:
+    """An own loop."""
+
+    def __init__(self, seed: int = 3) -> None:
+        drafts.DIVIDED_ABOVE = 2000
+        set_seed(5)
+        self.accelerator = Accelerator(strategy="ddp")
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 40), nn.Linear(40, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.plain = model
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, tiny_loader(48, shuffle=True))
+
+    def run(self, updates: int) -> None:
+        for inputs, targets in self.loader:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(nn.functional.mse_loss(self.model(inputs), targets))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if self.accelerator.updates == updates:
+                return
+
+
+def loop_and_save() -> None:
+    loop = Loop()
+    loop.run(2)
+    loop.accelerator.save_state("first", blocking=False)
+    loop.accelerator.save_state("again")
+    loop.accelerator.save_model(loop.model, "weights")
+    loop.accelerator.free_memory()
+
+
+def loop_on() -> Any:
+    loop = Loop(seed=99)
+    loop.accelerator.load_state("first")
+    loop.accelerator.save_state("second")
+    position = loop.loader.state_dict()
+    return position["samples"], loop.accelerator.updates, [p.sum().item().hex() for p in loop.plain.parameters()]
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3)])
+def test_own_loops(run_dir: Path, before: int, after: int) -> None:
+    run_world(before, loop_and_save)
+    ends = run_world(after, loop_on)
+    assert ends == [ends[0]] * after
+    assert ends[0][:2] == (8 * before, 2)
+    first, second = open_checkpoint("first").read(), open_checkpoint("second").read()
+    assert differences(first.tensors, second.tensors) == []
+    assert differences(first.tensors, open_checkpoint("again").read().tensors) == []
+    assert sorted(os.listdir("weights")) == ["model.safetensors"]
+
+
+# ------------------------------------------------------------------------------------------------- ModelCheckpoint
+
+
+def rotated() -> Any:
+    best = ModelCheckpoint(monitor="val_loss", save_top_k=2, keep_last=1, save_last=True, every_n_epochs=1)
+    fit(best, max_epochs=5)
+    scores = {Path(path).name: float(score).hex() for path, score in best.best_k_models.items()}
+    return scores, best.last_model_path, best.best_model_path
+
+
+def test_all_decide_the_same_and_one_deletes(run_dir: Path) -> None:
+    ends = run_world(3, rotated)
+    assert ends == [ends[0]] * 3
+    scores, last, _ = ends[0]
+    kept = {path.name for path in FOLDER.iterdir()} - {"last", ".lock"}
+    assert kept == {*scores, Path(last).name} | kept
+    assert set(scores) <= kept
+    assert len(kept) <= 3
+    assert len(saved()) == len(kept)
+
+
+def by_time() -> Any:
+    class Slow(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            time.sleep(0.05)
+
+    callback = ModelCheckpoint(train_time_interval=timedelta(seconds=0.2), keep_last=-1)
+    trainer = fit(callback, Slow(), max_epochs=3)
+    return callback.last_model_path, trainer.global_step
+
+
+def test_the_main_processs_timer_is_everybodys(run_dir: Path) -> None:
+    ends = run_world(2, by_time)
+    assert ends[0] == ends[1]
+    assert len(saved()) > 2  # and not the last alone
+
+
+# --------------------------------------------------------------------------------------------------- how it goes wrong
+
+
+class Limited(Callback):
+    """For one rank, files cannot grow between two steps: its disk is full."""
+
+    def __init__(self, rank: int, first: int, last: int, waits: bool = True) -> None:
+        self.rank, self.first, self.last, self.waits = rank, first, last, waits
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.waits and trainer.global_step in (self.first, self.last):
+            trainer.checkpointing.wait()  # the save before is done
+        if trainer.global_rank == self.rank:
+            full = self.first <= trainer.global_step < self.last
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500 if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def with_a_full_disk(rank: int, last: int) -> Any:
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callback = ModelCheckpoint(every_n_train_steps=1, keep_last=-1)
+        error = error_of(lambda: fit(callback, Limited(rank, 2, last)))
+        said = [str(warning.message) for warning in caught if "could not be saved" in str(warning.message)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return error, said, callback.last_model_path
+
+
+def test_a_full_disk_of_one_process_is_tried_again(run_dir: Path) -> None:
+    ends = run_world(2, with_a_full_disk, 1, 3)
+    assert [error for error, *_ in ends] == [("nothing", "")] * 2
+    assert ends[0][2] == ends[1][2]
+    [warning] = ends[0][1]
+    assert "rank 1: " in warning
+    assert "File too large" in warning
+    assert ends[1][1] == []  # the main process speaks
+    assert saved() == [1, 2, 4, 5, 6]
+    assert [name for name in os.listdir(FOLDER) if name.startswith(".step")] == []
+
+
+class Told(ModelCheckpoint):
+    """Notes the step at which it is told that a save has failed."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        self.trainer, self.steps = trainer, []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        end = time.monotonic() + 30
+        while trainer.global_step == 3 and trainer.is_global_zero and not trainer.checkpointing._alerts:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def _failed(self, *given: Any) -> None:
+        self.steps.append(self.trainer.global_step)
+        super()._failed(*given)
+
+
+def told(rank: int) -> list[int]:
+    callback = Told(every_n_train_steps=3, keep_last=-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(callback, Limited(rank, 2, 5, waits=False), samples=80)
+    return callback.steps
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_is_told_to_all_at_the_same_step(run_dir: Path, rank: int) -> None:
+    """And before the next save, which would find it out."""
+    assert run_world(2, told, rank) == [[5], [5]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_three_failures_end_the_run_on_all(run_dir: Path, rank: int) -> None:
+    ends = run_world(2, with_a_full_disk, rank, 99)
+    assert {error[0] for error, *_ in ends} == {"CheckpointWriteError"}
+    assert len({error[1] for error, *_ in ends}) == 1
+    assert "3 saves in a row have failed" in ends[0][0][1]
+    assert f"rank {rank}: " in ends[0][0][1]
+    assert saved() == [1, 2]
+
+
+def killed_while_saving(rank: int) -> None:
+    plain = commits._write
+
+    def write(draft: Any, partial: Path) -> Any:
+        if "step-00000004" in partial.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(draft, partial)
+
+    trainer = make(ModelCheckpoint(every_n_train_steps=2, keep_last=1))
+    if trainer.global_rank == rank:
+        commits._write = write
+    trainer.fit(Wide(), tiny_loader(48, shuffle=True))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_while_saving_leaves_the_old_one(run_dir: Path, rank: int) -> None:
+    ends = start_world(2, killed_while_saving, rank).ends()
+    assert ends[rank] == (False, "ended with -9")
+    assert not ends[1 - rank][0]
+    assert saved() == [2]
+    assert run_world(2, goes_on) == [(2, 6), (2, 6)]
+    assert saved() == [6]
+    assert [name for name in os.listdir(FOLDER) if name.startswith(".step")] == []
+
+
+def goes_on() -> tuple[int, int]:
+    began: list[int] = []
+    trainer = make(
+        ModelCheckpoint(every_n_train_steps=2, keep_last=1),
+        At("on_train_start", 2, lambda trainer: began.append(trainer.global_step)),
+    )
+    trainer.fit(Wide(), tiny_loader(48, shuffle=True), ckpt_path="auto")
+    return began[0], trainer.global_step
+
+
+def blind(rank: int) -> tuple[str, str]:
+    verdicts._PATIENCE = 0.2
+    trainer = make()
+    if trainer.global_rank == rank:
+        plain = run_folders.appears
+        run_folders.appears = lambda path: plain(Path("another machine") / path.name)
+    return error_of(lambda: trainer.fit(Wide(), tiny_loader(), ckpt_path="auto"))
+
+
+def test_a_folder_that_is_not_shared(run_dir: Path) -> None:
+    ends = run_world(2, blind, 1)
+    assert ends[0] == ends[1]
+    assert ends[0][0] == "CheckpointWriteError"
+    assert "rank 1 on " in ends[0][1]
+    assert "same folder" in ends[0][1]
+
+
+class Unsavable(Callback):
+    """Has a state that cannot be saved, on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"function": print} if int(os.environ["RANK"]) == self.rank else {}
+
+
+def unsavable(rank: int) -> tuple[str, str]:
+    return error_of(lambda: fit(Unsavable(rank)))
+
+
+def test_what_cannot_be_saved_is_an_error_on_all_in_the_first_second(run_dir: Path) -> None:
+    ends = run_world(2, unsavable, 0)
+    assert ends[0] == ends[1]
+    assert ends[0][0] == "UnsavableError"
+    assert "Unsavable" in ends[0][1]
+    # the main process's state is what is saved, so that of the others need not be savable
+    assert run_world(2, unsavable, 1) == [("nothing", "")] * 2
+
+
+def resumes(word: str) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = error_of(lambda: fit(max_epochs=2, ckpt_path=word))
+    return error, [str(warning.message) for warning in caught if "passed over" in str(warning.message)]
+
+
+def test_a_damaged_one_is_passed_over_by_all_or_is_an_error_on_all(run_dir: Path) -> None:
+    run_world(2, fit_and_keep)
+    newest = sorted(FOLDER.glob("step-*"))[-1]
+    path = newest / "optimizer-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    ends = run_world(2, resumes, str(newest))
+    assert ends[0] == ends[1]
+    assert ends[0][0][0] == "CorruptCheckpointError"
+    assert path.name in ends[0][0][1]
+    ends = run_world(3, resumes, "auto")
+    assert [error for error, _ in ends] == [("nothing", "")] * 3
+    assert [len(said) for _, said in ends] == [1, 0, 0]
+    assert path.name in ends[0][1][0]
+
+
+def fit_and_keep() -> None:
+    fit(ModelCheckpoint(every_n_train_steps=2, keep_last=-1))
+
+
+def otherwise(what: str) -> tuple[str, str]:
+    """Rank 1 asks for something else than rank 0."""
+    other = os.environ["RANK"] == "1"
+    callbacks = [ModelCheckpoint(every_n_train_steps=2)] if other and what == "callbacks" else []
+    trainer = make(*callbacks, enable_checkpointing=not (other and what == "checkpointing"), max_epochs=2)
+    path = None if other and what == "ckpt_path" else FOLDER / "step-00000002" if other and what == "path" else "last"
+    restore = {"model"} if other and what == "restore" else None
+    return error_of(lambda: trainer.fit(Wide(), tiny_loader(48, shuffle=True), ckpt_path=path, restore=restore))
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("ckpt_path", "rank 0 has ckpt_path=last, and rank 1 ckpt_path=None"),
+        ("path", "rank 0 has ckpt_path=last, and rank 1 ckpt_path=a path"),
+        ("restore", "rank 1 restore=['model']"),
+        ("callbacks", "'every_n_train_steps': 2"),
+        ("checkpointing", "rank 1 callbacks=[]"),
+    ],
+)
+def test_who_asks_for_something_else_is_told_and_nobody_waits(run_dir: Path, what: str, said: str) -> None:
+    run_world(2, fit_and_keep)
+    ends = run_world(2, otherwise, what)
+    assert ends[0] == ends[1]
+    assert ends[0][0] == "ConfigurationError"
+    assert said in ends[0][1]
+
+
+@pytest.mark.parametrize("word", ["last", "nowhere"])
+def test_none_is_an_error_on_all(run_dir: Path, word: str) -> None:
+    ends = run_world(2, resumes, word)
+    assert ends[0] == ends[1]
+    assert ends[0][0][0] == "CheckpointNotFoundError"
+
+
+def terminated(rank: int) -> Any:
+    def act(trainer: Any) -> None:
+        if trainer.global_rank == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    callback = ModelCheckpoint(keep_last=-1)
+    error = error_of(lambda: fit(callback, At("on_train_batch_start", 2, act)))
+    return error[0], callback.last_model_path
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_process_saves_one_checkpoint(run_dir: Path, rank: int) -> None:
+    ends = run_world(2, terminated, rank)
+    assert ends[0] == ends[1]
+    assert ends[0][0] == "Preempted"
+    [step] = saved()
+    assert step in (3, 4)
+    assert Path(ends[0][1]).name == f"step-{step:08d}"
+    assert run_world(2, resumes, "auto") == [(("nothing", ""), [])] * 2
+
+
+def one_fails(rank: int) -> Any:
+    class BadError(Exception):
+        pass
+
+    def act(trainer: Any) -> None:
+        if trainer.global_rank == rank:
+            raise BadError("mine")
+
+    callback = ModelCheckpoint(every_n_train_steps=2, keep_last=-1)
+    return error_of(lambda: fit(callback, At("on_train_batch_start", 3, act)))
+
+
+def test_an_error_of_one_process_saves_nothing(run_dir: Path) -> None:
+    """The others are in the middle of a step: there is no moment that all of them could save."""
+    ends = start_world(2, one_fails, 1).ends()
+    assert ends[1] == (True, ("BadError", "mine"))
+    assert ends[0][1] != ("nothing", "")
+    assert 3 not in saved()

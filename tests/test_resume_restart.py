@@ -1,0 +1,209 @@
+"""When the launcher has started the processes anew: a fit goes on from the newest checkpoint of its run."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saving import Adam, saving
+from tiny import tiny_loader
+
+from trainkit import resume
+from trainkit.callbacks import ModelCheckpoint
+from trainkit.checkpoint.folder import list_checkpoints
+from trainkit.console import TrainkitWarning
+from trainkit.distributed import World
+from trainkit.errors import CorruptCheckpointError
+
+FOLDER = Path("runs/checkpoints")
+
+
+class Memory:
+    """What the agent keeps."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def get(self, key: str) -> str | None:
+        return self.texts.get(key)
+
+    def set(self, key: str, text: str) -> None:
+        self.texts[key] = text
+
+
+class Job:
+    """A script that is started again and again; each start is another process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memory, self.restarts, self._patch = Memory(), -1, monkeypatch
+
+    def start(self) -> None:
+        self.restarts += 1
+        self._patch.setattr(resume, "_FITS", itertools.count(1))
+
+    def fit(self, steps: int, ckpt_path: Any = None, folder: str = "runs", **options: Any) -> Any:
+        arguments = {name: options.pop(name) for name in ("fast_dev_run",) if name in options}
+        callback = ModelCheckpoint(every_n_train_steps=1, keep_last=-1)
+        trainer = saving(callback, max_epochs=-1, max_steps=steps, default_root_dir=folder, **arguments)
+        trainer.strategy.world = World(restarts=self.restarts, memory=self.memory)  # type: ignore[arg-type]
+        seen: list[int] = []
+        module = Adam()
+        module.on_train_start = lambda: seen.append(trainer.global_step)
+        trainer.fit(module, tiny_loader(shuffle=True), ckpt_path=ckpt_path, **options)
+        [trainer.began] = seen
+        return trainer
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    made = Job(monkeypatch)
+    made.start()
+    return made
+
+
+def runs() -> dict[str, list[int]]:
+    """The steps of each run's checkpoints."""
+    found: dict[str, list[int]] = {}
+    for one in list_checkpoints(FOLDER):
+        assert one.manifest is not None
+        found.setdefault(one.manifest.run_id, []).append(one.manifest.step)
+    return {run: sorted(steps) for run, steps in found.items()}
+
+
+def test_a_fresh_start_goes_on(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    first = job.fit(3)
+    job.start()
+    caplog.clear()
+    again = job.fit(5)
+    assert again.began == 3
+    assert runs() == {first.checkpointing.run_id: [1, 2, 3, 4, 5]}
+    assert "the processes were started anew: the run goes on from its newest checkpoint" in caplog.text
+
+
+def test_without_a_restart_it_is_a_fresh_start(job: Job) -> None:
+    job.fit(3)
+    assert job.fit(3).began == 0
+
+
+@pytest.mark.parametrize("ckpt_path", ["auto", "last", "runs/checkpoints/step-00000001"])
+def test_whatever_it_is_told(job: Job, ckpt_path: str) -> None:
+    job.fit(3)
+    job.restarts = -1
+    job.memory.texts.clear()
+    job.start()
+    job.fit(4, ckpt_path=ckpt_path)
+    job.start()
+    assert job.fit(6, ckpt_path=ckpt_path).began == 4
+
+
+def test_all_of_it_comes_back(job: Job) -> None:
+    """What the first start took of another run's checkpoint, and put over it, is not taken and put over again."""
+    job.fit(3, folder="other")
+    options = {"ckpt_path": "other/checkpoints/step-00000003", "restore": {"model"}, "overrides": None}
+    first = job.fit(2, **options)
+    assert first.began == 0
+    job.start()
+    job.fit(1)  # the script's first fit, which has nothing left to do
+    again = job.fit(4, **options)
+    assert again.began == 2
+    assert again.checkpointing.run_id == first.checkpointing.run_id
+
+
+def test_overrides_are_of_the_first_start(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.fit(2)
+    job.start()
+    job.memory.texts.clear()
+    options = {"ckpt_path": "runs/checkpoints/step-00000002", "overrides": {"weight_decay": 0.3}}
+    assert job.fit(4, **options).optimizers[0].param_groups[0]["weight_decay"] == 0.3
+    assert "weight_decay is 0.3 from here on" in caplog.text
+    job.start()
+    caplog.clear()
+    again = job.fit(5, **options)
+    assert (again.began, again.optimizers[0].param_groups[0]["weight_decay"]) == (4, 0.3)
+    assert "from here on" not in caplog.text
+
+
+def test_a_run_that_was_taken_over_is_remembered(job: Job) -> None:
+    first = job.fit(2)
+    job.start()
+    second = job.fit(4, ckpt_path="auto")  # the same run
+    job.start()
+    third = job.fit(6)
+    assert first.checkpointing.run_id == second.checkpointing.run_id == third.checkpointing.run_id
+    assert third.began == 4
+
+
+def test_each_fit_of_a_script_goes_on_by_itself(job: Job) -> None:
+    job.fit(3)
+    second = job.fit(2)
+    job.start()
+    assert job.fit(3).began == 3
+    again = job.fit(4)
+    assert (again.began, again.checkpointing.run_id) == (2, second.checkpointing.run_id)
+
+
+def test_a_damaged_one_is_named_and_the_one_before_it_is_used(job: Job) -> None:
+    job.fit(3)
+    path = FOLDER / "step-00000003" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    (FOLDER / "step-00000002" / "state.json").unlink()
+    job.start()
+    with pytest.warns(TrainkitWarning, match="passed over") as caught:
+        again = job.fit(3)
+    assert again.began == 1
+    assert ["step-00000003" in str(one.message) for one in caught] == [True, False]
+
+
+def test_all_of_the_run_being_damaged_is_an_error_and_no_fresh_start(job: Job) -> None:
+    job.fit(2)
+    for step in (1, 2):
+        (FOLDER / f"step-0000000{step}" / "state.json").write_bytes(b"{}")
+    job.start()
+    with (
+        pytest.warns(TrainkitWarning, match="passed over"),
+        pytest.raises(CorruptCheckpointError, match=r"(?s)none of the checkpoints of this run.*step-00000002.*step-00000001"),
+    ):
+        job.fit(3)
+
+
+def test_one_of_which_nothing_can_be_known_is_named(job: Job) -> None:
+    job.fit(2)
+    (FOLDER / "step-00000002" / "manifest.json").write_bytes(b"{}")
+    job.start()
+    with pytest.warns(TrainkitWarning, match=r"passed over: .*step-00000002"):
+        assert job.fit(3).began == 1
+
+
+@pytest.mark.parametrize("ckpt_path, began", [("runs/checkpoints/step-00000001", 1), ("auto", 3)])
+def test_what_the_run_had_before_the_job_is_not_what_the_job_has_saved(job: Job, ckpt_path: str, began: int) -> None:
+    """Going back to an older one and killed before the first save, it does not land on what was left behind."""
+    job.fit(3)
+    job.memory.texts.clear()
+    job.restarts = -1
+    for _ in range(3):
+        job.start()
+        assert job.fit(began, ckpt_path=ckpt_path).began == began  # saves nothing
+    job.start()
+    job.fit(began + 1, ckpt_path=ckpt_path)
+    job.start()
+    assert job.fit(began + 2, ckpt_path=ckpt_path).began == began + 1
+
+
+def test_a_restart_before_the_first_checkpoint(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.fit(2)
+    job.start()
+    job.memory.texts["run/1"] = "anotherrun"
+    caplog.clear()
+    assert job.fit(3).began == 0
+    assert "no checkpoint was saved since the job began" in caplog.text
+    job.start()
+    job.memory.texts["run/1"] = "anotherrun"
+    assert job.fit(4, ckpt_path="runs/checkpoints/step-00000002").began == 2
+
+
+def test_a_trial_run_goes_on_from_nothing(job: Job) -> None:
+    job.fit(3)
+    job.start()
+    assert job.fit(3, fast_dev_run=True).began == 0

@@ -1,0 +1,95 @@
+"""What is a checkpoint and what is none, told by names; and what to say where there is none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from trainkit.checkpoint.manifest import DIGEST
+from trainkit.checkpoint.regular_file import read_small_file
+from trainkit.errors import CorruptCheckpointError
+
+__all__ = ["MOST_NAMED", "has_our_files", "identity", "is_checkpoint", "nothing_at", "some"]
+
+MOST_NAMED = 10
+"""Of many names a message has so many."""
+
+_RESERVED = re.compile(
+    r"manifest\.json|manifest\.sha256|state\.json|(model(_\d+)?|optimizer|state)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint, sound or not: a folder that holds a file named like one of a checkpoint's.
+
+    One whose name starts with ``.`` is none: it is not finished, or being removed.
+    """
+    return not path.name.startswith(".") and has_our_files(path)
+
+
+def has_our_files(folder: Path) -> bool:
+    """Whether a folder holds a file named like one of a checkpoint's, whatever its own name is."""
+    for _ in range(10):
+        before = identity(folder)
+        if _lists_our_files(folder):
+            return True
+        if identity(folder) == before:  # else what was listed is the old one, which was replaced and is being removed
+            return False
+    return True
+
+
+def _lists_our_files(folder: Path) -> bool:
+    try:
+        return any(map(_RESERVED.fullmatch, os.listdir(folder)))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return False
+    except OSError as error:  # a disk that fails must not make a run start anew as if nothing had been saved
+        return error.errno != errno.ELOOP
+
+
+def identity(path: Path) -> bytes | None:
+    """Which checkpoint is at ``path``: its digest, or nothing if it has none; None if there is no folder any more.
+
+    Not the folder's inode: the next one may get the same.
+    """
+    try:
+        return read_small_file(path / DIGEST, 1024)
+    except CorruptCheckpointError:
+        return b"" if path.is_dir() else None
+
+
+def nothing_at(path: Path) -> str:
+    """Why there is no checkpoint at ``path``, and which are near."""
+    if path.name.startswith("."):
+        return f"{path} is no checkpoint: a name that starts with '.' is that of one that is not finished or being removed."
+    inside = _checkpoints_in(path)
+    if inside:
+        return f"{path} is a folder of checkpoints, expected one of them: {some(inside)}. Fix: {str(path / inside[-1])!r}."
+    if not os.path.lexists(path):
+        reason = "there is nothing"
+    elif path.is_dir():
+        readable = os.access(path, os.R_OK | os.X_OK)
+        reason = "the folder holds none of a checkpoint's files" if readable else "the folder cannot be read"
+    elif is_checkpoint(path.parent):
+        return f"{path} is a file of a checkpoint; a checkpoint is its folder. Fix: {str(path.parent)!r}."
+    else:
+        reason = "this is a file, and a checkpoint is a folder"
+    beside = _checkpoints_in(path.parent)
+    close = get_close_matches(path.name, beside, n=1)
+    near = f"In {path.parent} there are: {some(beside)}." if beside else f"There is none in {path.parent} either."
+    return f"{path}: expected a checkpoint, but {reason}. {near}" + (f" Did you mean {close[0]!r}?" if close else "")
+
+
+def _checkpoints_in(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if is_checkpoint(folder / name))
+    except OSError:
+        return []
+
+
+def some(names: list[str]) -> str:
+    """The last of some names, for a message."""
+    return ", ".join(repr(name) for name in names[-MOST_NAMED:]) + (" and others" if len(names) > MOST_NAMED else "")

@@ -1,0 +1,70 @@
+"""Reading a checkpoint on several processes: its files are verified once, dealt out, and the verdict is everybody's."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Collection
+
+from trainkit.checkpoint.dealing import deal
+from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.place import identity
+from trainkit.checkpoint.reader import Checkpoint, Loaded, open_checkpoint
+from trainkit.checkpoint.together import ONE_FILE_SYSTEM, Group, together
+from trainkit.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["read_together"]
+
+
+def read_together(
+    path: str | os.PathLike[str], group: Group, choose: Callable[[Manifest], Collection[str] | None] = lambda manifest: None
+) -> Loaded:
+    """:meth:`Checkpoint.read` on all processes of a group: everything on each of them, or the same error on all.
+
+    Each file is hashed by one process. Nothing is used before all of them have proved to be those that were written; then
+    each process reads those that it has not read yet, without hashing them again.
+
+    Args:
+        path: the checkpoint; the main process's counts.
+        group: the processes; all of them call this.
+        choose: given the manifest, which stems to read, None for everything; as of :meth:`Checkpoint.read`. It may raise.
+
+    Raises:
+        CheckpointError: as :func:`open_checkpoint` and :meth:`Checkpoint.read` do, or the processes see different checkpoints.
+    """
+    if group.size == 1:
+        checkpoint = open_checkpoint(path)
+        return checkpoint.read(choose(checkpoint.manifest))
+    path = together(group, lambda: os.path.abspath(path))[0]
+    found: list[Checkpoint] = []
+    wanted: set[str] = set()
+    contents: dict[str, memoryview] = {}
+    loaded: list[Loaded] = []
+
+    def verify() -> str:
+        checkpoint = open_checkpoint(path)
+        found.append(checkpoint)
+        stems = choose(checkpoint.manifest)
+        wanted.update(checkpoint._wanted(stems))
+        sizes = {name: checkpoint.manifest.files[name].size for name in checkpoint._files_of(stems)}
+        own = deal(sizes, [0] * group.size).get(group.rank, [])
+        with checkpoint._undisturbed():
+            contents.update({name: checkpoint._content(name) for name in own})
+        return hashlib.sha256(checkpoint._identity or b"").hexdigest()
+
+    def fetch(name: str) -> memoryview:
+        return contents.pop(name) if name in contents else found[0]._content(name, verified=True)
+
+    def load() -> None:
+        with found[0]._undisturbed():
+            content = found[0]._load(wanted, fetch)
+            if identity(found[0].path) != found[0]._identity:  # what was not hashed here may be of another one
+                raise CorruptCheckpointError(f"{path}: changed while it was read")
+            loaded.append(content)
+
+    digests = together(group, verify)
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise CheckpointError(f"{path} is another checkpoint for rank {', '.join(others)} than for rank 0. {ONE_FILE_SYSTEM}")
+    together(group, load)
+    return loaded[0]
