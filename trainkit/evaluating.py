@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainkit import loop
 from trainkit.arguments import refuse_unknown
 from trainkit.datamodule import DataModule
+from trainkit.evaluation import evaluate, gather_predictions
 from trainkit.explain import results_table
 from trainkit.resume import check_restore, load_weights
 from trainkit.running import build_hooks, plan_evaluation, refuse_evaluation, running
@@ -72,11 +72,15 @@ class Evaluating(TrainerState):
     ) -> list[Any] | None:
         """What ``predict_step`` returns for each batch; with several loaders, a list of that for each.
 
+        Over several processes every one of them returns the whole list, in the order of the batches. What is not made of
+        tensors must be picklable then.
+
         Args:
             model: default: the one that this trainer ran last.
             dataloaders: one loader, a list, or a ``DataModule``.
             datamodule: instead of loaders.
-            return_predictions: ``False`` keeps nothing, for callbacks that write the predictions.
+            return_predictions: ``False`` keeps and gathers nothing, for callbacks that write the predictions:
+                ``trainkit.callbacks.PredictionWriter``.
             ckpt_path: as in :meth:`validate`.
         """
         known = ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path"]
@@ -114,7 +118,9 @@ def _run(
             check_restore(ckpt_path, None, None)
             load_weights(trainer, ckpt_path)
         trainer.validating = stage == "validate"
-        results = loop.evaluate(trainer, plan)
+        results = evaluate(trainer, plan)
+        if plan.keeps:
+            plan.outputs = gather_predictions(trainer.strategy.world, plan.outputs, trainer.device)
         if verbose and trainer.is_global_zero:
             trainer.print(results_table(stage, results))
         return results

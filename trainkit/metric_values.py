@@ -7,6 +7,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.errors import MetricError, UnknownNameError, nearest
@@ -58,6 +59,11 @@ def is_metric_object(name: str, value: Any) -> bool:
         return False
     if hasattr(value, "items"):
         raise MetricError(f"log({name!r}): {type(value).__name__} holds several metrics. Use self.log_dict(collection)")
+    if getattr(value, "dist_sync_on_step", False) and dist.is_available() and dist.is_initialized():
+        raise MetricError(
+            f"log({name!r}): {type(value).__name__}(dist_sync_on_step=True) would gather at each step, where not every process "
+            "need have a batch. Leave it out: values are joined over the processes when they are needed."
+        )
     return True
 
 

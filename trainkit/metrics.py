@@ -2,144 +2,37 @@
 
 Values stay on the device: ``log`` keeps a detached copy, nothing waits for it. At a log boundary the values of the step are
 stacked and read once; the values of an epoch are reduced at its end, means in float64 and weighted by samples.
+
+Several processes exchange there what they have, once: names, options, values and weights. So each knows of all, finds what
+one has logged and another has not, and comes to the same results, be it that it had no batch itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.data.nested import batch_size as size_of
+from trainkit.data.window import NOTHING
+from trainkit.distributed import World
 from trainkit.errors import MetricError
-from trainkit.metric_values import alike, is_metric_object, number_of, one_element, read, reduction_of, stacked, weight_of
-from trainkit.state.metrics import adopt, capture, capture_objects, fill, restore_objects, stored, unstored, without_it
+from trainkit.metric_exchange import agree_on_steps, end_epoch, end_row, end_step
+from trainkit.metric_record import Described, Record, Scope
+from trainkit.metric_reduce import FINGERPRINTS, check, described, fingerprint, groups
+from trainkit.metric_values import alike, is_metric_object, number_of, read, weight_of
+from trainkit.state.metric_objects import capture_objects, restore_objects
+from trainkit.state.metrics import adopt, capture, fill, stored, unstored
 
 __all__ = ["MetricResults", "MetricStore", "Scope"]
 
+_ONE_PROCESS = World()
 _RESERVED = ("epoch", "step")  # columns that the loggers fill
-_CHUNK = 64  # values of an epoch that are kept before they are summed up: one kernel instead of 64, and bounded memory
-
-
-class Scope(Enum):
-    """Where in a run ``log`` is called, which decides what it may do and its defaults."""
-
-    NOWHERE = "nowhere"
-    TRAIN_BATCH = "train batch"
-    TRAIN_EPOCH = "train epoch"
-    EVAL_BATCH = "evaluation batch"
-    EVAL_EPOCH = "evaluation epoch"
-
-
-class _Metric:
-    """One name: its options, the value of the step, and what is needed for the value of the epoch."""
-
-    __slots__ = ("awaits", "fresh", "logger", "name", "on_epoch", "on_step", "prog_bar", "reduce_fx", "signature", "stamp",
-                 "step_value", "suffix", "torchmetric", "total", "updated", "values", "weight", "weights")  # fmt: skip
-
-    def __init__(self, key: tuple[str, str], signature: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
-        self.name, self.suffix = key
-        self.signature = signature
-        self.prog_bar, self.logger, _, _, reduce_fx = signature[:5]
-        self.reduce_fx = reduction_of(self.name, reduce_fx)
-        self.on_step, self.on_epoch = on_step, on_epoch
-        self.torchmetric: Any = None
-        self.updated = False  # logged in this epoch
-        self.step_value: Any = None
-        self.fresh = False  # the step value has not been given to the loggers yet
-        self.values: list[Any] = []
-        self.weights: list[float] = []
-        self.total: Tensor | None = None
-        self.weight = 0.0
-        self.stamp = 0  # of the store, when the last value came
-        self.awaits: dict[str, Any] | None = None  # restored, and not logged again yet: what has to come back
-
-    @property
-    def full_name(self) -> str:
-        return self.name + self.suffix
-
-    @property
-    def step_name(self) -> str:
-        return self.name + ("_step" if self.on_epoch else "") + self.suffix
-
-    @property
-    def epoch_name(self) -> str:
-        return self.name + ("_epoch" if self.on_step else "") + self.suffix
-
-    @property
-    def has_values(self) -> bool:
-        return bool(self.values) or self.total is not None
-
-    def add(self, value: Any, weight: float) -> None:
-        self.values.append(value)
-        self.weights.append(weight)
-        if len(self.values) >= _CHUNK and isinstance(self.reduce_fx, str):
-            self._fold()
-
-    def _fold(self) -> None:
-        """Take the kept values into the running total, in float64 where the device has it."""
-        if not self.values:
-            return
-        values = stacked(self.values)
-        if self.reduce_fx == "mean":
-            weights = torch.tensor(self.weights, dtype=values.dtype).to(values.device, non_blocking=True)
-            part, self.weight = (values * weights).sum(), self.weight + sum(self.weights)
-        else:
-            part = values.sum() if self.reduce_fx == "sum" else values.amin() if self.reduce_fx == "min" else values.amax()
-        if self.total is None:
-            self.total = part
-        elif self.reduce_fx in ("min", "max"):
-            self.total = (torch.minimum if self.reduce_fx == "min" else torch.maximum)(self.total, part)
-        else:
-            self.total = self.total + part
-        self.values, self.weights = [], []
-
-    def take(self, metric: Any) -> None:
-        """Another batch of the torchmetrics object that stands under this name; its state is its own business."""
-        if metric is not self.torchmetric:
-            raise MetricError(
-                f"log({self.name!r}): in this epoch the name stood for another Metric or for numbers. Use one name for each."
-            )
-        if not self.on_step:
-            return
-        latest = getattr(metric, "_forward_cache", None)  # its value of the last batch, if it was asked for
-        if latest is not None:
-            self.step_value, self.fresh = one_element(self.name, latest), True
-        elif not self.on_epoch:
-            raise MetricError(
-                f"log({self.name!r}, metric) by step: {type(metric).__name__} has no value of this batch, as update() makes "
-                "none. Call it, metric(preds, target), or log it by epoch: on_step=False, on_epoch=True"
-            )
-
-    def start_epoch(self) -> None:
-        """Forget the epoch; a value of a step that no log boundary has seen yet stays."""
-        self.values, self.weights, self.total, self.weight, self.updated = [], [], None, 0.0, False
-
-    def epoch_value(self) -> Tensor | None:
-        if self.awaits is not None:
-            ended, value = without_it(self)
-            if ended:
-                return value
-        if self.torchmetric is not None:
-            if not self.updated:
-                return None
-            value = self.torchmetric.compute() if self.on_epoch else None
-            self.torchmetric.reset()
-            return None if value is None else one_element(self.full_name, value)
-        if not self.on_epoch:
-            return None
-        if not isinstance(self.reduce_fx, str):
-            return one_element(self.full_name, self.reduce_fx(stacked(self.values))) if self.values else None
-        self._fold()
-        if self.total is None:
-            return None
-        if self.reduce_fx != "mean":
-            return self.total
-        return self.total / self.weight if self.weight > 0 else torch.full_like(self.total, torch.nan)
+_BATCH = (Scope.TRAIN_BATCH, Scope.EVAL_BATCH)
+_EVALUATION = (Scope.EVAL_BATCH, Scope.EVAL_EPOCH)
 
 
 @dataclass
@@ -170,31 +63,51 @@ class MetricResults:
 class MetricStore:
     """The metrics of one stage.
 
+    Methods that give values to bar and loggers, or that say so, are collective: all processes call them in the same order.
+
     Args:
-        emit: ``emit(metrics, for_step)`` gives metrics, as numbers, to the loggers: those of a step, or those of an epoch.
+        emit: ``emit(metrics, for_step)`` gives metrics, as numbers, to the loggers: those of a step, or those of an epoch; with
+            a third argument those of that step.
         results: where the results go.
         compiled: steps are compiled, and what is logged in them must stay out of the graph.
+        world: the processes that the values are reduced over.
 
     Attributes:
         log: see :meth:`trainkit.TrainModule.log`.
         scope: where in the run the loop is.
         batch: what the loop is working on, to weigh an epoch's values by samples.
         suffix: of the evaluation loader, where there are several.
-        stamp: a number that the loop sets, kept with each value: see :meth:`logged_at`.
+        stamp: a number that the loop sets for each batch that this process works on, kept with each value: see
+            :meth:`logged_at`. It grows in an epoch, and is the same on all processes for the batches of one row; negative: it
+            has had none.
+        gaps: stamps of the loaders before at which others had a batch and it had none, as (first, end).
+        schema: stands for the metrics of this epoch, where there are several processes: which, and how they are reduced.
+            Processes that have logged the same have the same number; 0 if nothing was logged.
     """
 
     def __init__(
-        self, emit: Callable[[dict[str, float], bool], None], results: MetricResults, *, compiled: bool = False
+        self,
+        emit: Callable[..., None],
+        results: MetricResults,
+        *,
+        compiled: bool = False,
+        world: World = _ONE_PROCESS,
     ) -> None:
         self.log: Callable[..., None] = torch.compiler.disable(self._log) if compiled else self._log
         self._emit = emit
         self.results = results
-        self._metrics: dict[tuple[str, str], _Metric] = {}
+        self._world = world
+        self._several = world.size > 1
+        self._metrics: dict[tuple[str, str], Record] = {}  # of this epoch
+        self._waiting: dict[tuple[str, str], Record] = {}  # of an earlier one: steps that no log boundary has seen yet
+        self._unheard: dict[int, Any] = {}  # objects that count on the main process only, and this is another
         self.scope = Scope.NOWHERE
         self.batch: Any = None
         self._size: tuple[Any, int] = (None, 0)
         self.suffix = ""
-        self.stamp = 0
+        self.stamp = -1
+        self.gaps: list[tuple[int, int]] = []
+        self.schema = 0
 
     def _log(
         self,
@@ -210,17 +123,21 @@ class MetricStore:
         batch_size: int | None,
         rank_zero_only: bool,
     ) -> None:
-        signature = (prog_bar, logger, on_step, on_epoch, reduce_fx, self.scope)
+        if rank_zero_only and self._world.rank:
+            self._pass_over(value)
+            return
+        signature = (prog_bar, logger, on_step, on_epoch, reduce_fx, self.scope, rank_zero_only)
         if not isinstance(name, str) or not name:
             raise MetricError(f"log: the name of a metric must be a string, not {name!r}. For example: log('loss', loss)")
         key = (name, self.suffix if add_dataloader_idx else "")
         metric = self._metrics.get(key)
         if metric is None or metric.signature != signature:
             metric = self._declare(key, metric, signature, value)
-        metric.updated = True
         metric.stamp = self.stamp
         if metric.torchmetric is not None:
             metric.take(value)
+            if self._several:
+                metric.step_weight = self._batch_size() if batch_size is None else weight_of(name, batch_size)
             return
         if isinstance(value, Tensor):
             if value.numel() != 1:
@@ -235,10 +152,14 @@ class MetricStore:
         if metric.on_step:
             metric.step_value = value
             metric.fresh = True
-        if metric.on_epoch:
-            metric.add(value, self._batch_size() if batch_size is None else weight_of(name, batch_size))
+        if metric.on_epoch or self._several:
+            weight = metric.step_weight = self._batch_size() if batch_size is None else weight_of(name, batch_size)
+            if metric.on_epoch:
+                metric.add(value, weight)
+                if metric.stamps is not None:
+                    metric.stamps.append(self.stamp)
 
-    def _declare(self, key: tuple[str, str], known: _Metric | None, signature: tuple[Any, ...], value: Any) -> _Metric:
+    def _declare(self, key: tuple[str, str], known: Record | None, signature: tuple[Any, ...], value: Any) -> Record:
         """The first call for a name in a stage, or one with other options: check it, work out what is wanted."""
         if known is not None and alike(known.signature, signature):
             return known
@@ -249,7 +170,7 @@ class MetricStore:
                 f"log({name!r}) cannot be called here: there is no step or epoch that it belongs to. Call it in a step, or in "
                 "a hook between on_train_start and on_train_end, or in a validation or test hook."
             )
-        in_batch = scope in (Scope.TRAIN_BATCH, Scope.EVAL_BATCH)
+        in_batch = scope in _BATCH
         on_step = scope is Scope.TRAIN_BATCH if signature[2] is None else signature[2]
         on_epoch = scope is not Scope.TRAIN_BATCH if signature[3] is None else signature[3]
         if on_step and not in_batch:
@@ -273,75 +194,159 @@ class MetricStore:
                 f"log({name!r}) was called twice in one epoch with different options or from hooks of different kinds. Use one "
                 "name for each."
             )
-        metric = _Metric(key, signature, on_step, on_epoch)
+        metric = Record(key, signature, on_step, on_epoch)
         if is_metric_object(name, value):
             metric.torchmetric = value
+        if self._several:
+            metric.since = self.stamp if in_batch else -1
+            metric.stamps = [] if metric.how == "function" else None
+            self.schema = (self.schema + fingerprint(metric) - (0 if known is None else fingerprint(known))) % FINGERPRINTS
         self._metrics[key] = metric
         return metric
+
+    def _pass_over(self, value: Any) -> None:
+        """What is logged by the main process only, on another: objects start anew at the end of the epoch all the same."""
+        if callable(getattr(value, "reset", None)):
+            self._unheard[id(value)] = value
 
     def _batch_size(self) -> int:
         if self.scope in (Scope.TRAIN_EPOCH, Scope.EVAL_EPOCH):
             return 1
         batch, size = self._size
         if batch is not self.batch or batch is None:
-            size = size_of(self.batch)
+            size = 0 if self.batch is NOTHING else size_of(self.batch)
             self._size = (self.batch, size)
         return size
 
     @property
     def pending(self) -> bool:
-        """Whether a value of a step waits for a log boundary."""
-        return any(metric.fresh for metric in self._metrics.values())
+        """Whether a value of a step waits for a log boundary on this process."""
+        return bool(self._waiting) or any(metric.fresh for metric in self._metrics.values())
+
+    def _take_fresh(self) -> dict[tuple[str, str], Record]:
+        """The values of the step, which are seen to now."""
+        fresh = {key: metric for key, metric in self._metrics.items() if metric.fresh}
+        for metric in fresh.values():
+            metric.fresh = False
+        return fresh
 
     def flush_step(self) -> None:
-        """A log boundary: read the values of the step, all at once, and give them to bar and loggers."""
-        fresh = [metric for metric in self._metrics.values() if metric.fresh]
-        for metric in fresh:
-            metric.fresh = False
-        names = [metric.step_name for metric in fresh]
-        self._publish(fresh, names, read([metric.step_value for metric in fresh]), for_step=True)
+        """A log boundary: read the values of the step, all at once, and give them to bar and loggers.
+
+        Raises:
+            MetricError: a process that had batches has not logged what others have, or has logged it in another way.
+        """
+        waiting, self._waiting = self._waiting, {}
+        if self._several:
+            self._publish(*end_step(self._world, self._metrics, waiting, self.stamp, self.results.callback), for_step=True)
+            return
+        fresh = [*({**waiting, **self._take_fresh()}.values())]
+        numbers = read([metric.step_value for metric in fresh])
+        self._publish(fresh, [metric.step_name for metric in fresh], numbers, for_step=True)
+
+    def flush_row(self, world: World, had_batch: bool, count: int) -> None:
+        """After a row of an evaluation in which a process has logged by step: give the values of each batch to the loggers.
+
+        Args:
+            world: the processes.
+            had_batch: this one had a batch in the row.
+            count: the batches of the stage so far, those of this row included; the step of the last one's values.
+        """
+        for step, metrics, numbers in end_row(world, self._take_fresh().values(), had_batch, count):
+            self._publish(metrics, [metric.step_name for metric in metrics], numbers, for_step=True, step=step)
 
     def flush_epoch(self) -> dict[str, float]:
-        """The end of an epoch: reduce, give to bar and loggers, and start anew; what it came to is returned by name."""
+        """The end of an epoch: reduce, give to bar and loggers, and start anew; what it came to is returned by name.
+
+        Raises:
+            MetricError: a process that had batches has not logged what others have, or has logged it in another way; what a
+                function or an object came to is no number.
+        """
+        callback = self.results.callback
+        if self._several:
+            ended = end_epoch(self._world, self._metrics, self.stamp, self.gaps, callback, last=self.scope in _EVALUATION)
+            metrics, names, numbers, waiting = ended
+        else:
+            metrics, names, numbers, waiting = self._end_epoch()
+        # a metric that is logged rarely waits for a log boundary of the next epoch
+        self._waiting |= waiting
+        for metric in waiting.values():
+            metric.wait()
+        self._forget()
+        self._publish(metrics, names, numbers, for_step=False)
+        return dict(zip(names, numbers, strict=True))
+
+    def _end_epoch(self) -> tuple[list[Described], list[str], list[float], dict[tuple[str, str], Record]]:
         self.results.callback.update(self.step_values())
-        done: list[tuple[_Metric, Any]] = []
+        done: list[tuple[Described, Any]] = []
         for metric in self._metrics.values():
             value = metric.epoch_value()
             if value is not None:
                 done.append((metric, value))
                 self.results.callback[metric.full_name] = self.results.callback[metric.epoch_name] = value
-            metric.start_epoch()
-        # a metric that is logged rarely waits for a log boundary of the next epoch
-        self._metrics = {key: metric for key, metric in self._metrics.items() if metric.fresh}
-        self._size = (None, 0)
-        names = [metric.epoch_name for metric, _ in done]
-        numbers = read([value for _, value in done])
-        self._publish([metric for metric, _ in done], names, numbers, for_step=False)
-        return dict(zip(names, numbers, strict=True))
+        waiting = {key: metric for key, metric in self._metrics.items() if metric.fresh}
+        return [metric for metric, _ in done], [m.epoch_name for m, _ in done], read([v for _, v in done]), waiting
 
-    def _publish(self, metrics: list[_Metric], names: list[str], numbers: list[float], *, for_step: bool) -> None:
+    def _forget(self) -> None:
+        self._metrics, self._size, self.schema = {}, (None, 0), 0
+        for value in self._unheard.values():
+            value.reset()
+        self._unheard = {}
+
+    def _publish(
+        self,
+        metrics: Sequence[Described],
+        names: Sequence[str],
+        numbers: Sequence[float],
+        *,
+        for_step: bool,
+        step: int | None = None,
+    ) -> None:
         to_loggers: dict[str, float] = {}
         for metric, name, number in zip(metrics, names, numbers, strict=True):
             if metric.prog_bar:
                 self.results.progress_bar[name] = number
-            if metric.logger is not False:
+            if metric.logger:
                 to_loggers[name] = number
         if to_loggers:
             self.results.logged.update(to_loggers)
-            self._emit(to_loggers, for_step)
+            self._emit(to_loggers, for_step, *(() if step is None else (step,)))
 
     def step_values(self) -> dict[str, Any]:
-        """The latest value in this epoch of each metric that is logged by step."""
+        """The latest value in this epoch of each metric that is logged by step, on this process."""
         values: dict[str, Any] = {}
         for metric in self._metrics.values():
-            if metric.updated and metric.step_value is not None:
+            if metric.step_value is not None:
                 values[metric.full_name] = values[metric.step_name] = metric.step_value
         return values
+
+    def agreed_step_values(self) -> dict[str, Any]:
+        """:meth:`step_values`, the same on all processes, for what is decided on them.
+
+        Until a metric is logged again, :meth:`step_values` has these values too.
+        """
+        if not self._several:
+            return self.step_values()
+        return agree_on_steps(self._world, self._metrics, last=self.scope in _EVALUATION)
+
+    def schema_entries(self) -> list[Any]:
+        """What :attr:`schema` stands for, as JSON."""
+        return [described(metric) for metric in self._metrics.values()]
+
+    def check_schema(self, world: World) -> None:
+        """Compare the metrics of this epoch with those of the other processes.
+
+        Raises:
+            MetricError: a process that had batches has not logged what others have, or has logged it in another way.
+        """
+        told = [[*entry, None, False, False, None] for entry in self.schema_entries()]
+        gathered = world.exchange([self.stamp, told])
+        check(groups(metrics for _, metrics in gathered), [stamp for stamp, _ in gathered])
 
     def logged_at(self, name: str) -> int | None:
         """The stamp of the value that :meth:`step_values` has under a name; None if there is none."""
         for metric in self._metrics.values():
-            if metric.updated and metric.step_value is not None and name in (metric.full_name, metric.step_name):
+            if metric.step_value is not None and name in (metric.full_name, metric.step_name):
                 return metric.stamp
         return None
 
@@ -354,7 +359,8 @@ class MetricStore:
         """
         objects = {} if module is None else capture_objects(module, before)
         paths = {} if module is None else {id(module.get_submodule(path)): path for path in objects}
-        metrics = [capture(metric, paths.get(id(metric.torchmetric))) for metric in self._metrics.values()]
+        metrics = [capture(metric, None, updated=False) for metric in self._waiting.values()]
+        metrics += [capture(metric, paths.get(id(metric.torchmetric))) for metric in self._metrics.values()]
         return {"stamp": self.stamp, "metrics": metrics, "objects": objects}
 
     def load_state_dict(
@@ -368,19 +374,25 @@ class MetricStore:
             device: where tensors go that were not on the CPU.
         """
         objects = {} if module is None else restore_objects(module, state["objects"])
+        self.discard()
         self.stamp = int(state["stamp"])
-        self._metrics = {}
         for entry in state["metrics"]:
             # a signature that no call has, so that the next one is looked at
             options = (entry["prog_bar"], entry["logger"], entry["on_step"], entry["on_epoch"], entry["reduce_fx"] or _unknown)
             key = (entry["name"], entry["suffix"])
-            metric = _Metric(key, (*options, Scope(entry["scope"]), None), entry["on_step"], entry["on_epoch"])
+            signature = (*options, Scope(entry["scope"]), entry["main_only"], None)
+            metric = Record(key, signature, entry["on_step"], entry["on_epoch"])
             fill(metric, entry, device, objects)
+            if not entry["updated"]:
+                self._waiting[key] = metric
+                continue
             self._metrics[key] = metric
+            if self._several:
+                self.schema = (self.schema + fingerprint(metric)) % FINGERPRINTS
 
     def discard(self) -> None:
         """Forget what was logged in this epoch (after the sanity check, or when an epoch is left)."""
-        self._metrics = {}
+        self._metrics, self._waiting, self.stamp, self.gaps, self.schema = {}, {}, -1, [], 0
 
 
 def _unknown(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import metric_runs
 import pytest
 import torch
 import torchmetrics
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.console import TrainkitWarning
 from trainkit.errors import MetricError
-from trainkit.metrics import MetricResults, MetricStore, Scope
-from trainkit.state.metrics import capture_objects, count_updates, restore_objects
+from trainkit.metrics import MetricResults, Scope
+from trainkit.state.metric_objects import capture_objects, count_updates, restore_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
 
@@ -31,27 +32,8 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
     return loads(data, {"state.safetensors": {key: tensor.clone() for key, tensor in tensors.items()}}, "state.json")
 
 
-class Run:
-    """A store, and everything that it gave to loggers."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[bool, dict[str, float]]] = []
-        self.results = MetricResults()
-        self.store = MetricStore(lambda metrics, for_step: self.rows.append((for_step, dict(metrics))), self.results)
-
-    def log(self, name: str, value: Any, **options: Any) -> None:
-        defaults = {
-            "prog_bar": False,
-            "logger": None,
-            "on_step": None,
-            "on_epoch": None,
-            "reduce_fx": "mean",
-            "enable_graph": False,
-            "add_dataloader_idx": True,
-            "batch_size": None,
-            "rank_zero_only": False,
-        }
-        self.store._log(name, value, **{**defaults, **options})
+class Run(metric_runs.Run):
+    """Of one process, which also trains."""
 
     def batch(self, index: int, step: Callable[[Run, int], None], every: int = 7) -> None:
         self.store.scope, self.store.stamp = Scope.TRAIN_BATCH, index

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainkit.console import notice, warn
+from trainkit.state.metric_merge import gather_states, merge_states
 from trainkit.state.parts import Parts
 
 if TYPE_CHECKING:
@@ -38,8 +39,11 @@ def parts_of(trainer: Trainer) -> Parts:
 
 
 def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
-    """Everything that is no tensor file; with ``weights_only`` what the module needs to be built again."""
-    module, datamodule = trainer.lightning_module, trainer.datamodule
+    """Everything that is no tensor file; with ``weights_only`` what the module needs to be built again.
+
+    Over several processes all of them call it: what each has its own part of is gathered, the rest is the main process's.
+    """
+    module, datamodule, world = trainer.lightning_module, trainer.datamodule, trainer.strategy.world
     state: dict[str, Any] = {
         "hyper_parameters": _hyper_parameters(module),
         "hyper_parameters_name": getattr(module, "_hparams_name", None),
@@ -48,7 +52,8 @@ def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
     if weights_only:
         return state
     state["loop"] = _capture_loop(trainer)
-    state["metrics"] = trainer.train_metrics.state_dict(trainer.lightning_module, trainer.metric_updates)
+    metrics = trainer.train_metrics.state_dict(trainer.lightning_module, trainer.metric_updates)
+    state["metrics"] = metrics if world.size == 1 else gather_states(world, metrics)
     state["results"] = trainer.results.state_dict()
     state["callbacks"] = {key: callback.state_dict() for key, callback in keyed(trainer.callbacks).items()}
     state["loggers"] = trainer.states_of_loggers or logger_states(trainer)
@@ -112,17 +117,19 @@ def _capture_loop(trainer: Trainer) -> dict[str, Any]:
     between = trainer.phase is Phase.STEP and (plan.stopping or plan.done == 0)
     # a stop that was obeyed, or is about to be, must not end the run that goes on from here; who asked for it will ask again
     asked = not (trainer.ended or (between and trainer.may_stop))
+    # over several processes what was asked for in the step that is complete is still on its way
+    underway = trainer.control is not None and trainer.phase is Phase.STEP and trainer.should_stop
     return {
         "global_step": trainer.global_step,
         "current_epoch": trainer.current_epoch,
         "phase": trainer.phase.value,
-        "position": plan.loader.position(trainer.current_epoch, consumed(trainer)),
+        "position": plan.loader.gathered(plan.loader.position(trainer.current_epoch, consumed(trainer))),
         "validated": plan.validated,
         "earlier_batches": plan.earlier_batches,
         "validation_pending": validating,
         "validation_batches": 0 if validation is None else validation.began if validating else validation.count,
         "epoch_complete": plan.complete,
-        "stop_asked": plan.stop_asked and asked,
+        "stop_asked": (plan.stop_asked or underway) and asked,
         "stopping": plan.stopping and asked,
         "should_stop": trainer.should_stop and asked,
         "computed": dict(trainer.computed),
@@ -140,13 +147,20 @@ def restore_loop(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     Raises:
         StateMismatchError: the position does not fit the training loader.
     """
-    plan = trainer.fit_plan
+    plan, size, before = trainer.fit_plan, trainer.world_size, int(saved["position"].get("processes", 1))
+    usual = plan.length
     plan.start = plan.done = plan.loader.start_of(saved["position"])
     plan.loader.resume(saved["position"], plan.start)
+    plan.surplus = 0 if usual is None or plan.length is None else plan.length - usual
     trainer.global_step, trainer.current_epoch = int(saved["global_step"]), int(saved["current_epoch"])
     trainer.phase = Phase(saved["phase"])
     trainer.batch_idx = plan.start - 1
     plan.validated, plan.earlier_batches = int(saved["validated"]), int(saved["earlier_batches"])
+    if size != before:  # a row is another number of micro-batches now
+        plan.earlier_batches = plan.earlier_batches * before // size
+        if plan.validate_every is not None:
+            unfinished = trainer.accumulate_grad_batches if trainer.phase is Phase.UPDATED else 0
+            plan.validated = max(0, plan.earlier_batches + plan.start - plan.surplus - unfinished) // plan.validate_every
     plan.complete = bool(saved["epoch_complete"])
     plan.stop_asked, plan.stopping = bool(saved["stop_asked"]), bool(saved["stopping"])
     trainer.should_stop = bool(saved["should_stop"])
@@ -158,7 +172,8 @@ def restore_loop(trainer: Trainer, saved: Mapping[str, Any]) -> None:
 def restore_run(trainer: Trainer, state: Mapping[str, Any], wanted: set[str]) -> None:
     """Metrics, callbacks, loggers and the data module, as far as they are wanted."""
     if "loop" in wanted:
-        trainer.train_metrics.load_state_dict(state["metrics"], trainer.lightning_module, trainer.device)
+        metrics = merge_states(state["metrics"], trainer.global_rank, trainer.world_size)
+        trainer.train_metrics.load_state_dict(metrics, trainer.lightning_module, trainer.device)
         trainer.results.load_state_dict(state["results"])
         if trainer.datamodule is not None and state.get("datamodule"):
             trainer.datamodule.load_state_dict(state["datamodule"])

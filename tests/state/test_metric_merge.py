@@ -1,0 +1,297 @@
+"""An epoch of metrics that goes on with another number of processes: what it comes to is what one process would have had."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from metric_runs import Run, epoch, many, same, value_of
+from threaded import Peer, together
+from torch import Tensor, nn
+
+from trainkit.checkpoint.tagged import dumps, loads
+from trainkit.console import TrainkitWarning
+from trainkit.distributed import World
+from trainkit.metrics import MetricStore
+from trainkit.state.metric_merge import gather_states, merge_states
+
+State = dict[str, Any]
+
+
+def through_json(state: Any) -> Any:
+    """As a checkpoint gives it back, in memory of its own."""
+    tensors: dict[str, Tensor] = {}
+    data = dumps({"states": state}, tensors)
+    return loads(data, {"state.safetensors": {key: tensor.clone() for key, tensor in tensors.items()}}, "state.json")["states"]
+
+
+def saved(world: World, store: MetricStore, module: nn.Module | None = None) -> Any:
+    """The main process's part of a checkpoint: a list by rank, of one process the state itself."""
+    state = store.state_dict(module)
+    return through_json(state if world.size == 1 else gather_states(world, state))
+
+
+def resumed(world: World, states: Any, module: nn.Module | None = None) -> Run:
+    run = Run(world)
+    run.store.load_state_dict(merge_states(states, world.rank, world.size), module)
+    return run
+
+
+def on(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """The job on each of so many processes."""
+    return [job(World(), *args)] if size == 1 else together(size, job, *args)
+
+
+Step = Callable[[Run, int], None]
+
+
+def started(world: World, step: Step, batches: int, every: int) -> tuple[Any, list[Any]]:
+    run = Run(world)
+    epoch(run, step, batches, every=every)
+    return saved(world, run.store), run.rows
+
+
+def ended(world: World, states: Any, step: Step, first: int, batches: int, every: int) -> tuple[State, Run]:
+    run = resumed(world, states)
+    epoch(run, step, batches, first=first, every=every)
+    return run.end(), run
+
+
+CHANGES = [(2, 1), (1, 2), (2, 3), (3, 2), (4, 1), (4, 2), (1, 4), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("before, after", CHANGES)
+@pytest.mark.parametrize("at", [12, 156])
+def test_an_epoch_goes_on_with_another_number_of_processes(before: int, after: int, at: int) -> None:
+    states = on(before, started, many, at, 5)[0][0]
+    whole = Run()
+    epoch(whole, many, at + 17)
+    expected = whole.end()
+    for results, run in on(after, ended, states, many, at, at + 17, 5):
+        assert same(results, expected)
+        assert run.results.callback.keys() == whole.results.callback.keys()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_number_goes_on_to_the_bit(size: int) -> None:
+    def whole(world: World) -> str:
+        run = Run(world)
+        epoch(run, many, 100, every=7)
+        return repr((run.end(), run.rows, run.results))
+
+    def in_two(world: World) -> str:
+        run = Run(world)
+        epoch(run, many, 60, every=7)
+        again = resumed(world, saved(world, run.store))
+        again.results.load_state_dict(run.results.state_dict())
+        for start in range(60, 100, size):  # the boundaries are where they were
+            epoch(again, many, min(start + size, 100), first=start, every=7)
+        return repr((again.end(), run.rows + again.rows, again.results))
+
+    assert on(size, in_two) == on(size, whole)
+
+
+def test_twice_in_one_epoch() -> None:
+    whole = Run()
+    epoch(whole, many, 60)
+    expected = whole.end()
+    states = on(2, started, many, 12, 5)[0][0]
+
+    def on_the_way(world: World) -> Any:
+        run = resumed(world, states)
+        epoch(run, many, 36, first=12)
+        return saved(world, run.store)
+
+    for size in (3, 1, 2):
+        again = on(size, on_the_way)[0]
+        for results, _ in on(4, ended, again, many, 36, 60, 5):
+            assert same(results, expected)
+
+
+@pytest.mark.parametrize("before, after", CHANGES)
+def test_metrics_that_are_not_logged_again(before: int, after: int) -> None:
+    """Also a process that had no part in them knows of them: it is no error that it has not logged them."""
+
+    def step(run: Run, m: int) -> None:
+        if m < 12:
+            run.log("mean", value_of(m), on_epoch=True, on_step=False)
+            run.log("main", float(m), on_epoch=True, on_step=False, rank_zero_only=True, reduce_fx="max")
+        run.log("all", 1.0, on_epoch=True, on_step=False, reduce_fx="sum")
+
+    states = on(before, started, step, 12, 5)[0][0]
+    whole = Run()
+    epoch(whole, step, 24)
+    expected = {**whole.end(), "main": float(12 - before)}
+    for results, run in on(after, ended, states, step, 12, 24, 5):
+        assert same(results, expected)
+        assert run.store.schema == 0
+
+
+@pytest.mark.parametrize("before, after", CHANGES)
+def test_a_value_of_a_step_that_no_boundary_has_seen(before: int, after: int) -> None:
+    def step(run: Run, m: int) -> None:
+        run.log("sum", float(m), reduce_fx="sum")
+        run.log("late", float(m), reduce_fx="max", prog_bar=True)
+
+    states = on(before, started, step, 12, 99)[0][0]
+
+    def flushed(world: World) -> Any:
+        run = resumed(world, states)
+        assert before == after or run.store.step_values() == run.store.agreed_step_values()
+        run.store.flush_step()
+        run.store.flush_step()
+        return run.rows, run.results.progress_bar
+
+    rows = [(True, {"sum": float(sum(range(12 - before, 12))), "late": 11.0})]
+    assert on(after, flushed) == [(rows, {"late": 11.0})] * after
+
+
+def test_a_value_of_before_gives_way_to_a_newer_one() -> None:
+    """Rows are counted anew: their numbers were higher before."""
+
+    def step(run: Run, m: int) -> None:
+        run.log("x", float(m), reduce_fx="max")
+
+    def flushed(world: World, states: Any) -> Any:
+        run = resumed(world, states)
+        epoch(run, lambda run, m: run.log("x", -1.0, reduce_fx="max"), 13, first=12, every=1)  # rank 1 has no batch
+        return run.rows
+
+    states = on(1, started, step, 12, 99)[0][0]
+    assert on(2, flushed, states) == [[(True, {"x": -1.0})]] * 2
+
+
+@pytest.mark.parametrize("before, after", CHANGES)
+def test_what_waits_since_an_earlier_epoch(before: int, after: int) -> None:
+    def waiting(world: World) -> Any:
+        run = Run(world)
+        epoch(run, lambda run, m: run.log("rare", float(m), on_step=True, on_epoch=True, reduce_fx="max"), 4, every=99)
+        run.end()
+        run.store.stamp = -1
+        epoch(run, lambda run, m: run.log("other", 1.0), 4, every=99)
+        return saved(world, run.store)
+
+    states = on(before, waiting)[0]
+
+    def flushed(world: World) -> Any:
+        run = resumed(world, states)
+        assert "rare" not in run.store.step_values()
+        run.store.flush_step()
+        return run.rows
+
+    assert on(after, flushed) == [[(True, {"rare_step": 3.0, "other": 1.0})]] * after
+
+
+def test_the_value_of_a_function_that_does_not_come_back() -> None:
+    def step(run: Run, m: int) -> None:
+        if m < 4:
+            run.log("early", float(m), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())
+
+    alone = on(1, started, step, 4, 5)[0][0]
+    for results, _ in on(2, ended, alone, step, 4, 8, 5):
+        assert results == {"early": 6.0}  # what it came to when the checkpoint was made
+    several = on(2, started, step, 4, 5)[0][0]
+    with pytest.warns(
+        TrainkitWarning, match=r"log\('early'\): it is reduced by a function, .* its value of this epoch is missing"
+    ):
+        ((results, _),) = on(1, ended, several, step, 4, 8, 5)
+    assert results == {}
+
+
+def test_functions_get_their_values_in_order_after_each_change() -> None:
+    def step(run: Run, m: int) -> None:
+        for n in range(2):  # twice in a batch
+            run.log("order", float(2 * m + n), on_step=False, on_epoch=True, reduce_fx=in_order)
+
+    def in_order(values: Tensor) -> float:
+        assert values.tolist() == list(map(float, range(len(values))))
+        return float(len(values))
+
+    states: Any = on(1, started, step, 0, 5)[0][0]
+    done = 0
+    for size in (2, 3, 1, 4, 2):
+
+        def go(world: World, states: Any, done: int) -> Any:
+            run = resumed(world, states)
+            epoch(run, step, done + 12, first=done)
+            return saved(world, run.store), run.end()
+
+        outcomes = on(size, go, states, done)
+        states, done = outcomes[0][0], done + 12
+        assert [results for _, results in outcomes] == [{"order": 2.0 * done}] * size
+
+
+# ------------------------------------------------------------------------------------------------------ torchmetrics
+
+
+class Metrics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torchmetrics.SumMetric()
+        self.peak = torchmetrics.MaxMetric()
+        self.low = torchmetrics.MinMetric()
+        self.every = torchmetrics.CatMetric()
+        self.extremes = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
+        self.loose = [torchmetrics.MeanMetric()]
+
+    def step(self, run: Run, m: int) -> None:
+        value = value_of(m).float()
+        for metric in (self.total, self.peak, self.low, self.extremes, self.loose[0]):
+            metric.update(value)
+        self.every.update(torch.stack([value, -value]))
+        for name in ("total", "peak", "low"):
+            run.log(name, getattr(self, name), on_step=False, on_epoch=True)
+        run.log("loose", self.loose[0], on_step=False, on_epoch=True)
+
+
+def with_objects(world: World, states: Any, first: int, batches: int, end: bool) -> Any:
+    module = Metrics()
+    run = Run(world) if states is None else resumed(world, states, module)
+    epoch(run, module.step, batches, first=first)
+    if not end:
+        return saved(world, run.store, module)
+    seen = module.every.value
+    return run.end(), sorted(torch.cat(seen).tolist() if seen else []), module.every.update_count
+
+
+@pytest.mark.parametrize("before, after", CHANGES)
+def test_objects_go_on_with_another_number_of_processes(before: int, after: int) -> None:
+    states = on(before, with_objects, None, 0, 12, False)[0]
+    expected, every, updates = with_objects(World(), None, 0, 24, True)
+    outcomes = on(after, with_objects, states, 12, 24, True)
+    for results, _, _ in outcomes:
+        assert results.keys() == expected.keys()
+        assert all(math.isclose(results[name], expected[name], rel_tol=1e-5) for name in results)
+    assert sorted(value for _, own, _ in outcomes for value in own) == every  # each sample once
+    assert sum(count for _, _, count in outcomes) == updates
+
+
+def test_an_object_whose_states_cannot_be_joined_says_so() -> None:
+    def pearson(world: World) -> Any:
+        module = nn.ModuleDict({"pearson": torchmetrics.PearsonCorrCoef()})
+        module["pearson"].update(torch.arange(4.0) + world.rank, torch.arange(4.0) ** 2)
+        return saved(world, Run(world).store, module)
+
+    states = on(2, pearson)[0]
+    with pytest.warns(
+        TrainkitWarning, match=r"pearson: what this torchmetrics object had gathered on 2 processes cannot be joined"
+    ):
+        merged = merge_states(states, 0, 1)
+    assert merged["objects"]["pearson"]["updates"] == 1
+    assert merge_states(states, 1, 2)["objects"]["pearson"]["updates"] == 1
+    assert merge_states(states, 2, 3)["objects"] == {}
+
+
+def test_what_is_gathered_is_on_the_cpu_and_small() -> None:
+    def job(world: Peer) -> Any:
+        whole = torch.zeros(1000)
+        state = {"stamp": 0, "metrics": [], "objects": {"x": {"states": {"v": [whole[:2]]}}}}
+        return gather_states(world, state)
+
+    for states in together(2, job):
+        assert len(states) == 2
+        assert all(state["objects"]["x"]["states"]["v"][0].untyped_storage().nbytes() == 8 for state in states)

@@ -1,0 +1,272 @@
+"""Metrics over several processes: the exchanges at the end of a step, of a row of an evaluation, and of an epoch.
+
+Every function here is collective. What they return is the same on all processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.distributed import World
+from trainkit.errors import MetricError
+from trainkit.metric_objects import computed, states_of
+from trainkit.metric_record import Described, Record, Scope
+from trainkit.metric_reduce import Groups, Told, apply, check, epoch_number, groups, step_number, tell, values_of
+from trainkit.metric_values import one_element, read
+from trainkit.state.metrics import warn_missing
+
+__all__ = ["Ended", "agree_on_steps", "end_epoch", "end_row", "end_step"]
+
+Key = tuple[str, str]
+Records = MutableMapping[Key, Record]
+Ended = tuple[list[Described], list[str], list[float]]  # metrics, the names of what has ended, its values
+
+
+def end_step(
+    world: World, records: Records, waiting: Mapping[Key, Record], stamp: int, callback: MutableMapping[str, Any]
+) -> Ended:
+    """The values of a step at a log boundary.
+
+    Args:
+        world: the processes.
+        records: the metrics of this one.
+        waiting: what has waited for the boundary since an earlier epoch, the same everywhere.
+        stamp: of the last batch of this process.
+        callback: gets the values.
+
+    Raises:
+        MetricError: the processes have not logged the same.
+    """
+    fresh = [record for record in records.values() if record.fresh]
+    gathered = world.exchange([stamp, tell(fresh)])
+    found = groups(told for _, told in gathered)
+    check(found, [worked for worked, _ in gathered], step=True)
+    for record in fresh:
+        record.fresh = False
+    old = [record for key, record in waiting.items() if key not in found]
+    new = _agree_on(world, found, records, last=False)
+    callback.update(_by_name(new))
+    metrics: list[Described] = [*old, *(group[0] for group, _ in new.values())]
+    numbers = read([record.step_value for record in old]) + [number for _, number in new.values()]
+    return metrics, [metric.step_name for metric in metrics], numbers
+
+
+def agree_on_steps(world: World, records: Records, *, last: bool) -> dict[str, Any]:
+    """The values of the step by name; ``last`` as of :func:`~trainkit.metric_reduce.step_number`."""
+    told = tell([record for record in records.values() if record.step_value is not None])
+    return _by_name(_agree_on(world, groups(world.exchange(told)), records, last=last))
+
+
+def end_row(world: World, fresh: Iterable[Record], had_batch: bool, count: int) -> list[tuple[int, list[Told], list[float]]]:
+    """The values of each batch of a row of an evaluation: the number of the batch, metrics and values.
+
+    Args:
+        world: the processes.
+        fresh: what this one has logged by step.
+        had_batch: it had a batch.
+        count: the number of the row's last batch.
+    """
+    gathered = world.exchange([had_batch, tell(fresh)])
+    number = count - sum(had for had, _ in gathered)
+    rows: list[tuple[int, list[Told], list[float]]] = []
+    for rank, (had, told) in enumerate(gathered):
+        number += had
+        metrics = [Told(rank, data) for data in told]
+        if metrics:
+            rows.append((number, metrics, [metric.step[0] for metric in metrics if metric.step is not None]))
+    return rows
+
+
+def end_epoch(
+    world: World,
+    records: Records,
+    stamp: int,
+    gaps: Sequence[Sequence[int]],
+    callback: MutableMapping[str, Any],
+    *,
+    last: bool,
+) -> tuple[list[Described], list[str], list[float], dict[Key, Record]]:
+    """The values of an epoch; and the metrics of which the value of a step waits for the next log boundary.
+
+    Args:
+        world: the processes.
+        records: the metrics of this one. Their objects start anew.
+        stamp: of its last batch in the epoch.
+        gaps: before that, as of :func:`~trainkit.metric_reduce.check`.
+        callback: gets the values of the epoch and of its last step.
+        last: as of :func:`~trainkit.metric_reduce.step_number`.
+
+    Raises:
+        MetricError: the processes have not logged the same, or a value is no number.
+    """
+    gathered = world.exchange([stamp, gaps, tell(records.values(), epoch=True)])
+    found = groups(told for _, _, told in gathered)
+    check(found, [worked for worked, _, _ in gathered], [gaps for _, gaps, _ in gathered])
+    steps = _agree_on(world, found, records, last=last)
+    callback.update(_by_name(steps))
+    values = {key: epoch_number(group) for key, group in found.items() if _is_number(group)}
+    values |= _made(world, found, records)
+    for record in records.values():
+        if record.torchmetric is not None:
+            record.torchmetric.reset()
+    done: list[tuple[Described, float]] = []
+    for key, group in found.items():
+        value = values.get(key)
+        if value is not None:
+            done.append((group[0], value))
+            callback[group[0].full_name] = callback[group[0].epoch_name] = _tensor(value)
+    waiting: dict[Key, Record] = {}
+    for key, (group, number) in steps.items():
+        if any(one.fresh for one in group):
+            waiting[key] = record = records.get(key) or _record(group[0])
+            record.agree(_tensor(number), -1)
+            record.fresh = True
+    return [metric for metric, _ in done], [m.epoch_name for m, _ in done], [value for _, value in done], waiting
+
+
+def _tensor(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
+
+
+def _record(one: Told) -> Record:
+    """A metric that this process has not logged itself."""
+    signature = (one.prog_bar, one.logger, one.on_step, one.on_epoch, "mean", Scope.TRAIN_BATCH, one.main_only)
+    return Record((one.name, one.suffix), signature, one.on_step, one.on_epoch)
+
+
+def _by_name(steps: Mapping[Key, tuple[list[Told], float]]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for group, number in steps.values():
+        named[group[0].full_name] = named[group[0].step_name] = _tensor(number)
+    return named
+
+
+def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> dict[Key, tuple[list[Told], float]]:
+    """The value of the step of each metric that has one; from here on the records have it, too."""
+    there = {key: step for key, group in found.items() if (step := step_number(group, last=last)) is not None}
+    lists = {key: values for key, (values, _) in there.items() if isinstance(values, list)}
+    alike = all(len(found[key]) == world.size and not any(one.awaits for one in found[key]) for key in lists)
+    applied = _first_of(world, {key: _applied(records.get(key), values) for key, values in lists.items()}, alone=alike)
+    agreed: dict[Key, tuple[list[Told], float]] = {}
+    for key, (value, stamp) in there.items():
+        number = applied[key] if isinstance(value, list) else value
+        if number is None:
+            continue  # a function that has not come back since the resume
+        agreed[key] = found[key], number
+        record = records.get(key)
+        if record is not None:
+            record.agree(_tensor(number), stamp)
+    return agreed
+
+
+# ---------------------------------------------------------------------------------------------- functions and objects
+
+
+def _is_number(group: list[Told]) -> bool:
+    return group[0].on_epoch and group[0].how not in ("function", "object")
+
+
+def _applied(record: Record | None, values: list[float]) -> Callable[[], float] | None:
+    """A call of the function of a metric, where this process has it."""
+    if record is None or record.awaits is not None:
+        return None
+    name, function = record.full_name, record.reduce_fx
+    return lambda: apply(name, function, values)
+
+
+def _first_of(world: World, calls: Mapping[Key, Callable[[], float] | None], *, alone: bool = False) -> dict[Key, float | None]:
+    """What calls come to on the first process that can make them: the same everywhere, whatever the others come to.
+
+    Args:
+        world: the processes.
+        calls: those that this process can make, ``None`` for the others.
+        alone: all processes can make all of them; nothing is exchanged.
+
+    Raises:
+        MetricError: a call has failed on another process. On the one where it has, its own error is raised.
+    """
+    own: list[float | None] = []
+    error: Exception | None = None
+    try:
+        own = [None if call is None else call() for call in calls.values()]
+    except Exception as failure:
+        if alone:
+            raise
+        error = failure
+    if alone or not calls:
+        return dict(zip(calls, own, strict=True))
+    gathered = world.exchange([own, None if error is None else f"{type(error).__name__}: {error}"])
+    if error is not None:
+        raise error
+    for rank, (_, text) in enumerate(gathered):
+        if text is not None:
+            raise MetricError(f"rank {rank}: {text}")
+    columns = zip(*(values for values, _ in gathered), strict=True)
+    return {key: next((v for v in column if v is not None), None) for key, column in zip(calls, columns, strict=True)}
+
+
+def _made(world: World, found: Groups, records: Records) -> dict[Key, float | None]:
+    """The epoch's values of metrics that a function or an object makes; collective only if there are any."""
+    calls: dict[Key, Callable[[], float] | None] = {}
+    objects = {key: group for key, group in found.items() if group[0].how == "object" and group[0].on_epoch}
+    shared = {key: group for key, group in objects.items() if not group[0].main_only}
+    for group in shared.values():
+        _refuse_strange(group)
+    gathered = world.exchange_objects([_states(records.get(key)) for key in shared]) if shared else []
+    for place, key in enumerate(shared):
+        calls[key] = _computing(records.get(key), [states[place] for states in gathered])
+    for key in objects.keys() - shared.keys():
+        record = records.get(key)
+        calls[key] = _computing(record, [_states(record)])
+    for key, group in found.items():
+        if group[0].how == "function" and group[0].on_epoch:
+            calls[key] = _reducing(group, records.get(key))
+    made = _first_of(world, calls)
+    for key, value in made.items():
+        record = records.get(key)
+        if value is None and record is not None:
+            warn_missing(record)
+    return made
+
+
+def _reducing(group: list[Told], record: Record | None) -> Callable[[], float] | None:
+    """A call of a function with all values of the epoch; restored and not back, it may have been called before."""
+    values = values_of(group)
+    if record is None or record.awaits is None:
+        return _applied(record, values) if values else None
+    so_far, own = record.awaits["so_far"], len(record.values)
+    return (lambda: read([so_far])[0]) if so_far is not None and own == len(values) else None
+
+
+def _states(record: Record | None) -> dict[str, Any]:
+    """What the object of a metric has gathered here; of one that has not come back since the resume, what it had then."""
+    if record is None:
+        return {}
+    if record.torchmetric is not None:
+        return states_of(record.torchmetric) if hasattr(record.torchmetric, "_defaults") else {}
+    state = (record.awaits or {}).get("object")
+    return {} if state is None else {"": {"updates": state["updates"], "states": state["states"]}}
+
+
+def _computing(record: Record | None, gathered: list[dict[str, Any]]) -> Callable[[], float] | None:
+    if record is None or record.torchmetric is None:
+        return None
+    name, metric = record.full_name, record.torchmetric
+    if not hasattr(metric, "_defaults"):
+        return lambda: read([one_element(name, metric.compute())])[0]
+    return lambda: read([one_element(name, computed(name, metric, gathered))])[0]
+
+
+def _refuse_strange(group: list[Told]) -> None:
+    """An object of another library has states that nobody knows how to combine."""
+    for one in group:
+        if one.epoch is not None and not one.epoch[1]:
+            raise MetricError(
+                f"log({one.full_name!r}): what a {one.epoch[0]} gathers on several processes cannot be combined: it is no "
+                f"torchmetrics Metric. Log a number: log({one.name!r}, metric.compute()), or the main process's alone: "
+                "rank_zero_only=True"
+            )

@@ -1,0 +1,192 @@
+"""One metric of a stage: its options, the value of the step, and what the value of the epoch is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import MetricError
+from trainkit.metric_values import one_element, reduction_of, stacked
+from trainkit.state.metrics import without_it
+
+__all__ = ["Described", "Record", "Scope"]
+
+_CHUNK = 64  # values of an epoch that are kept before they are summed up: one kernel instead of 64, and bounded memory
+
+
+class Scope(Enum):
+    """Where in a run ``log`` is called, which decides what it may do and its defaults."""
+
+    NOWHERE = "nowhere"
+    TRAIN_BATCH = "train batch"
+    TRAIN_EPOCH = "train epoch"
+    EVAL_BATCH = "evaluation batch"
+    EVAL_EPOCH = "evaluation epoch"
+
+
+class Described:
+    """What is known of a metric without its values, on whatever process.
+
+    Args:
+        key: its name, and the suffix of its evaluation loader.
+        options: on_step, on_epoch, prog_bar, logger.
+
+    Attributes:
+        logger: the loggers get it.
+    """
+
+    __slots__ = ("logger", "name", "on_epoch", "on_step", "prog_bar", "suffix")
+
+    def __init__(self, key: tuple[str, str], options: Sequence[Any]) -> None:
+        self.name, self.suffix = key
+        self.on_step, self.on_epoch, self.prog_bar = map(bool, options[:3])
+        self.logger = options[3] is not False
+
+    @property
+    def full_name(self) -> str:
+        """The name that it was logged under, with the suffix of its loader."""
+        return self.name + self.suffix
+
+    @property
+    def step_name(self) -> str:
+        """What the value of a step is called."""
+        return self.name + ("_step" if self.on_epoch else "") + self.suffix
+
+    @property
+    def epoch_name(self) -> str:
+        """What the value of the epoch is called."""
+        return self.name + ("_epoch" if self.on_step else "") + self.suffix
+
+
+class Record(Described):
+    """A metric that this process logs.
+
+    Args:
+        key: as of :class:`Described`.
+        signature: prog_bar, logger, on_step, on_epoch, reduce_fx, scope, rank_zero_only, as ``log`` was given them.
+        on_step: what that comes to.
+        on_epoch: likewise.
+
+    Attributes:
+        reduce_fx: "mean", "sum", "min", "max", or a function.
+        main_only: the main process's value counts.
+        step_value: the value of the step.
+        step_weight: its samples, kept where there are several processes; ``None``: it is what they have agreed on.
+        fresh: it has not been given to the loggers yet.
+        values: of the epoch, not yet summed up; all of them where a function reduces them.
+        weights: their samples.
+        stamps: their stamps, for a function over several processes; else ``None``.
+        total: the sum, minimum or maximum of the values before; of a mean the weighted sum.
+        weight: the samples in it.
+        stamp: of the store, when the last value came.
+        since: likewise, when the first of the epoch came; -1 outside batches.
+        awaits: restored, and not logged again yet: what has to come back.
+    """
+
+    __slots__ = ("awaits", "fresh", "main_only", "reduce_fx", "signature", "since", "stamp", "stamps", "step_value",
+                 "step_weight", "torchmetric", "total", "values", "weight", "weights")  # fmt: skip
+
+    def __init__(self, key: tuple[str, str], signature: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
+        prog_bar, logger, _, _, reduce_fx, _, self.main_only = signature[:7]
+        super().__init__(key, (on_step, on_epoch, prog_bar, logger))
+        self.signature = signature
+        self.reduce_fx = reduction_of(self.name, reduce_fx)
+        self.torchmetric: Any = None
+        self.step_value: Any = None
+        self.step_weight: float | None = None
+        self.fresh = False
+        self.values: list[Any] = []
+        self.weights: list[float] = []
+        self.stamps: list[int] | None = None
+        self.total: Tensor | None = None
+        self.weight = 0.0
+        self.stamp = self.since = 0
+        self.awaits: dict[str, Any] | None = None
+
+    @property
+    def how(self) -> str:
+        """What makes its value of the epoch: "mean", "sum", "min", "max", "function", or "object" (of torchmetrics)."""
+        if self.torchmetric is not None or (self.awaits is not None and self.awaits["is_object"]):
+            return "object"
+        return self.reduce_fx if isinstance(self.reduce_fx, str) else "function"
+
+    @property
+    def has_values(self) -> bool:
+        """Whether anything was logged for the epoch."""
+        return bool(self.values) or self.total is not None
+
+    def add(self, value: Any, weight: float) -> None:
+        """Take a value for the epoch."""
+        self.values.append(value)
+        self.weights.append(weight)
+        if len(self.values) >= _CHUNK and isinstance(self.reduce_fx, str):
+            self.fold()
+
+    def fold(self) -> None:
+        """Take the kept values into the running total, in float64 where the device has it."""
+        if not self.values:
+            return
+        values = stacked(self.values)
+        if self.reduce_fx == "mean":
+            weights = torch.tensor(self.weights, dtype=values.dtype).to(values.device, non_blocking=True)
+            part, self.weight = (values * weights).sum(), self.weight + sum(self.weights)
+        else:
+            part = values.sum() if self.reduce_fx == "sum" else values.amin() if self.reduce_fx == "min" else values.amax()
+        if self.total is None:
+            self.total = part
+        elif self.reduce_fx in ("min", "max"):
+            self.total = (torch.minimum if self.reduce_fx == "min" else torch.maximum)(self.total, part)
+        else:
+            self.total = self.total + part
+        self.values, self.weights = [], []
+
+    def take(self, metric: Any) -> None:
+        """Another batch of the torchmetrics object that stands under this name; its state is its own business."""
+        if metric is not self.torchmetric:
+            raise MetricError(
+                f"log({self.name!r}): in this epoch the name stood for another Metric or for numbers. Use one name for each."
+            )
+        if not self.on_step:
+            return
+        latest = getattr(metric, "_forward_cache", None)  # its value of the last batch, if it was asked for
+        if latest is not None:
+            self.step_value, self.fresh = one_element(self.name, latest), True
+        elif not self.on_epoch:
+            raise MetricError(
+                f"log({self.name!r}, metric) by step: {type(metric).__name__} has no value of this batch, as update() makes "
+                "none. Call it, metric(preds, target), or log it by epoch: on_step=False, on_epoch=True"
+            )
+
+    def agree(self, value: Any, stamp: int) -> None:
+        """The processes have agreed on the value of the step."""
+        self.step_value, self.step_weight, self.stamp = value, None, stamp
+
+    def wait(self) -> None:
+        """The epoch is over, and the value of a step waits for the next log boundary; nothing else stays."""
+        self.values, self.weights, self.total, self.weight, self.stamps = [], [], None, 0.0, None
+        self.torchmetric = self.awaits = None
+
+    def epoch_value(self) -> Tensor | None:
+        """What the epoch comes to on this process; ``None`` if to nothing. A torchmetrics object starts anew."""
+        if self.awaits is not None:
+            ended, value = without_it(self)
+            if ended:
+                return value
+        if self.torchmetric is not None:
+            value = self.torchmetric.compute() if self.on_epoch else None
+            self.torchmetric.reset()
+            return None if value is None else one_element(self.full_name, value)
+        if not self.on_epoch:
+            return None
+        if not isinstance(self.reduce_fx, str):
+            return one_element(self.full_name, self.reduce_fx(stacked(self.values))) if self.values else None
+        self.fold()
+        if self.total is None:
+            return None
+        if self.reduce_fx != "mean":
+            return self.total
+        return self.total / self.weight if self.weight > 0 else torch.full_like(self.total, torch.nan)

@@ -1,0 +1,148 @@
+"""The metrics of an epoch that is not over, of all processes: gathered for a checkpoint, and dealt out to another number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.console import warn
+from trainkit.data.nested import map_tensors
+from trainkit.distributed import World
+from trainkit.metric_objects import compact
+from trainkit.metric_reduce import Told, step_number
+from trainkit.metric_values import read
+from trainkit.state.metric_objects import merge_objects, merge_values
+from trainkit.state.metrics import unstored
+
+__all__ = ["gather_states", "merge_states"]
+
+State = dict[str, Any]
+
+
+def gather_states(world: World, state: Mapping[str, Any]) -> list[State]:
+    """What ``MetricStore.state_dict`` gave on each process, by rank; tensors are copies on the CPU. Collective."""
+    gathered: list[State] = world.exchange_objects(map_tensors(dict(state), compact))
+    return gathered
+
+
+def merge_states(states: Mapping[str, Any] | Sequence[Mapping[str, Any]], rank: int, size: int) -> State:
+    """The state of one of ``size`` processes, out of those of the processes of a checkpoint.
+
+    As many processes each get their own back. Of another number, rank r takes what ranks r, r + size, … had, so that totals
+    stay what they are; one that gets nothing knows of the metrics all the same, as it may not log them again in this epoch.
+
+    Args:
+        states: those of the checkpoint by rank, or that of a single process.
+        rank: of this process.
+        size: the number of processes.
+    """
+    if isinstance(states, Mapping):
+        states = [states]
+    if len(states) == size:
+        return dict(states[rank])
+    found: dict[tuple[str, str, bool], dict[int, Mapping[str, Any]]] = {}  # each metric, by its rank in the checkpoint
+    for old, state in enumerate(states):
+        for entry in state["metrics"]:
+            found.setdefault((entry["name"], entry["suffix"], entry["updated"]), {})[old] = entry
+    mine = range(rank, len(states), size)
+    entries = [_metric(by_rank, mine, size) for by_rank in found.values() if rank == 0 or not _of_main(by_rank)]
+    objects: dict[str, list[Any]] = {}
+    for old in mine:
+        for path, kept in states[old]["objects"].items():
+            objects.setdefault(path, []).append(kept)
+    return {"stamp": -1, "metrics": entries, "objects": {path: _object(path, kept) for path, kept in objects.items()}}
+
+
+def _of_main(by_rank: Mapping[int, Mapping[str, Any]]) -> bool:
+    entry = next(iter(by_rank.values()))
+    return bool(entry["main_only"] and entry["updated"])
+
+
+def _metric(by_rank: Mapping[int, Mapping[str, Any]], mine: range, size: int) -> State:
+    """One metric for this process, out of what each had of it."""
+    first = next(iter(by_rank.values()))
+    taken = {old: entry for old, entry in by_rank.items() if old in mine}
+    merged = {**first, "since": 0, "stamp": -1, "step_weight": None, "weight": 0.0, "total": None, "stamps": None}
+    merged |= {"step_value": _step_value(by_rank), "fresh": any(entry["fresh"] for entry in by_rank.values())}
+    merged |= {"weights": [], "values": [], "so_far": None}
+    if not first["updated"]:
+        return merged
+    if first["is_object"]:
+        kept = [entry["object"] for entry in taken.values() if entry["object"] is not None]
+        return {**merged, "object": _object(first["name"], kept) if kept else None}
+    if first["reduce_fx"] is None:
+        return {**merged, **_for_a_function(by_rank, taken, size)}
+    how = first["reduce_fx"]
+    totals = [unstored(entry["total"], None) for entry in taken.values() if entry["total"] is not None]
+    if totals:
+        # of a mean the total is a sum
+        total = merge_values("sum" if how == "mean" else how, totals, [], False)
+        merged["total"] = _where(next(entry["total"] for entry in taken.values() if entry["total"] is not None), total)
+    values = [value for entry in taken.values() for value in _values(entry)]
+    merged |= {"values": values, "weights": [weight for entry in taken.values() for weight in entry["weights"]]}
+    return {**merged, "weight": sum((entry["weight"] for entry in taken.values()), 0.0)}
+
+
+def _for_a_function(by_rank: Mapping[int, Mapping[str, Any]], taken: Mapping[int, Any], size: int) -> State:
+    """All values, each with its place among those of all processes, before whatever comes: in the order of the data set."""
+    places: list[tuple[int, int, int]] = []
+    for old, entry in by_rank.items():
+        stamps = entry["stamps"] or range(len(entry["values"]))  # a single process has its values in order
+        places += [(stamp, old, n) for n, stamp in enumerate(stamps)]
+    ordered = [(old, n) for _, old, n in sorted(places)]
+    own = [(place - len(ordered), old, n) for place, (old, n) in enumerate(ordered) if old in taken]
+    values = {old: _values(entry) for old, entry in taken.items()}
+    alone = next(iter(by_rank.values()))["so_far"] if len({old for old, _ in ordered}) == 1 else None
+    return {
+        "values": [values[old][n] for _, old, n in own],
+        "stamps": [stamp for stamp, _, _ in own] if size > 1 else None,
+        "weights": [taken[old]["weights"][n] for _, old, n in own],
+        "so_far": alone if own else None,
+    }
+
+
+def _values(entry: Mapping[str, Any]) -> list[Any]:
+    """The values of a metric one by one, as a checkpoint has them."""
+    values = entry["values"]
+    if isinstance(values, Mapping):
+        return [{**values, "value": value} for value in values["value"].unbind()]
+    return list(values.unbind()) if isinstance(values, Tensor) else list(values)
+
+
+def _where(stored: Any, value: Tensor) -> Any:
+    return {**stored, "value": value} if isinstance(stored, Mapping) else value
+
+
+def _step_value(by_rank: Mapping[int, Mapping[str, Any]]) -> Tensor | None:
+    """The value of the step, as the next log boundary would have had it; of a function that is not there, the newest."""
+    told = []
+    for old, entry in by_rank.items():
+        if entry["step_value"] is not None:
+            (number,) = read([unstored(entry["step_value"], None)])
+            how = "object" if entry["is_object"] else entry["reduce_fx"] or "function"
+            weight = 1 if entry["step_weight"] is None and len(by_rank) == 1 else entry["step_weight"]
+            step = [number, weight, entry["stamp"]]
+            options = [entry["on_step"], entry["on_epoch"], False, None]
+            told.append(Told(old, [entry["name"], entry["suffix"], options, how, False, 0, step, False, False, None]))
+    reduced = step_number(told)
+    if reduced is None:
+        return None
+    value = reduced[0]
+    return torch.tensor(value[0] if isinstance(value, list) else value, dtype=torch.float64)
+
+
+def _object(name: str, states: Sequence[Mapping[str, Any]]) -> State:
+    """What one object gets of those of several processes."""
+    if len(states) == 1:
+        return dict(states[0])
+    try:
+        return merge_objects(states)
+    except (ValueError, RuntimeError) as error:
+        warn(
+            f"{name}: what this torchmetrics object had gathered on {len(states)} processes cannot be joined for fewer "
+            f"({error}): what the first had is used, so its value of this epoch is not exact."
+        )
+        return dict(states[0])

@@ -1,0 +1,221 @@
+"""What torchmetrics objects have gathered: taken out of them and put back, also joined from several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.console import warn
+
+__all__ = [
+    "capture_objects",
+    "count_updates",
+    "in_turn",
+    "join_object",
+    "merge_objects",
+    "merge_values",
+    "metric_objects",
+    "object_state",
+    "on_device",
+    "reduction_names",
+    "restore_objects",
+    "updates_of",
+]
+
+_COUNTERS = ("_num_vals_seen", "max_val", "min_val")  # what torchmetrics' wrappers keep beside their declared states
+_REDUCTIONS = {f"dim_zero_{name}": name for name in ("cat", "max", "mean", "min", "sum")}
+_MISSING = object()
+
+
+def metric_objects(module: nn.Module) -> dict[str, Any]:
+    """The torchmetrics objects inside a module, by their paths."""
+    needed = ("_defaults", "_reductions", "_update_count")
+    return {path: part for path, part in module.named_modules() if path and all(hasattr(part, name) for name in needed)}
+
+
+def count_updates(module: nn.Module) -> dict[str, int]:
+    """How often each torchmetrics object inside a module has been updated, to tell later which have been since."""
+    return {path: updates_of(part) for path, part in metric_objects(module).items()}
+
+
+def updates_of(metric: Any) -> int:
+    """How often an object has been updated since it started anew."""
+    return int(metric._update_count) + int(getattr(metric, "_num_vals_seen", 0))
+
+
+def reduction_names(metric: Any) -> dict[str, str]:
+    """How each state of an object is combined with another process's: "sum", "mean", "max", "min", "cat", "none", "other"."""
+    return {
+        name: "none" if how is None else _REDUCTIONS.get(getattr(how, "__name__", ""), "other")
+        for name, how in metric._reductions.items()
+    }
+
+
+def _counters(metric: Any) -> dict[str, Any]:
+    return {name: vars(metric)[name] for name in _COUNTERS if name in vars(metric)}
+
+
+def capture_objects(module: nn.Module, before: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The states of the torchmetrics objects inside a module that hold anything.
+
+    Args:
+        module: where they are attributes.
+        before: what :func:`count_updates` said at the start of an evaluation that is running and will be repeated: objects
+            that were updated since are its own and are left out.
+    """
+    objects = {path: part for path, part in metric_objects(module).items() if updates_of(part) or _counters(part)}
+    if before is not None:
+        objects = {path: part for path, part in objects.items() if updates_of(part) == before.get(path, 0)}
+    return {path: object_state(part) for path, part in objects.items()}
+
+
+def restore_objects(module: nn.Module, states: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the torchmetrics objects inside a module their states; those that had none start anew. All of them, by path."""
+    objects = metric_objects(module)
+    lost = sorted(set(states) - set(objects))
+    if lost:
+        warn(f"the checkpoint has the state of torchmetrics objects that the module does not have: {', '.join(lost)}.")
+    for path, part in objects.items():  # all of them first: to reset a wrapper resets what it wraps
+        if path in states or updates_of(part):
+            part.reset()
+    for path in states.keys() & objects.keys():
+        _set_object(path, objects[path], states[path])
+    return objects
+
+
+def object_state(metric: Any) -> dict[str, Any]:
+    """What one object holds, what it wraps left out."""
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {
+        "updates": int(metric._update_count),
+        "counters": _counters(metric),
+        "states": {name: list(value) if isinstance(value, list) else value for name, value in states.items()},
+        "reductions": reduction_names(metric),
+    }
+
+
+def _set_object(path: str, metric: Any, state: Mapping[str, Any]) -> None:
+    if set(state["states"]) != set(metric._defaults):
+        warn(f"{path}: the {type(metric).__name__} in the checkpoint has other states than the module's, which starts anew.")
+        return
+    for name, value in [*state["states"].items(), *state["counters"].items()]:
+        setattr(metric, name, on_device(value, metric))
+    metric._update_count = int(state["updates"])
+    metric._computed = None
+
+
+def on_device(value: Any, metric: Any) -> Any:
+    """A state where the object is, in memory of its own: metrics change their states in place."""
+    if isinstance(value, list):
+        keep = bool(getattr(metric, "compute_on_cpu", False))  # such lists live on the CPU
+        return [one.clone() if keep and isinstance(one, Tensor) else on_device(one, metric) for one in value]
+    return value.to(metric.device, copy=True) if isinstance(value, Tensor) else value
+
+
+# ------------------------------------------------------------------------------------------------------------- several
+
+
+def in_turn(states: Sequence[Mapping[str, Any]], updates: Sequence[int]) -> bool:
+    """Whether lists hold one item for each update, so that those of several processes can be put in the order of the data."""
+    lists = [
+        (len(value), count) for state, count in zip(states, updates, strict=True) for value in state.values() if _many(value)
+    ]
+    return all(length == count for length, count in lists)
+
+
+def _many(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], alternate: bool) -> Any:
+    """One state out of those of several objects, as if one had been given what all of them were.
+
+    Args:
+        how: as of :func:`reduction_names`.
+        values: the states.
+        updates: how often each object was updated.
+        alternate: items of lists are taken in turn, else one list follows the other.
+
+    Raises:
+        ValueError: there is no telling what it would be.
+    """
+    if all(_many(value) for value in values):
+        if not alternate:
+            return [item for value in values for item in value]
+        return [item for row in zip_longest(*values, fillvalue=_MISSING) for item in row if item is not _MISSING]
+    if how == "cat":
+        tensors = [item for value in values for item in (value if _many(value) else [value])]
+        if any(_many(value) for value in values):
+            return tensors
+        return torch.cat([one.reshape(1) if one.ndim == 0 else one for one in tensors])
+    if not all(isinstance(value, Tensor) for value in values):
+        raise ValueError(f"states of different kinds: {', '.join(type(value).__name__ for value in values)}")
+    if how == "sum":
+        return reduce(torch.add, values)
+    if how in ("max", "min"):
+        return reduce(torch.maximum if how == "max" else torch.minimum, values)
+    if how == "mean":
+        if all(torch.equal(value, values[0]) for value in values[1:]):
+            return values[0]
+        total = reduce(torch.add, [value.double() * count for value, count in zip(values, updates, strict=True)])
+        mean = total / sum(updates)
+        return mean.to(values[0].dtype) if values[0].is_floating_point() else mean.float()
+    raise ValueError(f"dist_reduce_fx is {how}")
+
+
+def merge_objects(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One saved state out of several.
+
+    Args:
+        states: as :func:`object_state` gives them, on the CPU.
+
+    Raises:
+        ValueError: there is no telling what it would be.
+    """
+    used = [state for state in states if state["updates"]] or list(states[:1])
+    if len(used) == 1 and len({repr(state["counters"]) for state in states}) == 1:
+        return dict(used[0])
+    names = list(used[0]["states"])
+    if any(list(state["states"]) != names for state in used):
+        raise ValueError("they have different states")
+    counters = dict(used[0]["counters"])
+    for name in counters:
+        if name == "_num_vals_seen":
+            raise ValueError("it counts what it has seen")
+        counters[name] = merge_values(name[:3], [state["counters"][name] for state in states], [], False)
+    updates = [state["updates"] for state in used]
+    alternate = in_turn([state["states"] for state in used], updates)
+    how = used[0]["reductions"]
+    merged = {name: merge_values(how[name], [state["states"][name] for state in used], updates, alternate) for name in names}
+    return {"updates": sum(updates), "counters": counters, "states": merged, "reductions": dict(how)}
+
+
+def join_object(name: str, metric: Any, state: Mapping[str, Any]) -> None:
+    """Add the state of before the resume to that of an object that was not found by its path and has been updated since."""
+    if not updates_of(metric):
+        _set_object(name, metric, state)
+        return
+    before = {key: on_device(value, metric) for key, value in state["states"].items()}
+    try:
+        if state["counters"] or set(before) != set(metric._defaults):
+            raise ValueError
+        updates = [int(state["updates"]), int(metric._update_count)]
+        joined = {
+            key: merge_values(how, [before[key], getattr(metric, key)], updates, False)
+            for key, how in reduction_names(metric).items()
+        }
+    except (ValueError, RuntimeError):
+        warn(
+            f"log({name!r}): what this {type(metric).__name__} had gathered before the resume cannot be added to what it has "
+            "now: its value of this epoch is of the batches since. Keep it as an attribute of the module: self.metric = …"
+        )
+        return
+    for key, value in joined.items():
+        setattr(metric, key, value)
+    metric._update_count = sum(updates)
+    metric._computed = None
