@@ -12,10 +12,9 @@ if __name__ != "trainkit.callbacks":
         "Write: from trainkit.callbacks import EarlyStopping"
     )
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainkit.errors import nearest
+from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.callbacks.early_stopping import EarlyStopping
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.model_checkpoint import ModelCheckpoint
     from trainkit.callbacks.model_summary import ModelSummary
     from trainkit.callbacks.nonfinite_guard import NonFiniteGuard
+    from trainkit.callbacks.prediction_writer import PredictionWriter
     from trainkit.callbacks.progress_bar import TQDMProgressBar
     from trainkit.callbacks.throughput_monitor import ThroughputMonitor
     from trainkit.callbacks.timer import Timer
@@ -37,6 +37,7 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "NonFiniteGuard",
+    "PredictionWriter",
     "TQDMProgressBar",
     "ThroughputMonitor",
     "Timer",
@@ -50,19 +51,10 @@ _FILES = {
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "NonFiniteGuard": "nonfinite_guard",
+    "PredictionWriter": "prediction_writer",
     "TQDMProgressBar": "progress_bar",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{nearest(name, __all__)}")
-    value = getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
-    globals()[name] = value  # the next look-up does not come here
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazily(globals(), _FILES)

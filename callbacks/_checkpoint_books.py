@@ -128,9 +128,11 @@ class CheckpointBooks(Callback):
             self.last_model_path, self.current_score = save.before
         return True
 
-    def _clean_up(self, save: Save, run_id: str) -> None:
-        """Called in the writer's thread when a checkpoint is complete."""
+    def _clean_up(self, save: Save, run_id: str, main: bool) -> None:
+        """Called in the writer's thread when a checkpoint is complete; the main process's removes what is superfluous now."""
         save.committed = True
+        if not main:
+            return
         path = Path(save.path)
         try:
             if self.save_last:

@@ -26,7 +26,7 @@ class EarlyStopping(Callback):
     A check is made after each validation (not the sanity check), or at the end of each training epoch where nothing
     is validated or ``check_on_train_epoch_end`` says so. With several validations in an epoch, ``patience`` counts
     validations. ``min_epochs`` and ``min_steps`` of the Trainer go before. Under ``fast_dev_run`` the metric is
-    looked for, but nothing is stopped.
+    looked for, but nothing is stopped. Several processes judge the same value, so they decide the same.
 
     Args:
         monitor: name of the metric, as given to ``self.log``.
@@ -168,24 +168,34 @@ class EarlyStopping(Callback):
         self._validated = True
         if self._at_train_epoch_end:
             return
-        if self.check_on_train_epoch_end is None and not self._checked and self.monitor not in trainer.callback_metrics:
+        value = self._value(trainer)
+        if self.check_on_train_epoch_end is None and not self._checked and value is None:
             self._defer(trainer)
             return
-        self._check(trainer, module)
+        self._check(trainer, module, value)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self.check_on_train_epoch_end is None and not self._checked:
             # The first time that it can be told: after a validation that did not have it, or where there is none.
             self._at_train_epoch_end = self._validated or not _validates(trainer)
         if self._at_train_epoch_end:
-            self._check(trainer, module)
+            self._check(trainer, module, self._value(trainer))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._validated and not self._checked:  # ended within the first epoch: the last chance to say it
-            self._check(trainer, module)
+            self._check(trainer, module, self._value(trainer))
 
-    def _check(self, trainer: Trainer, module: TrainModule) -> None:
+    def _value(self, trainer: Trainer) -> Tensor | None:
+        """The latest value of the metric, on several processes the same: a value of a step may be each one's own."""
         value = trainer.callback_metrics.get(self.monitor)
+        world = trainer.strategy.world
+        if world.size == 1:
+            return value
+        known = [number for number in world.exchange(None if value is None else float(value)) if number is not None]
+        dtype = torch.float64 if value is None else value.dtype
+        return torch.tensor(known[0], dtype=dtype) if known else None
+
+    def _check(self, trainer: Trainer, module: TrainModule, value: Tensor | None) -> None:
         if value is None:
             self._say_missing(trainer)
             return

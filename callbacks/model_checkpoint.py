@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelCheckpoint"]
 
 _DEFAULT_INTERVAL = timedelta(minutes=30)
+_NEVER = (0.0, False)  # a metric that was never logged: its value, and whether that is of the present step
 _ENDINGS = ("end", "exception")  # of the reasons for a save, which are also "steps", "time", "validation" and "epoch"
 
 
@@ -53,7 +54,7 @@ class ModelCheckpoint(CheckpointBooks):
     a value of its own step: one that was measured earlier does not count.
 
     Args:
-        dirpath: the folder; default: ``<default_root_dir>/checkpoints``.
+        dirpath: the folder; default: ``<default_root_dir>/checkpoints``. Of several processes all must see the same one.
         filename: name of a checkpoint, with metrics, ``epoch`` (from 0) and ``step`` in braces:
             ``"{epoch:02d}-{val_loss:.2f}"``. Default: ``"step-{step:08d}"``. A ``/`` in it becomes ``_``. A name that is
             taken gets ``-v1``, ``-v2``, …
@@ -63,7 +64,7 @@ class ModelCheckpoint(CheckpointBooks):
         save_top_k: that many best checkpoints are never deleted; -1: none is ever deleted, 0: the best are nothing
             special. Counts only with ``monitor``, but for -1.
         save_on_exception: whether the last complete step is saved when an error ends training; when SIGTERM or Ctrl-C do,
-            it always is.
+            it always is. An error of one of several processes leaves the others in the middle of a step: nothing is saved.
         save_weights_only: whether only the model is saved, which nothing can be resumed from.
         mode: ``"min"`` when smaller is better, ``"max"`` when larger is.
         auto_insert_metric_name: whether names stand before values: ``epoch=02-val_loss=0.31``.
@@ -228,11 +229,11 @@ class ModelCheckpoint(CheckpointBooks):
         if trainer.fast_dev_run or self._at_train_epoch_end:
             return
         if not self._decided and self.monitor is not None:
-            found = trainer.checkpointing.metric(self.monitor)
-            if found is None or not found[1]:
+            values = trainer.checkpointing.metrics()
+            if not values.get(self.monitor, _NEVER)[1]:
                 self._tell(
                     f"ModelCheckpoint: {self.monitor!r} was not logged before the end of validation, so it is looked for "
-                    f"at the end of the training epoch.{nearest(self.monitor, trainer.callback_metrics)}"
+                    f"at the end of the training epoch.{nearest(self.monitor, values)}"
                 )
                 return
             self._decided = True
@@ -255,17 +256,22 @@ class ModelCheckpoint(CheckpointBooks):
         if not trainer.fast_dev_run:
             trainer.checkpointing.wait()  # a save in flight may still fail
             self._save(trainer, "end")
-        if self.monitor is not None and self.monitor not in trainer.callback_metrics and self._all_logged:
-            raise missing(self.monitor, trainer.callback_metrics)  # training ended before this could be told
+        if self.monitor is not None and self._all_logged:
+            values = trainer.checkpointing.metrics()
+            if self.monitor not in values:
+                raise missing(self.monitor, values)  # training ended before this could be told
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit" or not self._begun or not self._saves_at(trainer, exception):
             return
-        reason = trainer.checkpointing.why_not_savable()
-        if reason is None:
+        reason = trainer.checkpointing.why_not_savable(exception)
+        if reason is None or trainer.world_size == 1:
             trainer.checkpointing.wait()
+        if reason is None:
             self._save(trainer, "exception")
-        newest = f"the newest checkpoint is {self.last_model_path}" if self.last_model_path else "there is no checkpoint"
+        # of several processes one that is in flight may never be complete
+        path = self.last_model_path if reason is None else trainer.checkpointing.newest
+        newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint"
         notice(f"{type(exception).__name__}: " + ("" if reason is None else f"nothing is saved now, as {reason}; ") + newest)
 
     def _saves_at(self, trainer: Trainer, exception: BaseException) -> bool:
@@ -295,16 +301,16 @@ class ModelCheckpoint(CheckpointBooks):
     # -------------------------------------------------------------------------------------------------------- saving
 
     def _save(self, trainer: Trainer, why: str) -> None:
-        checkpointing = trainer.checkpointing
+        checkpointing, from_main = trainer.checkpointing, trainer.strategy.world.from_main
         save = Save(checkpointing.position, None)
         if save.position == self._saved:
             return
-        save.score = self._score(trainer, why)
-        if self.keep_last == 0 and why != "exception" and "" not in self._best_with("", save.score):
+        values = checkpointing.metrics()
+        save.score = self._score(trainer, why, values)
+        if self.keep_last == 0 and why != "exception" and not from_main("" in self._best_with("", save.score)):
             return
         checkpointing.wait()  # so that a save in flight that fails is taken back before this one is entered
-        name, folder = self._name(trainer, why), Path(self.folder_in(trainer))
-        values = {metric: checkpointing.metric(metric) for metric in trainer.callback_metrics}
+        name, folder = self._name(trainer, why, values), Path(self.folder_in(trainer))
         try:
             path = checkpointing.save(
                 folder,
@@ -312,11 +318,11 @@ class ModelCheckpoint(CheckpointBooks):
                 weights_only=self.save_weights_only,
                 save=self._content,
                 saved_by=self.state_key,
-                metrics={metric: found[0] for metric, found in values.items() if found is not None and found[1]},
-                replace=self._may_replace(str(folder / name), save.score),
+                metrics={metric: value for metric, (value, present) in values.items() if present},
+                replace=not self.enable_version_counter and from_main(self._may_replace(str(folder / name), save.score)),
                 blocking=why in _ENDINGS,
                 before_capture=partial(self._entered, save),
-                committed=partial(self._clean_up, save, checkpointing.run_id),
+                committed=partial(self._clean_up, save, checkpointing.run_id, trainer.is_global_zero),
                 failed=partial(self._failed, save),
             )
         except BaseException:
@@ -338,25 +344,24 @@ class ModelCheckpoint(CheckpointBooks):
 
     def _may_replace(self, path: str, score: Tensor | None) -> bool:
         """Whether the checkpoint at ``path`` may give way: one of the best does not for a worse one."""
-        stays = path in self.best_k_models and path in self._best_with("", score)
-        return not self.enable_version_counter and not stays
+        return path not in self.best_k_models or path not in self._best_with("", score)
 
     @property
     def _all_logged(self) -> bool:
         """Whether what the run logs has been logged: an epoch has ended, and a validation if there are any."""
         return self._epoch_ended and (self._validated or not self._validates)
 
-    def _score(self, trainer: Trainer, why: str) -> Tensor | None:
+    def _score(self, trainer: Trainer, why: str, values: Mapping[str, tuple[float, bool]]) -> Tensor | None:
         """The monitor's value of the very step that is saved, None if there is none."""
         if self.monitor is None:
             return None
-        found = trainer.checkpointing.metric(self.monitor)
-        if found is None:
+        if self.monitor not in values:
             if why in _ENDINGS or not self._all_logged:
                 return None
-            raise missing(self.monitor, trainer.callback_metrics)
-        if found[1]:
-            return score_of(found[0])
+            raise missing(self.monitor, values)
+        value, present = values[self.monitor]
+        if present:
+            return score_of(value)
         if why not in _ENDINGS and not (why == "time" and self._default_triggers) and "stale" not in self._told:
             self._told.add("stale")
             warn(
@@ -367,19 +372,16 @@ class ModelCheckpoint(CheckpointBooks):
             )
         return None
 
-    def _name(self, trainer: Trainer, why: str) -> str:
-        values: dict[str, float] = {"epoch": self._epoch, "step": trainer.global_step}
+    def _name(self, trainer: Trainer, why: str, metrics: Mapping[str, tuple[float, bool]]) -> str:
+        values: dict[str, float] = {name: value for name, (value, _) in metrics.items()}
+        values |= {"epoch": self._epoch, "step": trainer.global_step}
         template = self.filename or DEFAULT_TEMPLATE
-        for name in names_in(template):
-            found = None if name in values else trainer.checkpointing.metric(name)
-            if found is not None:
-                values[name] = found[0]
         unknown = [name for name in names_in(template) if name not in values]
         if unknown and (why in _ENDINGS or not self._all_logged):
             self._tell(f"ModelCheckpoint: {', '.join(unknown)} of filename not being known yet, the name is the default.")
             template = DEFAULT_TEMPLATE
         insert = template is self.filename and self.auto_insert_metric_name
-        return fill(template, values, insert=insert, known=trainer.callback_metrics)
+        return fill(template, values, insert=insert)
 
     def folder_in(self, trainer: Trainer) -> str:
         """The folder that it saves to, under a trainer."""

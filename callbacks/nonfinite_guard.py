@@ -40,7 +40,8 @@ class NonFiniteGuard(Callback):
     ``action="raise"`` computes a flag for each update on the device and reads it one update later, when it has long
     been there, so the device is never kept idle for it; the last update's is read when training ends. The update that
     is named has then been made: the parameters are not to be used. ``action="skip"`` reads the flag at once (one host
-    read per update) and leaves the update out: parameters, optimizer state and schedulers stay as they were.
+    read per update) and leaves the update out: parameters, optimizer state and schedulers stay as they were. Several
+    processes then tell each other, one small message per update, and all of them leave it out.
 
     Under ``16-mixed`` gradients overflow as a matter of course while the loss scale finds its value, and the loss
     scaler itself leaves out those updates. There only the loss is watched, whatever ``check`` says.
@@ -123,8 +124,6 @@ class NonFiniteGuard(Callback):
         if self.action == "raise":
             self._read_pending()
         findings = self._examine(optimizer, trainer.global_step + 1)
-        if findings is None:
-            return
         if self.action == "raise":
             self._pending = findings
         else:
@@ -181,29 +180,37 @@ class NonFiniteGuard(Callback):
             findings.ready.synchronize()
         if not bool(findings.finite):
             raise NonFiniteError(
-                f"{_describe(findings)} That update has been made, so the parameters are not to be used. Lower the "
-                "learning rate or clip: Trainer(gradient_clip_val=1.0). To leave such updates out: "
+                f"{_describe_all(findings.update, [_causes(findings)])} That update has been made, so the parameters are not "
+                "to be used. Lower the learning rate or clip: Trainer(gradient_clip_val=1.0). To leave such updates out: "
                 "NonFiniteGuard(action='skip'). To find the operation: Trainer(detect_anomaly=True)."
             )
 
-    def _skip_if_needed(self, trainer: Trainer, findings: _Findings) -> None:
-        if bool(findings.finite):
-            self.consecutive_skips = 0
+    def _skip_if_needed(self, trainer: Trainer, findings: _Findings | None) -> None:
+        world = trainer.strategy.world
+        bad = findings is not None and not bool(findings.finite)
+        if world.size > 1:  # the gradient is the same on all, a loss is not: one that had no loss takes part too
+            bad = any(world.largest([bad]))
+        if not bad:
+            if findings is not None or world.size > 1:
+                self.consecutive_skips = 0
             return
         trainer.accelerator.skip_update()
         self.skipped_updates += 1
         self.consecutive_skips += 1
-        if self.max_consecutive is not None and self.consecutive_skips >= self.max_consecutive:
+        too_many = self.max_consecutive is not None and self.consecutive_skips >= self.max_consecutive
+        if not too_many and self.consecutive_skips != self.warn_after:
+            return
+        described = _describe_all(self._update, world.exchange(_causes(findings)))
+        if self.max_consecutive is not None and too_many:
             raise NonFiniteError(
                 f"{self.consecutive_skips} updates in a row were left out (max_consecutive={self.max_consecutive}). "
-                f"The last: {_describe(findings)} Lower the learning rate, look at the data, or raise the limit: "
+                f"The last: {described} Lower the learning rate, look at the data, or raise the limit: "
                 f"NonFiniteGuard(action='skip', max_consecutive={2 * self.max_consecutive})"
             )
-        if self.consecutive_skips == self.warn_after:
-            warn(
-                f"NonFiniteGuard has left out {self.consecutive_skips} updates in a row, {self.skipped_updates} in "
-                f"all. The last: {_describe(findings)}"
-            )
+        warn(
+            f"NonFiniteGuard has left out {self.consecutive_skips} updates in a row, {self.skipped_updates} in "
+            f"all. The last: {described}"
+        )
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -241,14 +248,22 @@ def _on_its_way_to_host(flag: Tensor) -> tuple[Tensor, Any]:
     return host, ready
 
 
-def _describe(findings: _Findings) -> str:
+def _causes(findings: _Findings | None) -> str:
     """In words what was not finite; waits for the device, which does not matter any more."""
     causes = []
-    if findings.loss_finite is not None and not bool(findings.loss_finite):
+    if findings is not None and findings.loss_finite is not None and not bool(findings.loss_finite):
         causes.append("the loss")
-    if findings.largest is not None:
+    if findings is not None and findings.largest is not None:
         bad = [n for n, ok in zip(findings.names, torch.isfinite(findings.largest).tolist(), strict=True) if not ok]
         if bad:
             more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
             causes.append(f"the gradient of {', '.join(bad[:_NAMED])}{more} ({len(bad)} of {len(findings.names)} parameters)")
-    return f"Not finite in update {findings.update}: {'; '.join(causes)}."
+    return "; ".join(causes)
+
+
+def _describe_all(update: int, causes: list[str]) -> str:
+    """What was not finite on each process, in the order of their ranks; once if it is the same on all."""
+    if len(set(causes)) == 1:
+        return f"Not finite in update {update}: {causes[0]}."
+    named = [f"on rank {rank}, {text}" for rank, text in enumerate(causes) if text]
+    return f"Not finite in update {update}: {'; '.join(named)}."

@@ -164,7 +164,11 @@ class ThroughputMonitor(Callback):
         mark = _Mark(now, self._batches, self._samples, self._tokens, self._flops, self._waited)
         self._marks.append(mark)
         if trainer.should_log and now > self._marks[0].time:
-            self.log_dict(self._rates(self._marks[0], mark, trainer.world_size), on_step=True, on_epoch=False)
+            rates = self._rates(self._marks[0], mark, trainer.world_size)
+            self.log_dict(rates, on_step=True, on_epoch=False, batch_size=1)  # every process counts as much as another
+            if trainer.world_size > 1 and self.measure_flops and self.flops_per_sample is None:
+                # another may have counted its own by now, and all log the same names; this one's does not count
+                self.log_dict(self._flop_rates(0.0), on_step=True, on_epoch=False, batch_size=0)
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._pause_began = time.monotonic()
@@ -197,10 +201,13 @@ class ThroughputMonitor(Callback):
         if self.length_fn is not None:
             rates["throughput/tokens_per_sec"] = (last.tokens - first.tokens) / seconds * world_size
         if self.flops_per_batch is not None or self.flops_per_sample is not None:
-            flops = (last.flops - first.flops) / seconds
-            rates["throughput/tflops_per_device"] = flops / 1e12
-            if self._peak is not None:
-                rates["throughput/mfu"] = flops / self._peak
+            rates |= self._flop_rates((last.flops - first.flops) / seconds)
+        return rates
+
+    def _flop_rates(self, flops: float) -> dict[str, float]:
+        rates = {"throughput/tflops_per_device": flops / 1e12}
+        if self._peak is not None:
+            rates["throughput/mfu"] = flops / self._peak
         return rates
 
     def _begin_counting(self) -> None:

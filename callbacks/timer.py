@@ -28,7 +28,7 @@ class Timer(Callback):
 
     Times are seconds of a monotonic clock: setting the machine's clock changes nothing. The time of ``"train"`` runs
     from ``on_train_start`` to ``on_train_end``, validation in between included, and goes on from where it was after a
-    resume; the sanity check, before it, is timed by itself.
+    resume; the sanity check, before it, is timed by itself. Of several processes the main one's clock counts.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a ``timedelta``, a dict of ``timedelta``'s arguments (``{"hours": 12}``), or None
@@ -97,7 +97,7 @@ class Timer(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._stopped = False
         self._begin("train")
-        self._check(trainer, module)  # a resumed run may have used up its time
+        self._check_together(trainer, module)  # a resumed run may have used up its time
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish("train")
@@ -108,7 +108,7 @@ class Timer(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self.interval == "epoch":
-            self._check(trainer, module)
+            self._check_together(trainer, module)
 
     def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._begin("sanity_check")
@@ -152,11 +152,23 @@ class Timer(Callback):
         return self._end.get(stage, time.monotonic()) - self._start[stage]
 
     def _check(self, trainer: Trainer, module: TrainModule) -> None:
-        if self.duration is None or self.time_elapsed() < self.duration:
-            return
+        """Between two steps; other processes hear of the main one's stop with its next control word."""
+        if trainer.is_global_zero and self._is_up():
+            self._stop(trainer, module)
+
+    def _check_together(self, trainer: Trainer, module: TrainModule) -> None:
+        """Where all processes decide at once whether there is another step."""
+        if self.duration is not None and trainer.strategy.world.from_main(self._is_up()):
+            self._stop(trainer, module)
+
+    def _is_up(self) -> bool:
+        return self.duration is not None and self.time_elapsed() >= self.duration
+
+    def _stop(self, trainer: Trainer, module: TrainModule) -> None:
         trainer.should_stop = True  # each time: EarlyStopping takes a stop of its own back when its patience was raised
         said, self._stopped = self._stopped, True
         if self.verbose and not said:
+            assert self.duration is not None
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             module.print(f"Time limit of {timedelta(seconds=self.duration)} reached: training stops after {elapsed}.")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trainkit import Callback, Trainer
+from trainkit.distributed import World
 from trainkit.loggers import Logger
 from trainkit.precision import Precision
 
@@ -86,7 +87,7 @@ def trainer() -> Any:
         should_log=True,
         should_stop=False,
         stage="fit",
-        strategy=SimpleNamespace(device=torch.device("cpu")),
+        strategy=SimpleNamespace(device=torch.device("cpu"), world=World()),
         world_size=1,
     )
 

@@ -62,18 +62,20 @@ class Checkpointing:
         for call in due:
             call()
 
-    def metric(self, name: str) -> tuple[float, bool] | None:
-        if name not in self.values:
-            return None
-        value, step = self.values[name]
-        return value, step == self.trainer.global_step
+    def metrics(self) -> dict[str, tuple[float, bool]]:
+        return {name: (value, step == self.trainer.global_step) for name, (value, step) in self.values.items()}
 
     @property
     def position(self) -> tuple[int, ...]:
         return self.trainer.global_step, self.trainer.current_epoch, self.batches
 
-    def why_not_savable(self) -> str | None:
+    def why_not_savable(self, exception: BaseException) -> str | None:
         return self.reason
+
+    @property
+    def newest(self) -> Path | None:
+        paths = [save["path"] for save in self.saves if save["path"].exists()]
+        return paths[-1] if paths else None
 
     def wait(self) -> None:
         in_flight, self._in_flight = self._in_flight, None
@@ -788,6 +790,22 @@ def test_what_cannot_be_saved_after_an_error_is_said(begin, caplog) -> None:
         "ValueError: nothing is saved now, as no update was made yet; there is no checkpoint",
         f"ValueError: nothing is saved now, as half a step; the newest checkpoint is {callback.last_model_path}",
     ]
+
+
+@pytest.mark.parametrize("processes, step", [(1, 20), (2, 10)])
+def test_a_save_in_flight_is_not_called_a_checkpoint(begin, caplog, processes: int, step: int) -> None:
+    """One process completes it; of several another one may have failed in the middle of its part."""
+    caplog.set_level("INFO", "trainkit")
+    run = begin(ModelCheckpoint())
+    run.trainer.world_size = processes
+    run.epoch()
+    run.checkpointing.hold = True
+    run.epoch()
+    run.checkpointing.reason = "half a step"
+    run.hook("on_exception", ValueError())
+    [said] = caplog.messages
+    assert said.startswith("ValueError: nothing is saved now, as half a step; the newest checkpoint is ")
+    assert said.endswith(f"step-{step:08}")
 
 
 def test_an_error_before_training_is_not_commented_on(begin, caplog) -> None:

@@ -82,7 +82,7 @@ def test_rates_of_a_window(trainer, module, clock, start) -> None:
         "throughput/samples_per_sec": 24 / 12,
         "throughput/data_wait_share": 6 / 12,
     }
-    assert module.options == {"on_step": True, "on_epoch": False}
+    assert module.options == {"on_step": True, "on_epoch": False, "batch_size": 1}
 
 
 def test_batches_are_micro_batches(trainer, module, clock, start) -> None:

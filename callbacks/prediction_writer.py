@@ -1,0 +1,322 @@
+"""``PredictionWriter``: predictions go to files, of each process for itself or of all at once."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from trainkit.callback import Callback
+from trainkit.callbacks._checks import check_choice
+from trainkit.data.nested import map_tensors
+from trainkit.errors import ConfigurationError
+from trainkit.loggers.jsonl import JSONLWriter
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["PredictionWriter"]
+
+_INTERVALS = ("batch", "epoch", "batch_and_epoch")
+_OURS = re.compile(r"dataloader_\d+|(batch-\d+|predictions|rank-\d+)\.(safetensors|jsonl)")
+_ROWS = 32  # rows of batches that are sent to the main process at a time
+
+
+class PredictionWriter(Callback):
+    """Writes what ``predict_step`` returns, without keeping it: ``predict(..., return_predictions=False)``.
+
+    As it is it writes into ``output_dir``: tensors, and dicts and lists of nothing but tensors, as safetensors, everything
+    else as JSON lines, ``{"batch": 12, "indices": [48, 49], "prediction": …}``, where a number that is not finite is a string.
+
+    * by batch: ``batch-00000012.safetensors``, by whichever process had the batch, and lines in ``rank-<rank>.jsonl``. The
+      number is that of the batch in the whole data, so the files of tensors are the same on any number of processes.
+    * by epoch: ``rank-<rank>.safetensors`` or ``.jsonl``; with ``once=True`` a single ``predictions.safetensors`` or ``.jsonl``
+      in the order of the data. Tensors of all batches are joined along their first dimension where their shapes allow that,
+      else each batch keeps its own, ``prediction/00000012``.
+
+    A tensor is called "prediction", one in a dict or list by its key, one deeper by the keys with "/" between. The
+    indices are beside them as "batch_indices". With several loaders each has a folder of its own, ``dataloader_<index>``.
+
+    A subclass overrides :meth:`write_on_batch_end` or :meth:`write_on_epoch_end`, with Lightning's arguments, and then needs
+    no ``output_dir``.
+
+    Args:
+        write_interval: ``"batch"``: after each batch; ``"epoch"``: at the end; ``"batch_and_epoch"``. Default: ``"epoch"`` with
+            ``once``, else ``"batch"``.
+        output_dir: the folder to write to, without predictions of an earlier run in it.
+        once: at the end the main process writes the predictions of all processes; :meth:`write_on_epoch_end` is called on it
+            alone.
+
+    Raises:
+        ConfigurationError: an unknown interval, ``once`` without an end to write at; when prediction starts: no folder to
+            write to, or one with predictions in it; while writing: something that is neither tensor nor plain value.
+
+    Example::
+
+        writer = PredictionWriter(output_dir="predictions", once=True)
+        Trainer(callbacks=[writer]).predict(module, loader, return_predictions=False)
+    """
+
+    def __init__(
+        self, write_interval: str | None = None, output_dir: str | os.PathLike[str] | None = None, once: bool = False
+    ) -> None:
+        super().__init__()
+        interval = ("epoch" if once else "batch") if write_interval is None else write_interval
+        if interval not in _INTERVALS and isinstance(interval, str | os.PathLike) and output_dir is None:
+            raise ConfigurationError(
+                f"PredictionWriter(write_interval=...) expected one of {', '.join(map(repr, _INTERVALS))}, got {interval!r}. "
+                f"If that is the folder, write: PredictionWriter(output_dir={str(interval)!r})"
+            )
+        check_choice("PredictionWriter", "write_interval", interval, _INTERVALS)
+        if once and interval == "batch":
+            raise ConfigurationError(
+                "PredictionWriter(write_interval='batch', once=True): batches are written by the process that has them. To "
+                "write everything once: PredictionWriter(output_dir='predictions', once=True)"
+            )
+        self.write_interval = interval
+        self.output_dir = None if output_dir is None else Path(output_dir)
+        self.once = once
+        self._kept: list[list[Any]] = []  # by loader and row, where something is written at the end
+        self._indices: list[list[list[int] | None]] = []
+        self._lines: dict[Path, JSONLWriter] = {}
+
+    # ------------------------------------------------------------------ what a subclass overrides
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the prediction of one batch; called on the process that made it.
+
+        Args:
+            trainer: the trainer.
+            module: the module.
+            prediction: what ``predict_step`` returned, where it was made.
+            batch_indices: the numbers of the samples in the dataset; ``None`` where the loader's order is its own.
+            batch: the batch.
+            batch_idx: its number among those of this process.
+            dataloader_idx: the number of the loader.
+        """
+        number = batch_idx * trainer.world_size + trainer.global_rank
+        folder = self._folder(trainer, dataloader_idx)
+        named = _named_tensors(prediction)
+        if named is None:
+            self._write_lines(folder / f"rank-{trainer.global_rank}.jsonl", [(number, batch_indices, prediction)])
+        else:
+            _write_tensors(folder / f"batch-{number:08d}.safetensors", _with_indices(named, batch_indices))
+
+    def write_on_epoch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Sequence[Sequence[int] | None]],
+    ) -> None:
+        """Write all predictions; called on every process with its own, with ``once`` on the main one with those of all.
+
+        Args:
+            trainer: the trainer.
+            module: the module.
+            predictions: what ``predict_step`` returned for each batch, tensors on the CPU; with several loaders, a list of
+                that for each.
+            batch_indices: for each loader, for each batch, as in :meth:`write_on_batch_end`.
+        """
+        ranks = 1 if self.once else trainer.world_size
+        first = 0 if self.once else trainer.global_rank
+        by_loader = [predictions] if len(batch_indices) == 1 else predictions
+        for loader, (own, indices) in enumerate(zip(by_loader, batch_indices, strict=True)):
+            stem = self._folder(trainer, loader) / ("predictions" if self.once else f"rank-{first}")
+            numbers = range(first, first + len(own) * ranks, ranks)
+            batches = [_named_tensors(prediction) for prediction in own]
+            if own and all(named is not None for named in batches):
+                named = [_with_indices(named or {}, chosen) for named, chosen in zip(batches, indices, strict=True)]
+                _write_tensors(stem.with_suffix(".safetensors"), _joined(named, numbers))
+            elif own:
+                self._write_lines(stem.with_suffix(".jsonl"), list(zip(numbers, indices, own, strict=True)))
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._kept, self._indices = [], []
+        own = type(self)
+        writes = ("batch" in self.write_interval and own.write_on_batch_end is PredictionWriter.write_on_batch_end) or (
+            "epoch" in self.write_interval and own.write_on_epoch_end is PredictionWriter.write_on_epoch_end
+        )
+        if not writes:
+            return
+        if self.output_dir is None:
+            raise ConfigurationError(
+                f"{own.__name__} has no folder to write to. Write: {own.__name__}(output_dir='predictions'), or define "
+                "write_on_batch_end or write_on_epoch_end."
+            )
+        folder = Path(self.output_dir)
+        there = sorted(path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)) if folder.is_dir() else []
+        problem = trainer.strategy.world.from_main(there[:1])  # asked by all before any of them writes
+        if problem:
+            raise ConfigurationError(
+                f"{own.__name__}: {folder} holds predictions already ({problem[0]}), which would be mixed with the new ones. "
+                f"Remove them, or write to another folder: {own.__name__}(output_dir='predictions-2')"
+            )
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        number = batch_idx * trainer.world_size + trainer.global_rank
+        indices = _positions(_sources(trainer)[dataloader_idx], number)
+        if "batch" in self.write_interval:
+            self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
+        if "epoch" in self.write_interval:
+            while len(self._kept) <= dataloader_idx:
+                self._kept.append([])
+                self._indices.append([])
+            self._kept[dataloader_idx].append(map_tensors(outputs, lambda tensor: tensor.detach().cpu()))
+            self._indices[dataloader_idx].append(indices)
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if "epoch" not in self.write_interval:
+            return
+        kept, indices = self._kept, self._indices
+        self._kept, self._indices = [], []
+        loaders = len(_sources(trainer))
+        for lists in (kept, indices):
+            lists.extend([] for _ in range(loaders - len(lists)))
+        if self.once:
+            kept, indices = _gathered_on_main(trainer, kept), _gathered_on_main(trainer, indices)
+        if trainer.is_global_zero or not self.once:
+            self.write_on_epoch_end(trainer, module, kept[0] if loaders == 1 else kept, indices)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        for writer in self._lines.values():
+            writer.close()
+        self._lines, self._kept, self._indices = {}, [], []
+
+    # ------------------------------------------------------------------ inside
+
+    def _folder(self, trainer: Trainer, loader: int) -> Path:
+        assert self.output_dir is not None
+        folder = Path(self.output_dir)
+        return folder / f"dataloader_{loader}" if len(_sources(trainer)) > 1 else folder
+
+    def _write_lines(self, path: Path, rows: Sequence[tuple[int, Sequence[int] | None, Any]]) -> None:
+        if path not in self._lines:
+            self._lines[path] = JSONLWriter(path)
+        for number, indices, prediction in rows:
+            chosen = None if indices is None else list(indices)
+            self._lines[path].write({"batch": number, "indices": chosen, "prediction": _plain(prediction, "prediction")})
+
+
+def _sources(trainer: Trainer) -> list[Any]:
+    """The loaders that are predicted on, as the user gave them."""
+    return trainer.evaluation_sources["predict"]
+
+
+def _positions(source: Any, number: int) -> list[int] | None:
+    """The samples of a batch in the dataset, where the loader reads it in its order."""
+    batches = source.batch_sampler if isinstance(source, DataLoader) else None
+    if type(batches) is not BatchSampler:
+        return None
+    sampler: Any = batches.sampler
+    if type(sampler) is not SequentialSampler and not (type(sampler) is DistributedSampler and not sampler.shuffle):
+        return None
+    start = number * batches.batch_size
+    return list(range(start, min(start + batches.batch_size, len(source.dataset))))
+
+
+def _gathered_on_main(trainer: Trainer, own: list[list[Any]]) -> list[list[Any]]:
+    """What all processes have, by loader and in the order of the batches; on the main process only, a few rows at a time."""
+    world = trainer.strategy.world
+    gathered: list[list[Any]] = []
+    for mine, rows in zip(own, world.largest([len(each) for each in own]), strict=True):
+        gathered.append([])
+        for start in range(0, rows, _ROWS):
+            by_rank = world.exchange_objects(mine[start : start + _ROWS])
+            for row in range(_ROWS if world.is_main else 0):
+                gathered[-1] += [each[row] for each in by_rank if row < len(each)]
+    return gathered
+
+
+def _named_tensors(value: Any) -> dict[str, Tensor] | None:
+    """The tensors of a prediction by name; ``None`` if there is anything else in it."""
+    if isinstance(value, Tensor):
+        return {"prediction": value}
+    named: dict[str, Tensor] = {}
+    for name, item in _items(value, ""):
+        if not isinstance(item, Tensor) or name in named:
+            return None
+        named[name] = item
+    return named or None
+
+
+def _items(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        inner: list[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, list | tuple):
+        inner = list(enumerate(value))
+    else:
+        yield path, value
+        return
+    for key, item in inner:
+        yield from _items(item, f"{path}/{key}" if path else str(key))
+
+
+def _with_indices(named: dict[str, Tensor], indices: Sequence[int] | None) -> dict[str, Tensor]:
+    """With the indices beside, unless the user has a tensor of that name."""
+    return named if indices is None else {"batch_indices": torch.tensor(indices), **named}
+
+
+def _joined(batches: list[dict[str, Tensor]], numbers: Sequence[int]) -> dict[str, Tensor]:
+    """The tensors of all batches, each joined along its first dimension where that is possible."""
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for named in batches for name in named):
+        parts = {number: named[name] for number, named in zip(numbers, batches, strict=True) if name in named}
+        kinds = {(part.dtype, part.shape[1:], part.ndim > 0) for part in parts.values()}
+        if len(parts) == len(batches) and len(kinds) == 1 and next(iter(kinds))[2]:
+            found[name] = torch.cat(list(parts.values()))
+        else:
+            found |= {f"{name}/{number:08d}": part for number, part in parts.items()}
+    return found
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")  # a reader sees the whole file or none
+    try:
+        own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        save_file(own, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A prediction in JSON's values."""
+    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
+        value = value.tolist()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{place}]") for place, item in enumerate(value)]
+    raise ConfigurationError(
+        f"PredictionWriter cannot write {where}, a {type(value).__name__}: expected tensors, numbers, strings, lists and "
+        "dicts. Return these from predict_step, or define write_on_batch_end in a subclass."
+    )

@@ -1,0 +1,187 @@
+"""Callbacks on several processes: what each decides by itself, one hook at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit.callbacks import EarlyStopping, NonFiniteGuard, Timer
+from trainkit.callbacks.model_summary import ModelSummary
+from trainkit.callbacks.progress_bar import TQDMProgressBar
+from trainkit.errors import MissingMetricError, NonFiniteError
+from trainkit.launch.joining import join
+from trainkit.launch.wanted import Wanted
+from trainkit.precision import Precision
+
+
+class Module(torch.nn.Linear):
+    """What callbacks use of a ``TrainModule``."""
+
+    automatic_optimization = True
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(2, 1)
+        self.global_rank = rank
+        self.printed: list[str] = []
+
+    def print(self, text: str) -> None:
+        self.printed.append(text)
+
+
+def setting() -> tuple[Any, Any]:
+    """A trainer that only has attributes, as one of the processes, and a module."""
+    world = join(Wanted(), timeout=timedelta(seconds=30))
+    skips: list[int] = []
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(skip_update=lambda: skips.append(1), skips=skips),
+        callback_metrics={},
+        current_epoch=0,
+        fast_dev_run=False,
+        global_step=0,
+        is_global_zero=world.is_main,
+        num_val_batches=[2],
+        precision=Precision("32-true"),
+        sanity_checking=False,
+        should_stop=False,
+        stage="fit",
+        strategy=SimpleNamespace(device=torch.device("cpu"), world=world),
+        world_size=world.size,
+    )
+    return trainer, Module(world.rank)
+
+
+# -------------------------------------------------------------------------------------------------------- EarlyStopping
+
+
+@pytest.mark.world_size(3)
+def test_early_stopping_decides_the_same_though_the_values_differ() -> None:
+    """A value of a step is each process's own; that of the main one counts."""
+    trainer, module = setting()
+    rank = trainer.strategy.world.rank
+    callback = EarlyStopping("loss", patience=2)
+    callback.on_train_start(trainer, module)
+    stops = []
+    for main, other in [(3.0, 1.0), (2.0, 1.5), (2.5, 0.5), (2.0, 0.25)]:
+        trainer.callback_metrics["loss"] = torch.tensor(other if rank else main, dtype=torch.float64)
+        callback.on_validation_end(trainer, module)
+        stops.append(trainer.should_stop)
+    assert stops == [False, False, False, True]
+    assert (callback.best_score.item(), callback.wait_count) == (2.0, 2)
+    assert callback.best_score.dtype is torch.float64
+
+
+@pytest.mark.world_size(2)
+def test_early_stopping_where_one_process_has_no_value() -> None:
+    """One that had no batch, say: it takes part, and waits for no other."""
+    trainer, module = setting()
+    callback = EarlyStopping("loss", patience=1)
+    callback.on_train_start(trainer, module)
+    if trainer.strategy.world.rank:
+        trainer.callback_metrics["loss"] = torch.tensor(0.5)
+    callback.on_validation_end(trainer, module)
+    assert callback.best_score.item() == 0.5
+    trainer.callback_metrics.clear()
+    with pytest.raises(MissingMetricError):
+        callback.on_validation_end(trainer, module)
+
+
+@pytest.mark.world_size(2)
+def test_who_says_why_training_stops() -> None:
+    trainer, module = setting()
+    trainer.callback_metrics["loss"] = torch.tensor(1.0)
+    printed = io.StringIO()
+    for of_main_only in (False, True):
+        callback = EarlyStopping("loss", verbose=True, log_rank_zero_only=of_main_only)
+        callback.on_train_start(trainer, module)
+        with contextlib.redirect_stdout(printed):
+            callback.on_validation_end(trainer, module)
+    assert printed.getvalue() == f"[rank {module.global_rank}] loss improved to 1.\n"
+    assert module.printed == ["loss improved to 1."]  # which prints in the main process
+
+
+# ---------------------------------------------------------------------------------------------------------------- Timer
+
+
+@pytest.mark.world_size(2)
+def test_the_main_clock_counts() -> None:
+    trainer, module = setting()
+    main = trainer.is_global_zero
+    callback = Timer(timedelta(hours=1))
+    callback._before["train"] = 0.0 if main else 7200.0  # the others' clocks are far ahead
+    callback.on_train_start(trainer, module)
+    callback.on_train_batch_end(trainer, module, None, None, 0)
+    assert not trainer.should_stop
+    callback._before["train"] = 7200.0 if main else 0.0
+    callback.on_train_batch_end(trainer, module, None, None, 1)
+    assert trainer.should_stop is main  # the control word tells the others
+    trainer.should_stop = False
+    callback.on_train_start(trainer, module)  # where there may be no step any more: all at once
+    assert trainer.should_stop
+    trainer.should_stop = False
+    by_epoch = Timer(timedelta(hours=1), interval="epoch")
+    by_epoch.on_train_start(trainer, module)
+    by_epoch._before["train"] = 7200.0 if main else 0.0
+    by_epoch.on_train_batch_end(trainer, module, None, None, 0)
+    assert not trainer.should_stop
+    by_epoch.on_train_epoch_end(trainer, module)
+    assert trainer.should_stop
+
+
+# ------------------------------------------------------------------------------------------------------- NonFiniteGuard
+
+
+def update(callback: NonFiniteGuard, trainer: Any, module: Any, losses: list[float], gradient: float = 1.0) -> None:
+    for loss in losses:
+        callback.on_before_backward(trainer, module, torch.tensor(loss))
+    module.weight.grad = torch.tensor([[1.0, gradient]])
+    callback.on_before_optimizer_step(trainer, module, torch.optim.SGD(module.parameters()))
+    trainer.global_step += 1
+
+
+@pytest.mark.world_size(3)
+def test_all_processes_leave_an_update_out() -> None:
+    trainer, module = setting()
+    rank = trainer.strategy.world.rank
+    callback = NonFiniteGuard(action="skip", max_consecutive=2, warn_after=5)
+    callback.on_train_start(trainer, module)
+    update(callback, trainer, module, [1.0])
+    update(callback, trainer, module, [] if rank == 2 else [1.0, math.nan if rank == 1 else 1.0])
+    assert (len(trainer.accelerator.skips), callback.skipped_updates, callback.consecutive_skips) == (1, 1, 1)
+    update(callback, trainer, module, [] if rank == 0 else [1.0])  # a process without a loss forgets the skip too
+    assert callback.consecutive_skips == 0
+    update(callback, trainer, module, [1.0], math.inf)
+    with pytest.raises(NonFiniteError) as caught:
+        update(callback, trainer, module, [math.nan if rank == 1 else 1.0], math.inf)
+    gradient = "the gradient of weight (1 of 1 parameters)"
+    told = f"in update 5: on rank 0, {gradient}; on rank 1, the loss; {gradient}; on rank 2, {gradient}."
+    assert told in str(caught.value)
+    assert len(trainer.accelerator.skips) == 3
+
+
+@pytest.mark.world_size(2)
+def test_a_process_without_anything_to_watch_takes_part() -> None:
+    trainer, module = setting()
+    callback = NonFiniteGuard(action="skip", check="loss", max_consecutive=1)
+    callback.on_train_start(trainer, module)
+    with pytest.raises(NonFiniteError, match="in update 1: on rank 1, the loss. "):
+        update(callback, trainer, module, [math.nan] if trainer.strategy.world.rank else [])
+
+
+# ------------------------------------------------------------------------------------------------- what one process shows
+
+
+@pytest.mark.world_size(2)
+def test_one_process_shows_the_bar_and_the_summary() -> None:
+    trainer, module = setting()
+    bar = TQDMProgressBar()
+    bar.setup(trainer, module, "fit")
+    assert bar._shown is trainer.is_global_zero
+    if not trainer.is_global_zero:
+        ModelSummary().on_fit_start(trainer, None)  # type: ignore[arg-type]  # looks at nothing

@@ -1,0 +1,202 @@
+"""Callbacks in whole runs on several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from torch import Tensor
+from trainers import Memory, make_trainer
+from worlds import run_world
+
+from trainkit import Callback
+from trainkit.callbacks import EarlyStopping, LearningRateMonitor, NonFiniteGuard, ThroughputMonitor, Timer
+
+
+def state(module: TinyModule) -> list[float]:
+    return [value for parameter in module.parameters() for value in parameter.detach().flatten().tolist()]
+
+
+# ------------------------------------------------------------------------------------------------------------ the same end
+
+
+class Worsens(TinyModule):
+    """Its validation gets worse from the third one on; a value of a training step is each process's own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("own", 1.0 if self.global_rank else 10.0 - self.current_epoch, on_epoch=False)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", float(abs(self.current_epoch - 2)))
+
+
+def stopped(monitor: str, at_train_end: bool) -> Any:
+    callback = EarlyStopping(monitor, patience=2, check_on_train_epoch_end=at_train_end)
+    trainer = make_trainer(callback, max_epochs=8, strategy="ddp", log_every_n_steps=1)
+    trainer.fit(Worsens(), tiny_loader(20), tiny_loader(4))
+    return trainer.global_step, trainer.current_epoch, callback.wait_count, callback.best_score.item(), callback.stopped_epoch
+
+
+@pytest.mark.parametrize("at_train_end", [False, True])
+def test_early_stopping(at_train_end: bool) -> None:
+    first, second = run_world(2, stopped, "val", at_train_end)
+    assert first == second == (15, 5, 2, 0.0, 4)
+
+
+def test_early_stopping_by_a_value_of_a_step() -> None:
+    first, second = run_world(2, stopped, "own", True)
+    assert first == second
+    assert first[2] == 0
+
+
+class Late(Callback):
+    """Its main process finds, in a certain step, that the time is up."""
+
+    def __init__(self, timer: Timer, rank: int) -> None:
+        self.timer, self.rank = timer, rank
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_step, trainer.global_rank) == (3, self.rank):
+            self.timer._before["train"] = 1e6
+
+
+def timed(rank: int, interval: str) -> Any:
+    timer = Timer("00:01:00:00", interval=interval)
+    trainer = make_trainer(Late(timer, rank), timer, max_epochs=4, strategy="ddp")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        trainer.fit(TinyModule(), tiny_loader(40))
+    return trainer.global_step, "Time limit" in printed.getvalue()
+
+
+@pytest.mark.parametrize("interval, steps", [("step", 5), ("epoch", 5)])
+def test_the_time_of_the_main_process_ends_training_on_all(interval: str, steps: int) -> None:
+    assert run_world(2, timed, 0, interval) == [(steps, True), (steps, False)]
+
+
+def test_the_time_of_another_process_does_not_count() -> None:
+    assert run_world(2, timed, 1, "step") == [(20, False)] * 2
+
+
+# ------------------------------------------------------------------------------------------------------- skipped updates
+
+
+class Breaks(TinyModule):
+    """In one micro-batch of one process the loss is not finite, its gradient zero: nothing of it reaches the others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        broken = self.global_rank == 1 and batch_idx == 2
+        return loss + torch.tensor(math.nan) if broken else loss
+
+
+def skipped() -> Any:
+    guard = NonFiniteGuard(action="skip")
+    module = Breaks()
+    trainer = make_trainer(guard, strategy="ddp")
+    steps: list[tuple[int, list[float]]] = []
+
+    class Notes(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            steps.append((trainer.global_step, state(module)))
+
+    trainer.callbacks.append(Notes())
+    trainer.fit(module, tiny_loader(44))
+    return steps, guard.skipped_updates, state(module)
+
+
+def test_all_processes_skip_the_same_update() -> None:
+    (first, skips, ended), (second, others, also) = run_world(2, skipped)
+    assert (skips, others) == (1, 1)
+    assert [step for step, _ in first] == [1, 2, 2, 3, 4, 5]
+    assert [step for step, _ in second] == [1, 2, 2, 3, 4]  # of eleven batches it has five
+    assert first[1][1] == first[2][1]
+    assert [values for _, values in first[:5]] == [values for _, values in second]
+    assert ended == also
+
+
+# -------------------------------------------------------------------------------------------------------------- what is logged
+
+
+class Rates(ThroughputMonitor):
+    """With rates that are known."""
+
+    def _rates(self, first: Any, last: Any, world_size: int) -> dict[str, float]:
+        super()._rates(first, last, world_size)
+        return {"rate": [1.0, 4.0][int(self._module.global_rank)] * world_size}  # type: ignore[union-attr]
+
+
+def logged(samples: int) -> Any:
+    logger = Memory()
+    trainer = make_trainer(
+        Rates(batch_size_fn=lambda batch: 1),
+        LearningRateMonitor("step"),
+        logger=logger,
+        strategy="ddp",
+        log_every_n_steps=1,
+        gradient_clip_val=1e6,
+        max_epochs=2,
+    )
+    trainer.fit(TinyModule(), tiny_loader(samples))
+    return logger.rows
+
+
+def test_what_callbacks_log_is_reduced() -> None:
+    """Four batches, the last one of a single sample."""
+    main, other = run_world(2, logged, 13)
+    assert other == []
+    assert [row["rate"] for _, row in main if "rate" in row] == [5.0] * 3  # that of both together, however large their batches
+    assert [row["lr-SGD"] for _, row in main if "lr-SGD" in row] == [0.1] * 4
+    assert [step for step, row in main if row.get("grad_norm", 0) > 0] == [1, 2, 3, 4]
+
+
+def test_what_callbacks_log_where_a_process_has_no_batch() -> None:
+    """In the third update of each epoch."""
+    main, _ = run_world(2, logged, 17)
+    assert [step for step, row in main if "rate" in row] == [2, 3, 4, 5, 6]
+    assert [row["lr-SGD"] for _, row in main if "lr-SGD" in row] == [0.1] * 6
+    assert [step for step, row in main if row.get("grad_norm", 0) > 0] == [1, 2, 3, 4, 5, 6]
+
+
+class LateLoss(TinyModule):
+    """The second process has no loss at first, and so nothing to count FLOPs in."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return None if self.global_rank == 1 and batch_idx < 2 else self.loss(batch)
+
+
+def counted() -> tuple[list[tuple[int, dict[str, float]]], float | None]:
+    logger, monitor = Memory(), ThroughputMonitor(measure_flops=True)
+    trainer = make_trainer(monitor, logger=logger, strategy="ddp", log_every_n_steps=1)
+    trainer.fit(LateLoss(), tiny_loader(40))
+    return logger.rows, monitor.flops_per_sample
+
+
+def test_flops_that_one_process_counts_later() -> None:
+    (rows, first), (_, second) = run_world(2, counted)
+    assert first == second
+    rates = {step: row["throughput/tflops_per_device"] for step, row in rows if "throughput/tflops_per_device" in row}
+    assert list(rates) == [2, 3, 4, 5]
+    assert all(rate > 0.0 for rate in rates.values())  # of those that have counted
+
+
+def shown() -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        trainer = make_trainer(strategy="ddp", enable_progress_bar=True, enable_model_summary=True)
+        assert trainer.progress_bar_callback is not None  # a user may ask for it on every process
+        trainer.fit(TinyModule(), tiny_loader(18), tiny_loader(6))
+    return printed.getvalue()
+
+
+def test_the_main_process_shows_the_run() -> None:
+    main, other = run_world(2, shown)
+    assert other == ""
+    assert "3/3 batches" in main
+    assert "5         Trainable params" in main
