@@ -21,6 +21,7 @@ import torch
 from process_state import ProcessState
 from support import ROOT
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
+from worlds import run_test
 
 from trainkit import rng
 
@@ -86,3 +87,14 @@ def tiny_loader() -> Any:
     from tiny import tiny_loader
 
     return tiny_loader()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a test marked ``world_size(n)`` in n processes; see ``worlds.py``."""
+    mark = pyfuncitem.get_closest_marker("world_size")
+    if mark is None:
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    run_test(pyfuncitem.obj, mark.args[0], {name: pyfuncitem.funcargs[name] for name in names})
+    return True

@@ -284,7 +284,7 @@ def test_gradient_accumulation_steps(steps: Any) -> None:
 
 def test_even_batches() -> None:
     assert accelerator(even_batches=False).window.size == 1
-    with pytest.raises(ConfigurationError, match="even_batches=True concerns several processes.*Leave it out"):
+    with pytest.raises(ConfigurationError, match="even_batches=True, which repeats samples.*Leave it out"):
         accelerator(even_batches=True)
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 from support import run_python
 
-from trainkit.console import TrainkitWarning, notice, warn
+from trainkit.console import TrainkitWarning, notice, speak, warn
 
 # In a process of its own: what logging is configured to do is one thing for the whole process.
 BEGIN = "import logging, sys\nfrom trainkit.console import notice\n"
@@ -65,3 +65,27 @@ def test_warnings_can_be_made_errors() -> None:
         warnings.simplefilter("error", TrainkitWarning)
         with pytest.raises(TrainkitWarning):
             warn("beware")
+
+
+def test_of_several_processes_one_speaks_for_all(caplog: pytest.LogCaptureFixture) -> None:
+    def of_ours() -> None:
+        warn("beware", everywhere=True)
+
+    try:
+        speak(False, 2)
+        notice("one")
+        notice("two", everywhere=True)
+        warn("nobody hears it")
+        with pytest.warns(TrainkitWarning, match=r"^\[rank 2\] beware$") as caught:
+            of_ours()
+        assert caught[0].filename == __file__
+        speak(True, 0)
+        notice("three")
+        with pytest.warns(TrainkitWarning, match="^of all$"):
+            warn("of all")
+        with pytest.warns(TrainkitWarning, match=r"^\[rank 0\] of one$"):
+            warn("of one", everywhere=True)
+    finally:
+        speak()
+    notice("four", everywhere=True)  # alone again: there are no ranks
+    assert [text for _, _, text in caplog.record_tuples] == ["[rank 2] two", "three", "four"]

@@ -167,6 +167,8 @@ SHARED = [
     "reload_dataloaders_every_n_epochs",
     "profiler",
     "enable_checkpointing",
+    "num_nodes",
+    "sync_batchnorm",
 ]
 
 TRAINER = [
@@ -180,11 +182,9 @@ TRAINER = [
 # Of Lightning 2.6, from its reference.
 LIGHTNING = {
     *SHARED,
-    "num_nodes",
     "use_distributed_sampler",
     "barebones",
     "plugins",
-    "sync_batchnorm",
     "enable_autolog_hparams",
     "model_registry",
 }

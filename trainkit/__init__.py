@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import trainkit.started  # noqa: F401 - before a script goes to another folder
 from trainkit._version import __version__
 
 if TYPE_CHECKING:

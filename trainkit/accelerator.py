@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,28 +13,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from trainkit.accelerator_gradients import GradientVerbs
 from trainkit.accelerator_state import StateVerbs
 from trainkit.arguments import refuse_unknown
 from trainkit.checkpoint.saver import Saver
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.nested import map_tensors
 from trainkit.data.window import Window
+from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
+from trainkit.in_precision import InPrecision
+from trainkit.launch.wanted import Wanted
 from trainkit.optimizer import PreparedOptimizer, PreparedScheduler
 from trainkit.precision import Precision
 from trainkit.registry import make_strategy
 from trainkit.rng import Stage, resolve_seed
 from trainkit.strategy import Strategy
+from trainkit.where import joined_strategy
 
 __all__ = ["Accelerator"]
 
 
-class Accelerator(StateVerbs):
+class Accelerator(GradientVerbs, StateVerbs):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
     Args:
-        strategy: ``"auto"`` (one device), or a :class:`~trainkit.Strategy`.
+        strategy: ``"auto"`` (DDP if a launcher has started several processes, else one device), ``"ddp"``, or a
+            :class:`~trainkit.Strategy`.
         precision: one of the names of :class:`~trainkit.Precision` (default ``"32-true"``).
         gradient_accumulation_steps: micro-batches in an update.
         even_batches: only ``False``; it matters with several processes.
@@ -71,22 +77,31 @@ class Accelerator(StateVerbs):
         refuse_unknown("Accelerator", unknown, known)
         if even_batches:
             raise ConfigurationError(
-                "even_batches=True concerns several processes, which this version does not have. Leave it out."
+                "even_batches=True, which repeats samples so that all processes have as many, is not in this version. Leave it "
+                "out: each sample counts once, on any number of processes."
             )
         steps = gradient_accumulation_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigurationError(f"gradient_accumulation_steps must be an integer ≥ 1, not {steps!r}.")
-        self.strategy = make_strategy(strategy)
+        as_started = Wanted(as_started=True)
+        self.strategy = joined_strategy(strategy, as_started, False) if isinstance(strategy, str) else make_strategy(strategy)
+        watched = isinstance(strategy, str) or not self.strategy.joined  # a Trainer's runs are watched by it
+        if not self.strategy.joined:
+            self.strategy.join(as_started)
+        self._watchdog = self.world.watchdog if watched else None
+        self._watches = False
         if precision is not None:
             self.strategy.use_precision(precision)
-        self.window = Window(steps)
-        self.seed = resolve_seed(None)
+        self.window = self.strategy.window = Window(steps)
+        self.seed: int = self.world.from_main(resolve_seed(None))
+        self.averages_in_step = False
         self.optimizer_step_was_skipped = False
         self.updates = 0
         self.updating = False
         self.before_step: Callable[[Optimizer], None] | None = None
         self.skip_asked = False
         self._updated: dict[int, bool] = {}
+        self._averaged: set[int] = set()  # ids of optimizers whose gradients are averaged already
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
@@ -94,6 +109,11 @@ class Accelerator(StateVerbs):
         self.registered: list[Any] = []
         self.run_id = secrets.token_hex(8)
         self.saver = Saver(attention=lambda: None)
+
+    @property
+    def world(self) -> World:
+        """The processes of the run."""
+        return self.strategy.world
 
     @property
     def device(self) -> torch.device:
@@ -145,6 +165,9 @@ class Accelerator(StateVerbs):
                     f"prepare: argument {place} ({type(item).__name__}) has been prepared already. Prepare each object once "
                     "and use what prepare returned."
                 )
+        if self._watchdog is not None and not self._watches:
+            self._watchdog.entered()  # from here on this process does not outlive a failure of another one
+            self._watches = True
         prepared: dict[int, Any] = {}
         # models first: an optimizer is prepared for a model that is on its device
         prepared |= {place: self._prepare_model(o) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
@@ -155,13 +178,14 @@ class Accelerator(StateVerbs):
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
 
     def _is_prepared(self, item: Any) -> bool:
-        ours = isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler | _InPrecision)
-        return ours or any(item is known for known in (*self._models, *self.optimizers))
+        ours = isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler | InPrecision)
+        known = (*self._models, *map(self.unwrap_model, self._models), *self.optimizers)
+        return ours or any(item is one for one in known)
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
-        wrapped = self.strategy.prepare_module(model)
+        wrapped = self.strategy.wrap(self.strategy.prepare_module(model))
         self._models.append(wrapped)
-        return wrapped if self.strategy.precision.plain else _InPrecision(wrapped, self.strategy.precision)
+        return wrapped if self.strategy.precision.plain else InPrecision(wrapped, self.strategy.precision)
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         ours = self.strategy.prepare_optimizer(optimizer, self._models[-1] if self._models else None)
@@ -183,7 +207,7 @@ class Accelerator(StateVerbs):
             )
         if isinstance(item, CombinedLoader | Iterable):
             # loaders that are read side by side must not have the same order and the same augmentation
-            return self.prepare_loader(item, window=True, index=len(self._loaders))
+            return self.prepare_loader(item, window=True, index=len(self._loaders), repeat_filler=True)
         raise ConfigurationError(
             f"prepare: argument {place} is a {type(item).__name__}; expected a model, an optimizer, a loader or a scheduler."
         )
@@ -201,6 +225,7 @@ class Accelerator(StateVerbs):
             device=self.device,
             generators=self.strategy.generators(),
             window=self.window if window else None,
+            world=self.world,
             **{"seed": self.seed, "stage": Stage.TRAIN, **options},
         )
         self._loaders.append(prepared)
@@ -223,13 +248,20 @@ class Accelerator(StateVerbs):
         """Within it the forward is computed in the accelerator's precision."""
         return self.strategy.forward_context()
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's mean loss, scaled to its share of the window.
 
         A micro-batch of weight 0 adds nothing; its loss may be NaN, as a mean over nothing is.
+
+        Args:
+            loss: a scalar; ``None``: this micro-batch has nothing to learn from, its gradient counts as zero.
+            **kwargs: for ``Tensor.backward``.
         """
         share = self.window.share
-        if share == 0.0:
+        if self._averaged:
+            self._averaged.clear()  # of gradients that were not used
+        if loss is None or share == 0.0:
+            self.strategy.skip_backward(loss is not None)
             return
         if share != 1.0:
             loss = loss * share
@@ -249,16 +281,22 @@ class Accelerator(StateVerbs):
         if not self.window.full:
             return False
         own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        if closure is None:
+            self._average([own])
+        elif self.world.size > 1:
+            closure = partial(self._averaged_closure, own, closure)
         if self.before_step is not None:
             self.before_step(own)
         if self.skip_asked or self.window.empty:
             self.strategy.precision.discard(own)
+            self.strategy.sync_buffers()
             updated = self.skip_asked = False
         else:
             self.updating = True  # stays so if an error leaves the parameters between two steps
             updated = self.strategy.optimizer_step(own, closure)
             self.updating = False
         self.optimizer_step_was_skipped = not updated
+        self._averaged.discard(id(own))
         self._updated[id(own)] = updated
         self.updates += updated
         return updated
@@ -269,47 +307,15 @@ class Accelerator(StateVerbs):
         return self._updated.get(id(own), not self.optimizer_step_was_skipped)
 
     def skip_update(self) -> None:
-        """Skip the update of the current window: it changes neither parameters nor optimizer state."""
-        self.skip_asked = True
+        """Skip the update of the current window: it changes neither parameters nor optimizer state.
 
-    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Take the loss scale of ``16-mixed`` out of the gradients, before they are looked at; clipping does it by itself."""
-        if self.strategy.precision.scaler is None or not self.window.full:
-            return
-        for own in self.optimizers if optimizer is None else [optimizer]:
-            self.strategy.precision.unscale(own)
-
-    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Scale the gradients down to a norm of at most ``max_norm``.
-
-        Returns:
-            The norm before, a scalar on the device; ``None`` inside a window, where nothing is clipped.
+        To be called on all processes or on none: one that goes by its own loss asks the others first.
         """
-        if not self.window.full:
-            return None
-        listed = _listed(parameters)
-        self._unscale_of(listed)
-        return self.strategy.clip_grad_norm_(listed, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp each element of the gradients to [-clip_value, clip_value]; nothing inside a window."""
-        if self.window.full:
-            listed = _listed(parameters)
-            self._unscale_of(listed)
-            self.strategy.clip_grad_value_(listed, clip_value)
-
-    def _unscale_of(self, parameters: list[Tensor]) -> None:
-        """Take the loss scale out of the gradients of the optimizers that these parameters belong to."""
-        if self.strategy.precision.scaler is None:
-            return
-        wanted = {id(parameter) for parameter in parameters}
-        for own in self.optimizers:
-            if any(id(p) in wanted for group in own.param_groups for p in group["params"]):
-                self.strategy.precision.unscale(own)
+        self.skip_asked = True
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The user's model, without what ``prepare`` and ``torch.compile`` wrapped around it."""
-        inner = model.module if isinstance(model, _InPrecision) else self.strategy.unwrap(model)
+        inner = model.module if isinstance(model, InPrecision) else self.strategy.unwrap(model)
         return model if inner is model else self.unwrap_model(inner)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -326,47 +332,10 @@ class Accelerator(StateVerbs):
         for loader in self._loaders:
             loader.close()
         self._models, self._optimizers, self._schedulers, self._loaders, self._updated = [], [], [], [], {}
+        self.strategy.teardown()
+        if self._watchdog is not None and self._watches:
+            self._watchdog.left()
+            self._watches = False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None if len(objects) == 1 else tuple(None for _ in objects)
-
-
-class _InPrecision(nn.Module):
-    """A model whose forward runs under the precision, for loops that call the model themselves.
-
-    Mixed precision gives float32 outputs, so that a loss computed outside autocast is not computed in half precision; within
-    ``accelerator.autocast()`` outputs are as autocast makes them.
-    """
-
-    def __init__(self, module: nn.Module, precision: Precision) -> None:
-        super().__init__()
-        self.module = module
-        self._precision = precision
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        precision = self._precision
-        # under accelerator.autocast() the loss is computed as the Trainer does it, in autocast too
-        within = torch.is_autocast_enabled(precision.device_type)
-        with precision.forward_context():
-            outputs = self.module(*precision.convert_input(args), **precision.convert_input(kwargs))
-        if precision.autocast_dtype is None or within:
-            return outputs
-        return map_tensors(outputs, lambda t: t.float() if t.dtype is precision.autocast_dtype else t)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's model's: its parameters keep their names."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the user's model."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
-def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -11,10 +11,11 @@ from torch import nn
 
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.folder import next_counter
-from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.shared_reading import read_together
+from trainkit.checkpoint.together import together
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice, warn
-from trainkit.errors import CheckpointError, ConfigurationError, StateMismatchError
+from trainkit.errors import CheckpointError, CheckpointWriteError, ConfigurationError, StateMismatchError
 from trainkit.state.model import capture_model, has_adapters
 from trainkit.state.parts import Parts, SaveMode, about, capture, check_names, configurations, restore
 
@@ -39,8 +40,8 @@ class StateVerbs:
     def save_state(self, output_dir: str | PathLike[str], *, blocking: bool = True) -> None:
         """Write a checkpoint: models, optimizers, schedulers, loss scale, the loaders' positions, registered objects.
 
-        A checkpoint that is there is replaced, and there is always the old or
-        the new one. Inside an accumulation window, what is saved is the position at its start.
+        A checkpoint that is there is replaced, and there is always the old or the new one. Inside an accumulation window, what
+        is saved is the position at its start. Of several processes all call it, and each writes its part.
 
         Args:
             output_dir: the folder that the checkpoint becomes.
@@ -51,10 +52,13 @@ class StateVerbs:
             CheckpointError: it cannot be written, or the folder holds something else; or that was so the last time.
             UnsavableError: a value that cannot be stored, with the path to it.
         """
-        path = Path(output_dir)
-        saver = self._accelerator().saver
+        path, accelerator = Path(output_dir), self._accelerator()
+        saver, world = accelerator.saver, accelerator.world
+        if world.size > 1 and saver.team.size == 1:
+            accelerator.run_id = world.from_main(accelerator.run_id)
+            saver.team = world.team(f"save_state/{accelerator.run_id}")
         saver.wait()
-        saver.save(_draft(self._accelerator(), path), path, blocking=blocking, replace=True)
+        saver.save(_draft(accelerator, path), path, blocking=blocking, replace=True)
 
     def load_state(
         self, input_dir: str | PathLike[str], *, restore: Collection[str] | None = None, strict: bool = True
@@ -62,7 +66,8 @@ class StateVerbs:
         """Take back what :meth:`save_state` wrote, into objects that were prepared as they were then.
 
         The next iteration over a prepared loader goes on where the loop was: with ``for epoch in range(loader.epoch, n)``
-        nothing is repeated and nothing skipped. Nothing of a map-style dataset is fetched to get there.
+        nothing is repeated and nothing skipped. Nothing of a map-style dataset is fetched to get there. Of several processes
+        all call it; they may be others in number than those that saved.
 
         Args:
             input_dir: the folder of the checkpoint; one that a ``Trainer`` has written will do for the parts that it has.
@@ -83,6 +88,8 @@ class StateVerbs:
     ) -> None:
         """Write a model's weights as plain safetensors, which ``from_pretrained`` opens if it is a ``transformers`` model.
 
+        Of several processes all call it, and the main one writes.
+
         Args:
             model: prepared or not.
             save_directory: the folder to write to.
@@ -95,7 +102,13 @@ class StateVerbs:
             )
         state = capture_model(self._accelerator().unwrap_model(model))
         files = configurations(state.configs)
-        write_weights(Path(save_directory), state.tensors, files, max_shard_size=shard_size(max_shard_size))
+        world, size = self._accelerator().world, shard_size(max_shard_size)
+
+        def write() -> None:
+            if world.is_main:
+                write_weights(Path(save_directory), state.tensors, files, max_shard_size=size)
+
+        together(world, write, CheckpointWriteError)
 
 
 def _parts(accelerator: Accelerator) -> Parts:
@@ -117,26 +130,36 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
         )
     adapters = any(has_adapters(model) for model in parts.models)
     save: SaveMode = "trainable" if adapters else "all"
-    taken = capture(parts, save=save)
-    positions = [loader.state_dict() for loader in accelerator.loaders]
+    # of frozen parameters the main process takes the fingerprint, which all of them have to read for
+    known = {} if accelerator.world.is_main else dict.fromkeys(range(len(parts.models)), "the main process's")
+    taken = capture(parts, save=save, fingerprints=known)
+    positions = [loader.gathered(loader.state_dict()) for loader in accelerator.loaders]
     state = {
         **taken.state,
         "loaders": positions,
         "window": accelerator.window.counted,
         "registered": [thing.state_dict() for thing in accelerator.registered],
     }
+    world = accelerator.world
+
+    def count() -> int:
+        return next_counter(path.absolute().parent, accelerator.run_id) if world.is_main else 0
+
     described = about(
         accelerator.strategy,
         taken,
         seed=accelerator.seed,
         run_id=accelerator.run_id,
-        save_counter=next_counter(path.absolute().parent, accelerator.run_id),
+        save_counter=together(world, count)[0],
         step=accelerator.updates,
         epoch=positions[0]["epoch"] if positions else 0,
         position=positions[0] if positions else {},
         save=save,
     )
-    return Draft(Content(taken.tensors, state, described, taken.attachments))
+    content = Content(taken.tensors, state, described, taken.attachments)
+    drafts: list[Draft] = []
+    together(world, lambda: drafts.append(Draft(content, rank=world.rank, ranks=world.size)))
+    return drafts[0]
 
 
 def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection[str] | None, strict: bool = True) -> None:
@@ -147,7 +170,7 @@ def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection
         UnknownNameError: ``restore`` names an unknown part.
     """
     wanted = check_names(given, PARTS)
-    loaded = open_checkpoint(path).read()
+    loaded = read_together(path, accelerator.world)
     manifest, state = loaded.manifest, loaded.state
     if "optimizer" in wanted and not manifest.contents.get("resumable", False):
         raise CheckpointError(f"{path} holds weights only. Load those: accelerator.load_state(path, restore={{'model'}})")

@@ -11,13 +11,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
-__all__ = ["UNSUPPORTED", "TrainerArguments", "limited", "pick_device", "refuse_unknown"]
+__all__ = ["UNSUPPORTED", "TrainerArguments", "limited", "refuse_unknown"]
 
-_LATER = "is not in this version, which runs on one device"
+_LATER = "is not in this version"
 
 # Arguments of Lightning's Trainer, of this and earlier versions, and what to use here.
 UNSUPPORTED: dict[str, str] = {
@@ -41,19 +39,17 @@ UNSUPPORTED: dict[str, str] = {
     "model_registry": "leave it out: models are not uploaded anywhere",
     "move_metrics_to_cpu": "leave it out: metrics are read at log boundaries only",
     "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
-    "num_nodes": _LATER,
-    "num_processes": _LATER,
+    "num_processes": "use accelerator='cpu', devices=2",
     "overfit_pct": "use overfit_batches",
     "plugins": "give precision= a Precision object and strategy= a Strategy object",
-    "prepare_data_per_node": _LATER,
+    "prepare_data_per_node": "set it in the DataModule or TrainModule: self.prepare_data_per_node = False",
     "process_position": "use callbacks=[TQDMProgressBar(process_position=...)]",
     "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
     "reload_dataloaders_every_epoch": "use reload_dataloaders_every_n_epochs=1",
-    "replace_sampler_ddp": _LATER,
+    "replace_sampler_ddp": "leave it out: loaders are sharded by position, no sampler is replaced",
     "resume_from_checkpoint": "give the path to fit, as its ckpt_path",
     "row_log_interval": "use log_every_n_steps",
     "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
-    "sync_batchnorm": _LATER,
     "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
     "test_percent_check": "use limit_test_batches",
     "tpu_cores": _LATER,
@@ -312,56 +308,6 @@ def limited(length: int | None, limit: int | float, argument: str) -> int | None
             f"{argument}={limit} of {length} batches leaves none. Use at least {1 / length:.3g}, or a number: {argument}=1"
         )
     return count
-
-
-def pick_device(accelerator: Any, devices: Any) -> torch.device | str:
-    """The device that ``accelerator`` and ``devices`` ask for.
-
-    Raises:
-        ConfigurationError: devices that are not there or make no sense.
-        UnknownNameError: an unknown accelerator.
-        UnsupportedArgumentError: more than one device, or a TPU.
-    """
-    names = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
-    if accelerator in ("tpu", "hpu", "ipu"):
-        raise UnsupportedArgumentError(
-            f"accelerator={accelerator!r} is not in this version. Use 'auto', 'cpu', 'gpu' or 'mps'."
-        )
-    if not isinstance(accelerator, str) or accelerator not in names:
-        raise UnknownNameError(
-            f"unknown accelerator {accelerator!r}; known: {', '.join(names)}.{nearest(str(accelerator), names)}"
-        )
-    kind = names[accelerator]
-    if kind == "cuda" and not torch.cuda.is_available() and torch.backends.mps.is_available():
-        kind = "mps"
-    index = _device_index(devices)
-    if index is not None and kind in ("auto", "cuda") and torch.cuda.is_available():
-        return torch.device("cuda", index)
-    if index:
-        raise ConfigurationError(f"devices={devices!r}: there is no GPU number {index} for accelerator={accelerator!r}.")
-    return kind
-
-
-def _device_index(devices: Any) -> int | None:
-    """The GPU that ``devices`` names, ``None`` if it only says "one"."""
-    if devices in ("auto", None) or (devices in (1, "1") and not isinstance(devices, bool)):
-        return None
-    several = UnsupportedArgumentError(
-        f"devices={devices!r}: this version runs on one device. Use devices=1, or devices=[index] for a certain GPU."
-    )
-    if isinstance(devices, str) and "," in devices and all(part.strip().isdigit() for part in devices.rstrip(", ").split(",")):
-        devices = [int(part) for part in devices.rstrip(", ").split(",")]
-    if isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices):
-        if len(devices) > 1:
-            raise several
-        return int(devices[0])
-    if devices in (-1, "-1"):
-        if torch.cuda.is_available() and torch.cuda.device_count() > 1:
-            raise several
-        return None
-    if isinstance(devices, int | str) and not isinstance(devices, bool) and str(devices).isdigit() and int(devices) > 1:
-        raise several
-    raise ConfigurationError(f"devices must be 'auto', 1 or [index], not {devices!r}.")
 
 
 def as_number(count: int | None) -> int | float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainkit.module import TrainModule
     from trainkit.trainer import Trainer
 
-__all__ = ["attach_callbacks", "attach_loggers", "merge_module_callbacks"]
+__all__ = ["attach_callbacks", "attach_loggers", "merge_module_callbacks", "share_log_folders"]
 
 
 def attach_callbacks(
@@ -46,7 +46,7 @@ def attach_callbacks(
         callbacks.append(kind(*values))
 
     progress_bar = progress_bar and not any(getattr(callback, "is_progress_bar", False) for callback in callbacks)
-    attach("progress_bar", progress_bar and trainer.is_global_zero, "enable_progress_bar")
+    attach("progress_bar", progress_bar, "enable_progress_bar")  # on every process: it shows nothing on others
     attach("model_summary", summary, "enable_model_summary")
     attach("timer", arguments.max_time is not None, "max_time", arguments.max_time)
     clip = arguments.gradient_clip_val
@@ -113,3 +113,19 @@ def attach_loggers(trainer: Trainer, given: bool | Logger | Sequence[Logger] | N
     assert root is not None
     attach(loggers, root, trainer.strategy.rank)
     return loggers
+
+
+def share_log_folders(trainer: Trainer, saved: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Let ``trainer.log_dir`` be the main process's on all of them, before the first hook of a run can ask. Collective.
+
+    Args:
+        trainer: the trainer.
+        saved: the states of the loggers in the checkpoint, if the run will go on in their files.
+
+    Raises:
+        ConfigurationError: a folder cannot be made.
+    """
+    if trainer.world_size > 1 and trainer.loggers:
+        from trainkit.loggers.attach import share_folders
+
+        share_folders(trainer.loggers, trainer.strategy.world, saved)

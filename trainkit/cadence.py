@@ -113,7 +113,7 @@ class Cadence:
             return updated and self.global_step % arguments.val_every_n_steps == 0
         if plan.validate_every is None:
             return False
-        done = batch_idx + 1
+        done = batch_idx + 1 - plan.surplus
         if arguments.check_val_every_n_epoch is None:
             done += plan.earlier_batches
         elif not self._epoch_validates():

@@ -1,6 +1,7 @@
 """What trainkit says to the user: notices (facts worth knowing, on standard error) and warnings (something is likely wrong).
 
 Notices go through ``logging.getLogger("trainkit")`` at level INFO; a program that configures logging gets them its way.
+Of several processes the main one speaks, so that nothing is said as often as there are processes.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import logging
 import sys
 import warnings
 
-__all__ = ["TrainkitWarning", "notice", "warn"]
+__all__ = ["TrainkitWarning", "notice", "speak", "speaks", "warn"]
 
 _LOGGER = logging.getLogger("trainkit")
+_main = True  # this process speaks for all
+_prefix = ""  # of what each process says for itself
 
 
 class TrainkitWarning(UserWarning):
@@ -30,8 +33,33 @@ _HANDLER = _StandardError()
 _HANDLER.setFormatter(logging.Formatter("trainkit: %(message)s"))
 
 
-def notice(text: str) -> None:
-    """Print one line ``trainkit: …`` on standard error, unless the program has silenced the logger."""
+def speak(main: bool = True, rank: int | None = None) -> None:
+    """Say whether this process speaks for all; called when it has become one of several, or is alone again.
+
+    Args:
+        main: it does: notices and warnings of the other processes are not shown.
+        rank: its number among several; ``None``: it is alone.
+    """
+    global _main, _prefix
+    _main, _prefix = main, "" if rank is None else f"[rank {rank}] "
+
+
+def speaks() -> bool:
+    """Whether this process speaks for all."""
+    return _main
+
+
+def notice(text: str, everywhere: bool = False) -> None:
+    """Print one line ``trainkit: …`` on standard error, unless the program has silenced the logger.
+
+    Args:
+        text: the line.
+        everywhere: as of :func:`warn`.
+    """
+    if everywhere:
+        text = _prefix + text
+    elif not _main:
+        return
     if logging.getLogger().handlers or any(handler is not _HANDLER for handler in _LOGGER.handlers):
         _LOGGER.removeHandler(_HANDLER)  # the program has logging of its own by now: it must not say everything twice
     else:
@@ -41,6 +69,14 @@ def notice(text: str) -> None:
     _LOGGER.info(text)
 
 
-def warn(text: str) -> None:
-    """Warn with :class:`TrainkitWarning`."""
-    warnings.warn(text, TrainkitWarning, stacklevel=3)
+def warn(text: str, everywhere: bool = False) -> None:
+    """Warn with :class:`TrainkitWarning`.
+
+    Args:
+        text: what is likely wrong.
+        everywhere: of several processes each warns, with its rank: for what is wrong with one of them.
+    """
+    if everywhere:
+        warnings.warn(_prefix + text, TrainkitWarning, stacklevel=3)
+    elif _main:
+        warnings.warn(text, TrainkitWarning, stacklevel=3)

@@ -23,6 +23,7 @@
     │   ├── UnsavableError                   a value that cannot be stored; names the path to it
     │   ├── CheckpointWriteError             a full disk, a folder that cannot be written
     │   └── CheckpointLockedError            another live run writes to the same folder
+    ├── ProcessFailedError (RuntimeError)    another process of the run has failed, has died, or cannot be reached
     └── MissingPackageError (ImportError)    an optional package is not installed
     Preempted (SystemExit)                   not one of them: the run was told to end by a signal and has saved; exit code 143
 
@@ -53,6 +54,7 @@ __all__ = [
     "NonFiniteError",
     "OptimizerError",
     "Preempted",
+    "ProcessFailedError",
     "StateMismatchError",
     "TrainkitError",
     "UnknownNameError",
@@ -117,6 +119,10 @@ class NonFiniteError(TrainkitError, ArithmeticError):
     """A loss or a gradient is infinite or not a number."""
 
 
+class ProcessFailedError(TrainkitError, RuntimeError):
+    """Another process of the run has failed, has died, or cannot be reached; the message names it and says why."""
+
+
 class MissingPackageError(TrainkitError, ImportError):
     """A package that is optional for trainkit, but needed for what was asked, is not installed."""
 
@@ -166,8 +172,9 @@ class Preempted(SystemExit):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for the known name nearest to ``name``, or an empty string if none is near."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {match[0]!r}?" if match else ""
+    names = {one.lower(): one for one in known}
+    match = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
+    return f" Did you mean {names[match[0]]!r}?" if match else ""
 
 
 def missing_package(package: str, extra: str, purpose: str) -> MissingPackageError:

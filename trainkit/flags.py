@@ -20,7 +20,7 @@ def torch_flags(deterministic: bool | str | None, benchmark: bool | None, detect
         benchmark: cuDNN chooses kernels by trying; ``None`` leaves it alone, but deterministic turns it off.
         detect_anomaly: autograd names the forward operation of a NaN gradient (slow).
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = _deterministic()
     benchmark_before = torch.backends.cudnn.benchmark
     workspace_before = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     anomaly_before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
@@ -35,8 +35,13 @@ def torch_flags(deterministic: bool | str | None, benchmark: bool | None, detect
             torch.autograd.set_detect_anomaly(True)
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        if _deterministic() != before:  # else nothing is imported for it, which fails if a signal has come in an import
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark_before
         torch.autograd.set_detect_anomaly(anomaly_before[0], check_nan=anomaly_before[1])
         if workspace_before is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

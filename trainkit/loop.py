@@ -1,4 +1,4 @@
-"""The training loop and the evaluation loop: plain functions over the verbs of the ``Accelerator``.
+"""The training loop: plain functions over the verbs of the ``Accelerator``.
 
 ::
 
@@ -25,24 +25,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from trainkit.console import warn
 from trainkit.errors import LossError, MissingMetricError, nearest
+from trainkit.evaluation import evaluate
 from trainkit.metrics import Scope
 from trainkit.state.run import Phase
 
 if TYPE_CHECKING:
     from trainkit.optimizer_config import SchedulerConfig
-    from trainkit.plans import EvaluationPlan
     from trainkit.trainer import Trainer
 
-__all__ = ["evaluate", "fit", "train_epoch"]
+__all__ = ["fit", "train_epoch"]
 
 
 def fit(trainer: Trainer) -> None:
@@ -51,7 +49,9 @@ def fit(trainer: Trainer) -> None:
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_start")
     trainer.signals.working = True
-    trainer.look()  # at the first safe point, when there may be workers
+    if not trainer.fit_plan.start:
+        metrics.stamp = -1
+    trainer.attention = True  # at the first safe point, when there may be workers
     while trainer.phase is not Phase.STEP or not trainer.finished:  # what a resumed step has left to do comes first
         trainer.refresh_loaders()
         train_epoch(trainer)
@@ -72,22 +72,22 @@ def train_epoch(trainer: Trainer) -> None:
         return
     has_loss = complete = exhausted = False
     for batch_idx, batch in enumerate(plan.batches(trainer.current_epoch), plan.start):
-        trainer.batch_idx, metrics.stamp, metrics.batch = batch_idx, batch_idx, batch
+        trainer.batch_idx, metrics.batch = batch_idx, batch
         if window.first:
             trainer.should_log = trainer.log_due(trainer.global_step + 1)
-        skip = False
-        for hook in hooks.on_train_batch_start:
-            skip = hook(batch, batch_idx) == -1 or skip
+        working, skip = not window.filler, False
+        if working:
+            metrics.stamp = batch_idx
+            for hook in hooks.on_train_batch_start:
+                skip = hook(batch, batch_idx) == -1 or skip
         if skip:
             complete, engine.skip_asked = True, False  # the user is done with this epoch
             break
         if optimizer is not None and window.first:
-            for hook in hooks.on_before_zero_grad:
-                hook(optimizer)
-            plan.zero_grad()
+            begin_window(trainer, optimizer)
             has_loss = False
         updates = engine.updates
-        outputs = training_step(batch, batch_idx)
+        outputs = training_step(batch, batch_idx) if working else plan.fill(batch, batch_idx)
         if plan.automatic:
             loss = outputs if outputs is None or isinstance(outputs, Tensor) else _loss_in(outputs)
             if loss is not None:
@@ -99,7 +99,9 @@ def train_epoch(trainer: Trainer) -> None:
                 plan.backward(loss)
                 for hook in hooks.on_after_backward:
                     hook()
-            if optimizer is not None and window.full and has_loss:
+            elif plan.several:
+                plan.backward(None)  # nothing, but the others wait for it
+            if optimizer is not None and window.full and (has_loss or (plan.several and engine.any_loss())):
                 if hooks.on_before_optimizer_step:
                     engine.unscale_gradients(optimizer)  # what they look at are the true gradients
                     for hook in hooks.on_before_optimizer_step:
@@ -107,20 +109,34 @@ def train_epoch(trainer: Trainer) -> None:
                 plan.step(optimizer)
         updated = engine.updates != updates or (plan.without_optimizer and window.full)
         if updated:
-            trainer.global_step += 1
-            if plan.schedulers:
-                advance_schedulers(trainer, "step", trainer.global_step)
-            trainer.phase = Phase.UPDATED
-        if hooks.on_train_batch_end:
+            count_update(trainer)
+        if hooks.on_train_batch_end and working:
             detached = _detached(outputs)
             for hook in hooks.on_train_batch_end:
                 hook(detached, batch, batch_idx)
         if window.full and after_window(trainer, batch_idx, updated):
-            complete = plan.is_last(batch_idx)
+            complete = plan.is_last(trainer.batch_idx)
             break
     else:
         complete = exhausted = True
     end_of_epoch(trainer, complete, exhausted)
+
+
+def begin_window(trainer: Trainer, optimizer: Optimizer) -> None:
+    """Set the gradients to zero."""
+    for hook in trainer.hooks.on_before_zero_grad:
+        hook(optimizer)
+    trainer.fit_plan.zero_grad()
+
+
+def count_update(trainer: Trainer) -> None:
+    """An update has been made."""
+    trainer.global_step += 1
+    if trainer.fit_plan.without_optimizer:
+        trainer.strategy.sync_buffers()  # else an update does it
+    if trainer.fit_plan.schedulers:
+        advance_schedulers(trainer, "step", trainer.global_step)
+    trainer.phase = Phase.UPDATED
 
 
 def finish_step(trainer: Trainer) -> bool:
@@ -145,13 +161,18 @@ def finish_step(trainer: Trainer) -> bool:
 def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
     """Log and validate if they are due; returns whether training ends here."""
     plan, metrics = trainer.fit_plan, trainer.metrics
+    if trainer.accelerator.window.uneven:
+        batch_idx = trainer.batch_idx = plan.loader.given - 1  # where the process is that has most of this window
     if plan.profiler is not None:
         plan.profiler.step()
     trainer.accelerator.skip_asked = False  # asked for in a window that had no loss
     if updated and trainer.should_log:
         metrics.flush_step()
+    if trainer.control is not None:
+        trainer.control.turn()  # what the step before this one asked for, on any process
     plan.stopping = plan.stop_asked and trainer.may_stop  # asked for in the step before this one
-    plan.stop_asked = trainer.should_stop
+    if trainer.control is None:
+        plan.stop_asked = trainer.should_stop
     validated = trainer.validation_due(batch_idx, updated)
     if validated:
         validate(trainer)
@@ -164,13 +185,15 @@ def end_step(trainer: Trainer, batch_idx: int, validated: bool) -> bool:
     """The step is complete: save and obey signals if there is cause to; returns whether training ends here."""
     plan = trainer.fit_plan
     if validated:
+        if trainer.control is not None:
+            trainer.control.exchange()
         plan.stopping = plan.stopping or (trainer.should_stop and trainer.may_stop)
     plan.done, plan.updates = batch_idx + 1, trainer.accelerator.updates
     trainer.phase = Phase.STEP
     ends = plan.stopping or trainer.steps_done
     if trainer.attention or trainer.global_step >= trainer.next_save_step:
         if ends:
-            trainer.look()  # when the epoch's end is done too: a run that has ended does not come back to it
+            trainer.attention = True  # when the epoch's end is done too: a run that has ended does not come back to it
         else:
             trainer.checkpointing.attend()
     return ends
@@ -198,10 +221,13 @@ def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
         advance_schedulers(trainer, "epoch", trainer.current_epoch + 1)
         trainer.current_epoch += 1
         plan.start_epoch(trainer.batch_idx + 1, trainer.arguments.check_val_every_n_epoch is None)
+        metrics.stamp = -1  # nothing of the next one has been logged
     else:
         plan.start = plan.done
     trainer.batch_idx = -1
     trainer.phase = Phase.STEP
+    if trainer.control is not None:
+        trainer.control.exchange()
     if trainer.attention:
         trainer.checkpointing.attend()
 
@@ -237,6 +263,8 @@ def advance_plateaus(trainer: Trainer) -> None:
     """Advance the schedulers that follow a metric by steps: after each validation; without one, after each update."""
     for config in trainer.fit_plan.schedulers:
         if config.reduce_on_plateau and config.interval == "step" and trainer.global_step % config.frequency == 0:
+            if trainer.fit_plan.several:
+                trainer.results.callback.update(trainer.train_metrics.agreed_step_values())
             advance(trainer, config)
 
 
@@ -256,82 +284,6 @@ def advance(trainer: Trainer, config: SchedulerConfig) -> None:
             warn(message + " It is not advanced.")
             return
     trainer.lightning_module.lr_scheduler_step(config.scheduler, metric)
-
-
-def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
-    """Validation, test or prediction over all loaders; the metrics of each loader."""
-    name, metrics = plan.name, plan.metrics
-    hooks, module = trainer.hooks, trainer.lightning_module
-    metrics.discard()
-    metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
-    with _active(trainer, plan), _eval_mode(module), _no_gradients(trainer.inference_mode):
-        hooks.run(f"on_{name}_start")
-        hooks.run(f"on_{name}_epoch_start")
-        for index, loader in enumerate(plan.loaders):
-            plan.begin_loader(index)
-            evaluate_loader(trainer, plan, index, loader.iterate(trainer.current_epoch))
-        metrics.suffix, metrics.batch = "", None
-        metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
-        plan.results = {}
-        hooks.run(f"on_{name}_epoch_end")
-        plan.finish()
-        metrics.scope = Scope.NOWHERE  # the evaluation's metrics are complete
-        trainer.evaluated(plan)
-        hooks.run(f"on_{name}_end")
-    return plan.by_loader()
-
-
-def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches: Iterator[Any]) -> None:
-    """All batches of one loader."""
-    hooks, metrics, step, signals = trainer.hooks, plan.metrics, plan.step, trainer.signals
-    before: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_start")
-    after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_end")
-    if plan.logs:
-        metrics.scope = Scope.EVAL_BATCH
-    batch_idx = -1
-    for batch_idx, batch in enumerate(batches):
-        metrics.batch = batch
-        for hook in before:
-            hook(batch, batch_idx, index)
-        outputs = step(batch, batch_idx, index)
-        plan.keep(index, outputs)
-        for hook in after:
-            hook(outputs, batch, batch_idx, index)
-        plan.count += 1
-        if metrics.pending:
-            metrics.flush_step()
-        if signals.received is not None:
-            raise signals.ending(f"at step {trainer.global_step}, in the {plan.name}")
-    if batch_idx < 0:
-        plan.refuse_empty(index)
-
-
-@contextmanager
-def _active(trainer: Trainer, plan: EvaluationPlan) -> Iterator[None]:
-    """What is logged goes to the evaluation's metrics."""
-    outer = trainer.metrics, trainer.active_plan
-    trainer.results.callback.update(trainer.metrics.step_values())  # monitors see what training has logged by step
-    trainer.metrics, trainer.active_plan = plan.metrics, plan
-    try:
-        yield
-    finally:
-        trainer.metrics, trainer.active_plan = outer
-
-
-@contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
-    """Eval mode, and afterwards each submodule in the mode that it was in: frozen BatchNorm stays frozen."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-def _no_gradients(inference_mode: bool) -> AbstractContextManager[Any]:
-    return torch.inference_mode() if inference_mode else torch.no_grad()
 
 
 def _loss_in(outputs: Any) -> Tensor | None:

@@ -223,8 +223,16 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
         Args:
             use_pl_optimizer: Lightning's name; ``False`` gives torch's own objects, whose steps are not counted.
+
+        Raises:
+            ConfigurationError: torch's own objects, for manual optimization on several processes.
         """
         prepared = self.trainer.prepared_optimizers
+        if not (use_pl_optimizer or self.automatic_optimization) and self.trainer.world_size > 1:
+            raise ConfigurationError(
+                "self.optimizers(use_pl_optimizer=False): torch's own step would not average the gradients over "
+                "the processes. Use self.optimizers()."
+            )
         chosen: list[Any] = list(prepared) if use_pl_optimizer else [optimizer.optimizer for optimizer in prepared]
         return chosen[0] if len(chosen) == 1 else chosen
 
@@ -308,12 +316,19 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
             sync_grads: gradients flow back through the gathering.
 
         Raises:
-            ConfigurationError: a group of processes.
+            ConfigurationError: a group of processes; or in the step or batch hook of an evaluation in which some process has
+                fewer batches than others, or may have: it would not be there.
         """
         if group is not None:
             raise ConfigurationError(
                 f"all_gather: expected group=None, got {group!r}: a run gathers over all its processes. Leave it out: "
                 "self.all_gather(data)"
+            )
+        plan = self.trainer.active_plan
+        if plan is not None and plan.uneven:
+            raise ConfigurationError(
+                f"all_gather in {plan.name}, batch by batch: not every process has as many batches, and the others would wait. "
+                f"self.log reduces over the processes by itself; or keep what you need, and gather in on_{plan.name}_epoch_end."
             )
         return self.trainer.strategy.all_gather(data, sync_grads=sync_grads)
 

@@ -20,10 +20,19 @@ __all__ = ["DataHooks", "ModuleHooks"]
 
 
 class DataHooks:
-    """What ``TrainModule`` and ``DataModule`` share: loaders, and batches on their way to the device."""
+    """What ``TrainModule`` and ``DataModule`` share: loaders, and batches on their way to the device.
+
+    Attributes:
+        prepare_data_per_node: ``prepare_data`` is called by one process of each machine; ``False``: by one of all.
+    """
+
+    prepare_data_per_node: bool = True
 
     def prepare_data(self) -> None:
-        """Download, tokenise, write to disk: called in one process only, before ``setup``. Do not assign state here."""
+        """Download, tokenise, write to disk: called in one process of each machine, before ``setup`` in any.
+
+        Do not assign state here: other processes would not have it.
+        """
 
     def setup(self, stage: str) -> None:
         """Before anything is used, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""

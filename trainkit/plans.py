@@ -26,6 +26,8 @@ class FitPlan:
         loader: the training batches.
         training_step: called with (batch, batch_idx).
         automatic: the loop does backward and step.
+        several: there are other processes.
+        fill: called instead of ``training_step`` in a window in which this process has no micro-batch, and others have.
         without_optimizer: there is none: windows are counted, nothing is learnt.
         optimizer: the only one, under automatic optimization.
         backward: of a loss.
@@ -41,6 +43,8 @@ class FitPlan:
         complete: the epoch whose end is being worked on counts: it was not left for a stop.
         validated: how many times ``validate_every`` has been reached, in this epoch or since ``earlier_batches`` was 0.
         earlier_batches: micro-batches of earlier epochs, where validation counts across epochs.
+        surplus: by so many this epoch is longer than others: it was gone on with on another number of processes, in a place
+            that is no multiple of it.
     """
 
     loader: PreparedLoader
@@ -48,11 +52,13 @@ class FitPlan:
     automatic: bool
     without_optimizer: bool
     optimizer: Optimizer | None
-    backward: Callable[[Tensor], None]
+    backward: Callable[[Tensor | None], None]
     step: Callable[[Optimizer], bool]
     zero_grad: Callable[[], None]
     schedulers: list[SchedulerConfig]
     profiler: Profiler | None
+    several: bool = False
+    fill: Callable[..., Any] = lambda batch, batch_idx: None
     validate_every: int | None = None
     stop_asked: bool = False
     stopping: bool = False
@@ -62,6 +68,7 @@ class FitPlan:
     complete: bool = True
     validated: int = 0
     earlier_batches: int = 0
+    surplus: int = 0
 
     @property
     def length(self) -> int | None:
@@ -77,9 +84,10 @@ class FitPlan:
         """The next epoch begins at its first micro-batch; ``batches`` is what the one that ends had."""
         self.start = self.done = 0
         if across_epochs:
-            self.earlier_batches += batches
+            self.earlier_batches += batches - self.surplus
         else:
             self.validated = 0
+        self.surplus = 0
 
     def is_last(self, batch_idx: int) -> bool:
         """Whether this is known to be the last micro-batch of the epoch."""
@@ -106,6 +114,7 @@ class EvaluationPlan:
         keeps: outputs are kept (prediction).
         count: batches of this stage since the run began, the step of what is logged by batch.
         began: what ``count`` was when the evaluation that is running began.
+        uneven: the batches of a loader are being worked on, and some process has fewer than others, or may have.
     """
 
     name: str
@@ -116,6 +125,7 @@ class EvaluationPlan:
     keeps: bool = False
     count: int = 0
     began: int = 0
+    uneven: bool = False
     outputs: list[list[Any]] = field(default_factory=list)
     results: dict[str, float] = field(default_factory=dict)
 

@@ -9,15 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit import loop
 from trainkit.accelerator import Accelerator
-from trainkit.attach import merge_module_callbacks
+from trainkit.attach import merge_module_callbacks, share_log_folders
 from trainkit.checkpointing import Checkpointing
 from trainkit.console import notice
+from trainkit.control import Control
 from trainkit.datamodule import DataModule
-from trainkit.errors import ConfigurationError, DataError, MissingMethodError, ModuleError, Preempted
+from trainkit.errors import ConfigurationError, DataError, MissingMethodError, ModuleError, Preempted, ProcessFailedError
+from trainkit.evaluation import evaluate
 from trainkit.flags import torch_flags
 from trainkit.hooks import HookTable, check_datamodule, check_module
+from trainkit.launch.endings import report_failure
 from trainkit.metrics import MetricResults, MetricStore, Scope
 from trainkit.module import TrainModule
 from trainkit.plans import EvaluationPlan
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from trainkit.trainer import Trainer
 
 __all__ = [
+    "agree_on_signals",
     "build_hooks",
     "check_sanity",
     "interruptible",
@@ -52,7 +55,7 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
         newest = trainer.checkpointing.newest if hasattr(trainer, "checkpointing") else None
         if newest is not None:
             notice(f"to go on: trainer.fit(..., ckpt_path={str(newest)!r}), or ckpt_path='auto' for the newest.")
-        if isinstance(ending, Preempted) and trainer.arguments.slurm_requeue:
+        if isinstance(ending, Preempted) and trainer.arguments.slurm_requeue and trainer.is_global_zero:
             requeue()
         raise
     finally:
@@ -77,37 +80,55 @@ def running(
             f"this Trainer is in the middle of {trainer.stage!r}, and another run would take its state. Use a second one: "
             f"Trainer(...).{stage}(module, ...)"
         )
-    module, trainer.compiler = _uncompiled(module)
-    _check_inputs(module, datamodule, given)
-    refuse_incomplete(module, stage)
-    outer = module._trainer
     random_state = RandomState(trainer.strategy.generators())
-    status = "failed"
-    _begin(trainer, stage, module, datamodule)
+    outer: Trainer | None = None
+    status = "none"  # there is nothing yet to be given back
+    watchdog = trainer.strategy.world.watchdog
+    if watchdog is not None:
+        watchdog.folder = trainer.default_root_dir
+        watchdog.entered()
     try:
+        module, trainer.compiler = _uncompiled(module)
+        _check_inputs(module, datamodule, given)
+        refuse_incomplete(module, stage)
+        outer, status = module._trainer, "failed"
+        _begin(trainer, stage, module, datamodule)
         merge_module_callbacks(trainer, module)
         build_hooks(trainer)
         with torch_flags(*trainer.flags):
+            first()
+            found = trainer.found
+            share_log_folders(trainer, found.loaded.state["loggers"] if found is not None and "loggers" in found.wanted else ())
             if trainer.profiler is not None:
                 trainer.profiler.start(Path(trainer.log_dir or "."))
-            first()
             _set_up(trainer, stage, module)
             yield
         status = "success"
     except BaseException as exception:
-        ending = _ending(trainer, exception)
-        _report(trainer, ending)
+        ending = report_failure(trainer.strategy.world.channel, _ending(trainer, exception))
+        if status != "none":
+            _report(trainer, ending)
         if ending is exception:
             raise
         raise ending from exception
     finally:
         try:
-            _tear_down(trainer, stage, status)
+            if status != "none":
+                _tear_down(trainer, stage, status)
         finally:
             trainer.stage, trainer.validating = None, False
             if outer is not None and outer.stage is not None:
                 module._trainer = outer  # whose run goes on
             random_state.restore()
+            if watchdog is not None:
+                watchdog.left()
+
+
+def agree_on_signals(trainer: Trainer) -> None:
+    """A signal that has come to one process by now has come to all."""
+    world = trainer.strategy.world
+    if world.size > 1:
+        trainer.signals.received = world.largest([trainer.signals.received or 0])[0] or None
 
 
 def _uncompiled(module: Any) -> tuple[Any, Callable[..., Any] | None]:
@@ -136,7 +157,10 @@ def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) ->
 
 
 def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None) -> None:
-    """The trainer's state as it is before a run."""
+    """The trainer's state as it is before a run; first what the tear-down needs, whatever fails here."""
+    trainer.hooks = HookTable.nothing()
+    trainer.accelerator = Accelerator(strategy=trainer.strategy)
+    trainer.accelerator.seed = trainer.seed
     trainer.attach(module, datamodule)
     trainer.stage = stage
     trainer.should_stop = trainer.should_log = trainer.sanity_checking = trainer.validating = False
@@ -144,7 +168,8 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
     trainer.active_plan = trainer.val_plan = None
     trainer.plans = {}
     trainer.results = MetricResults()
-    trainer.metrics = MetricStore(trainer.emit, trainer.results, compiled=trainer.compiler is not None)
+    compiled, world = trainer.compiler is not None, trainer.strategy.world
+    trainer.metrics = MetricStore(trainer.emit, trainer.results, compiled=compiled, world=world)
     trainer.train_metrics = trainer.metrics
     if stage == "fit":
         trainer.global_step = trainer.current_epoch = 0
@@ -152,20 +177,16 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
         trainer.next_save_step = math.inf
         trainer.computed, trainer.states_of_loggers = {}, None
         trainer.checkpointing = Checkpointing(trainer)
+        trainer.control = Control(trainer) if trainer.world_size > 1 else None
         trainer.fitted = module
         trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], []
         trainer.__dict__.pop("fit_plan", None)  # what is asked of it before there is a new one must not be the old one's
         trainer.precision.reset()
-    trainer.accelerator = Accelerator(strategy=trainer.strategy)
-    trainer.accelerator.seed = trainer.seed
-    trainer.hooks = HookTable.nothing()
 
 
 def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
     seed_generators(mix(trainer.seed, Stage.TRAIN, Purpose.INIT), trainer.strategy.generators())
-    for owner in (trainer.datamodule, module):
-        if owner is not None:
-            owner.prepare_data()
+    _prepare_data(trainer, module)
     if trainer.datamodule is not None:
         trainer.datamodule.setup(stage)
     trainer.hooks.run("setup", stage)
@@ -173,6 +194,15 @@ def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
         with trainer.precision.init_context():
             module.configure_model()
     trainer.wrapped_module = trainer.strategy.prepare_module(module)
+
+
+def _prepare_data(trainer: Trainer, module: TrainModule) -> None:
+    """In one process of each machine, or in one of all; the others wait, however long it takes."""
+    world = trainer.strategy.world
+    for owner in (trainer.datamodule, module):
+        if owner is not None and (world.local_rank if owner.prepare_data_per_node else world.rank) == 0:
+            owner.prepare_data()
+    world.team("prepare_data").exchange(None)
 
 
 def build_hooks(trainer: Trainer) -> None:
@@ -190,7 +220,8 @@ def build_hooks(trainer: Trainer) -> None:
 def plan_evaluation(trainer: Trainer, name: str, given: Any, *, sanity: bool = False) -> EvaluationPlan | None:
     """The plan of an evaluation, also kept for ``num_val_batches`` and the like; ``None`` if there is nothing to run."""
     results = MetricResults() if sanity else trainer.results
-    store = MetricStore(trainer.emit, results, compiled=trainer.compiler is not None)
+    compiled, world = trainer.compiler is not None, trainer.strategy.world
+    store = MetricStore(trainer.emit, results, compiled=compiled, world=world)
     plan = evaluation_plan(trainer, name, given, store, sanity=sanity)
     trainer.plans["sanity" if sanity else name] = plan
     return plan
@@ -217,7 +248,7 @@ def check_sanity(trainer: Trainer, given: Any) -> None:
     results, trainer.results = trainer.results, plan.metrics.results
     try:
         trainer.hooks.run("on_sanity_check_start")
-        loop.evaluate(trainer, plan)
+        evaluate(trainer, plan)
         trainer.hooks.run("on_sanity_check_end")
     finally:
         trainer.sanity_checking = trainer.validating = False
@@ -238,7 +269,7 @@ def _report(trainer: Trainer, exception: BaseException) -> None:
         try:
             hook(exception)
         except Exception as error:
-            notice(f"on_exception failed: {error!r}")
+            notice(f"on_exception failed: {error!r}", everywhere=True)
 
 
 def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
@@ -248,7 +279,7 @@ def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
     parts: list[Callable[[], Any]] = [partial(hook, stage) for hook in trainer.hooks.teardown]
     if trainer.datamodule is not None:
         parts.append(partial(trainer.datamodule.teardown, stage))
-    if stage == "fit":
+    if stage == "fit" and hasattr(trainer, "checkpointing"):
         parts.append(trainer.checkpointing.close)
     parts += [partial(logger.finalize, status) for logger in trainer.loggers]
     parts += [trainer.accelerator.free_memory, trainer.strategy.teardown]
@@ -267,4 +298,6 @@ def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
     if errors and (status == "success" or interrupts):
         raise (interrupts or errors)[0]
     for failure in errors:
-        notice(f"the tear-down failed too: {failure!r}")
+        if isinstance(failure, ProcessFailedError):  # what ended the run says more
+            continue
+        notice(f"the tear-down failed too: {failure!r}", everywhere=True)

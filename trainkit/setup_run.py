@@ -12,7 +12,7 @@ from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of, evaluation_sources, find_source, training_source
 from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
-from trainkit.metrics import MetricStore
+from trainkit.metrics import MetricResults, MetricStore
 from trainkit.module import TrainModule
 from trainkit.module_hooks import DataHooks
 from trainkit.optimizer import clear_gradients
@@ -79,6 +79,7 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
         window=True,
         weigh=module.batch_weight if weighed else None,
         sequential=bool(arguments.overfit_batches),
+        repeat_filler=not module.automatic_optimization,
         **_transfer(trainer, Stage.TRAIN, 0),
     )
     _refuse_empty(loader, source, "training")
@@ -89,7 +90,14 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
 
 
 def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | None:
-    """The micro-batches at most. A length that a dataset says of itself may be wrong, and must not cut off what comes."""
+    """The rows at most. A length that a dataset says of itself may be wrong, and must not cut off what comes.
+
+    A fraction is one of the micro-batches of all processes, so that it is the same data on any number of them.
+    """
+    if isinstance(limit, float) and 0.0 < limit < 1.0:
+        loader.micro_limit = None  # of the whole epoch
+        loader.micro_limit = limited(loader.micro_batches, limit, argument)
+        return None
     count = limited(loader.length, limit, argument)
     if loader.exact or (isinstance(limit, float) and limit < 1.0):
         return count
@@ -170,6 +178,7 @@ def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
         loader=loader,
         training_step=step,
         automatic=module.automatic_optimization,
+        several=trainer.world_size > 1,
         without_optimizer=False,
         optimizer=None,
         backward=backward,
@@ -192,6 +201,8 @@ def finish_fit_plan(trainer: Trainer) -> None:
     if not automatic:
         _refuse_under_manual(trainer)
         engine.before_step = trainer.before_manual_step
+        engine.averages_in_step = plan.several
+        plan.fill = partial(_fill, trainer)
         return
     plan.schedulers = configs
     if not optimizers:
@@ -202,6 +213,17 @@ def finish_fit_plan(trainer: Trainer) -> None:
         plan.zero_grad = lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.batch_idx, optimizer)
     else:
         plan.zero_grad = partial(clear_gradients, optimizer)
+
+
+def _fill(trainer: Trainer, batch: Any, batch_idx: int) -> None:
+    """A step that counts for nothing: under manual optimization only the module's code tells what others wait for."""
+    outer = trainer.metrics
+    trainer.metrics = MetricStore(lambda metrics, for_step: None, MetricResults())
+    trainer.metrics.scope, trainer.metrics.batch = outer.scope, batch
+    try:
+        trainer.fit_plan.training_step(batch, batch_idx)
+    finally:
+        trainer.metrics = outer
 
 
 def _refuse_under_manual(trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainkit import loop
 from trainkit.accelerator import Accelerator
-from trainkit.arguments import TrainerArguments, check_switches, pick_device, refuse_unknown
+from trainkit.arguments import TrainerArguments, check_switches, refuse_unknown
 from trainkit.attach import attach_callbacks, attach_loggers
 from trainkit.callback import Callback
 from trainkit.console import notice, warn
@@ -26,12 +26,12 @@ from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
 from trainkit.precision import Precision
 from trainkit.profiler import Profiler, make_profiler
-from trainkit.registry import make_strategy
 from trainkit.resume import begin_resume, check_restore, restore_fit
 from trainkit.rng import resolve_seed, seed_was_given
-from trainkit.running import build_hooks, check_sanity, interruptible, plan_evaluation, running
+from trainkit.running import agree_on_signals, build_hooks, check_sanity, interruptible, plan_evaluation, running
 from trainkit.setup_run import finish_fit_plan, fit_plan, overrides, train_loader, validate_every
 from trainkit.strategy import Strategy
+from trainkit.where import joined_strategy, read_wanted
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
@@ -46,8 +46,11 @@ class Trainer(Evaluating):
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"`` (``"cuda"``) or ``"mps"``.
-        devices: ``"auto"`` or 1; ``[index]`` for a certain GPU.
-        strategy: ``"auto"`` or a :class:`~trainkit.Strategy`.
+        devices: processes of a machine, one a device: a number, ``-1`` for all GPUs, or a list of GPUs. ``"auto"``: all GPUs in
+            a script, one in a notebook, one process on the CPU.
+        num_nodes: machines.
+        strategy: ``"auto"``, ``"ddp"``, or a :class:`~trainkit.Strategy`.
+        sync_batchnorm: BatchNorm takes its statistics over all processes (CUDA).
         precision: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, or a
             :class:`~trainkit.Precision`.
         seed: of order, augmentation and dropout (default: the one given to ``seed_everything``, else torch's own).
@@ -105,6 +108,7 @@ class Trainer(Evaluating):
         *,
         accelerator: str = "auto",
         devices: str | int | Sequence[int] = "auto",
+        num_nodes: int | None = None,
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
         logger: bool | Logger | Sequence[Logger] | None = None,
@@ -141,6 +145,7 @@ class Trainer(Evaluating):
         reload_dataloaders_every_n_epochs: int = 0,
         profiler: str | Profiler | None = None,
         seed: int | None = None,
+        sync_batchnorm: bool = False,
         **unknown: Any,
     ) -> None:
         given = dict(locals())
@@ -149,14 +154,12 @@ class Trainer(Evaluating):
         check_switches(given)
         self.arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         self.accumulate_grad_batches = self.arguments.accumulate_grad_batches
-        self.strategy = _strategy_on(strategy, accelerator, devices)
-        if precision is not None:
-            self.strategy.use_precision(precision)
+        wanted = read_wanted(accelerator, devices, num_nodes)
+        self.strategy = joined_strategy(strategy, wanted, sync_batchnorm, precision)
         self.accelerator = Accelerator(strategy=self.strategy)
-        self.seed = self.accelerator.seed = resolve_seed(seed)
+        self.seed = self.accelerator.seed = self.strategy.world.from_main(resolve_seed(seed))
         self.seed_given, self.inference_mode = seed_was_given(seed), inference_mode
-        self.profiler = make_profiler(profiler)
-        self.flags = (deterministic, benchmark, detect_anomaly)
+        self.profiler, self.flags = make_profiler(profiler), (deterministic, benchmark, detect_anomaly)
         self.metrics = MetricStore(self.emit, self.results)
         self.loggers = attach_loggers(self, logger)
         self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
@@ -225,6 +228,7 @@ class Trainer(Evaluating):
                 check_sanity(self, val_dataloaders)
             loop.fit(self)
             self.hooks.run("on_fit_end")
+            agree_on_signals(self)
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, blocking: bool = True) -> None:
         """Write a checkpoint of this moment to a folder of your choice; a checkpoint that is there is replaced.
@@ -302,12 +306,13 @@ class Trainer(Evaluating):
         self.fit_plan.backward(loss, **kwargs)
         self.hooks.run("on_after_backward")
 
-    def emit(self, metrics: dict[str, float], for_step: bool) -> None:
-        """Give metrics to the loggers."""
+    def emit(self, metrics: dict[str, float], for_step: bool, step: int | None = None) -> None:
+        """Give metrics to the loggers: those of ``step``, if it is given."""
         if self.sanity_checking:
             return
         evaluating = self.active_plan
-        step = evaluating.count if evaluating is not None and for_step else self.global_step
+        if step is None:
+            step = evaluating.count if evaluating is not None and for_step else self.global_step
         for logger in self.loggers:
             try:
                 logger.log_metrics({**metrics, "epoch": self.current_epoch}, step)
@@ -348,14 +353,3 @@ def _make_log_folders(loggers: list[Logger]) -> None:
                 f"{type(logger).__name__}: expected a log folder that can be written, got {folder}: {error}. "
                 "Fix: save_dir='runs' or Trainer(default_root_dir='runs')"
             ) from error
-
-
-def _strategy_on(strategy: str | Strategy, accelerator: str, devices: Any) -> Strategy:
-    if isinstance(strategy, str):
-        return make_strategy(strategy, device=pick_device(accelerator, devices))
-    made = make_strategy(strategy)
-    if accelerator != "auto" or devices not in ("auto", 1):
-        wanted = pick_device(accelerator, devices)
-        if str(wanted) != "auto" and str(wanted).split(":")[0] != made.device.type:
-            raise ConfigurationError(f"accelerator={accelerator!r} and {made!r} name different devices. Give one of them.")
-    return made

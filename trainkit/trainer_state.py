@@ -15,7 +15,7 @@ from trainkit.metrics import MetricResults, MetricStore
 from trainkit.registry import load_callback
 from trainkit.setup_run import count_batches
 from trainkit.signals import Signals
-from trainkit.state.metrics import count_updates
+from trainkit.state.metric_objects import count_updates
 from trainkit.state.run import Phase, logger_states
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainkit.arguments import TrainerArguments
     from trainkit.callback import Callback
     from trainkit.checkpointing import Checkpointing
+    from trainkit.control import Control
     from trainkit.datamodule import DataModule
     from trainkit.hooks import HookTable
     from trainkit.loggers import Logger
@@ -62,7 +63,8 @@ class TrainerState(Cadence):
         phase: what of the present update is done.
         fitted: the module of the last fit.
         found: the checkpoint that the fit goes on from, until it is restored.
-        attention: there is cause to look at saves and signals when the step is complete; may be set by any thread.
+        attention: there is cause to look at saves and signals when the step is complete.
+        control: tells the processes of a fit of each other; ``None`` if there is one only.
         next_save_step: likewise, from this ``global_step`` on.
         ended: the loop of this fit is over.
         metrics: where ``log`` goes now.
@@ -115,6 +117,7 @@ class TrainerState(Cadence):
         self.plans: dict[str, EvaluationPlan | None] = {}
         self.phase = Phase.STEP
         self.attention = False
+        self.control: Control | None = None
         self.found: Found | None = None
         self.next_save_step: float = math.inf
         self.ended = False
@@ -124,8 +127,12 @@ class TrainerState(Cadence):
         self.signals = Signals(lambda: None)
 
     def look(self) -> None:
-        """Look at saves and signals when the step is complete; may be called by any thread."""
-        self.attention = True
+        """Look at saves and signals when the step is complete; may be called by any thread.
+
+        Over several processes the next control word tells, and all of them look after the same step.
+        """
+        if self.control is None:
+            self.attention = True
 
     def checkpointing_now(self, weights_only: bool) -> Checkpointing:
         """What saves a checkpoint of this moment.

@@ -5,8 +5,9 @@ Each class is loaded when its name is first used, so that none of the optional p
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
@@ -17,22 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CSVLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger"]
 
-_MODULES = {
-    "CSVLogger": "trainkit.loggers.csv_logs",
-    "JSONLLogger": "trainkit.loggers.jsonl",
-    "Logger": "trainkit.loggers.base",
-    "TensorBoardLogger": "trainkit.loggers.tensorboard",
-    "WandbLogger": "trainkit.loggers.wandb_logs",
+_FILES = {
+    "CSVLogger": "csv_logs",
+    "JSONLLogger": "jsonl",
+    "Logger": "base",
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb_logs",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+__getattr__, __dir__ = lazily(globals(), _FILES)

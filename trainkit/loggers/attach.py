@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.loggers.base import Logger
 from trainkit.loggers.csv_logs import CSVLogger
+from trainkit.loggers.folder import RunFolder, claimed
+from trainkit.loggers.resume import find_again
 from trainkit.loggers.tensorboard import TensorBoardLogger
 
-__all__ = ["attach", "default_logger"]
+__all__ = ["attach", "default_logger", "share_folders", "states_of"]
 
 
 def attach(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank: int = 0) -> None:
@@ -50,3 +55,60 @@ def default_logger() -> Logger:
         return TensorBoardLogger()
     except MissingPackageError:
         return CSVLogger()
+
+
+def states_of(loggers: Sequence[Logger], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None]:
+    """For each logger its state in a checkpoint, ``{"kind": …, "state": …}``: those of a kind in the order they have there."""
+    left = list(saved)
+    found: list[Mapping[str, Any] | None] = []
+    for logger in loggers:
+        match = next((entry for entry in left if entry["kind"] == type(logger).__name__), None)
+        if match is not None:
+            left.remove(match)
+        found.append(None if match is None else match["state"])
+    return found
+
+
+def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Let the loggers of all processes name the folders that those of the main one log to, which are chosen now.
+
+    Collective. For a single process there is nothing to be told, and nothing is chosen before it is needed.
+
+    Args:
+        loggers: alike on all processes.
+        world: the processes.
+        saved: the states of the loggers in the checkpoint that the run will go on from: their folders are looked for first.
+
+    Raises:
+        ConfigurationError: a folder cannot be made; on all processes.
+    """
+    if world.size == 1 or not loggers:
+        return
+    states = states_of(loggers, saved)
+    said: dict[str, Any] = {}
+    if world.is_main:
+        try:
+            for logger, state in zip(loggers, states, strict=True):
+                if state is not None and "folder" in state:
+                    logger._found = state, find_again(logger, state)
+            said = {"folders": [_told(logger) for logger in loggers]}
+        except ConfigurationError as error:
+            said = {"error": str(error)}
+    said = world.from_main(said)
+    if "error" in said:
+        raise ConfigurationError(said["error"])
+    if world.is_main:
+        return
+    for logger, told, state in zip(loggers, said["folders"], states, strict=True):
+        logger._found = None if state is None else (state, None)  # nothing is left to be looked for
+        if told is not None:
+            logger._folder = RunFolder(Path(told[0]), told[1])
+
+
+def _told(logger: Logger) -> list[Any] | None:
+    """The folder of a logger in plain values; None where the backend has a layout of its own."""
+    if not logger._in_run_folder:
+        return None
+    folder = logger._run_folder()
+    claimed(folder)
+    return [str(folder.root), folder.version]

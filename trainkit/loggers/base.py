@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
 from trainkit.loggers.files import replace_file
-from trainkit.loggers.folder import RunFolder, check_name, check_save_dir, check_version
+from trainkit.loggers.folder import RunFolder, check_name, check_save_dir, check_version, claimed
 from trainkit.loggers.resume import folder_state, go_on
 from trainkit.loggers.values import as_array, as_images, as_step, number, plain
 
@@ -33,7 +33,11 @@ def is_installed(package: str) -> bool:
 
 
 class NullExperiment:
-    """What ``logger.experiment`` is on every process but the first: any attribute or call of it does nothing."""
+    """What ``logger.experiment`` is on every process but the main one: any attribute or call of it does nothing.
+
+    So ``logger.experiment.add_figure(...)`` can stand in a step as it is: one process writes, and the others need no
+    ``if``.
+    """
 
     def __getattr__(self, name: str) -> NullExperiment:
         if name.startswith("__"):  # pickle, copy and inspect ask for these and must hear that they are not there
@@ -103,6 +107,7 @@ class Logger:
     _experiment: Any = None
     _last_step: int = -1
     _guard: weakref.finalize[..., Any] | None = None
+    _found: tuple[Mapping[str, Any], Path | None] | None = None  # a state whose folder was looked for, and what was found
     _in_run_folder: bool = True  # False: the backend has a layout of its own inside save_dir
 
     def __init__(
@@ -128,10 +133,10 @@ class Logger:
 
     @property
     def version(self) -> int | str | None:
-        """The run. Chosen now if it was not yet; None on another process, where an automatic one is not known."""
+        """The run. Chosen now if it was not yet. On another process that of the main one; None before a run has begun."""
         folder = self._run_folder()
         if self.is_main_process:
-            _claim(folder)
+            claimed(folder)
         return folder.version
 
     @property
@@ -151,7 +156,7 @@ class Logger:
         """The folder of this run: ``<save_dir>/<name>/version_N``; version as in ``version``."""
         folder = self._run_folder()
         if self.is_main_process:
-            return str(_claim(folder))
+            return str(claimed(folder))
         return None if folder.path is None else str(folder.path)
 
     def _run_folder(self) -> RunFolder:
@@ -381,13 +386,3 @@ class Logger:
         folder = self._folder
         version = self._version if folder is None else folder.version
         return f"{type(self).__name__}(save_dir={self.save_dir!r}, name={self._name!r}, version={version!r})"
-
-
-def _claim(folder: RunFolder) -> Path:
-    try:
-        return folder.claim()
-    except OSError as error:
-        raise ConfigurationError(
-            f"The log folder {folder.root} cannot be made: {error}. "
-            "Fix: give a folder that can be written, save_dir='runs' or Trainer(default_root_dir='runs')"
-        ) from error

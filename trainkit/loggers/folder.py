@@ -7,7 +7,7 @@ from pathlib import Path, PurePath, PureWindowsPath
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version"]
+__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed"]
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -39,6 +39,21 @@ class RunFolder:
         path = self.path
         assert path is not None
         return path
+
+
+def claimed(folder: RunFolder) -> Path:
+    """The folder of a run, whose version is chosen now if it was not yet.
+
+    Raises:
+        ConfigurationError: it cannot be made.
+    """
+    try:
+        return folder.claim()
+    except OSError as error:
+        raise ConfigurationError(
+            f"The log folder {folder.root} cannot be made: {error}. "
+            "Fix: give a folder that can be written, save_dir='runs' or Trainer(default_root_dir='runs')"
+        ) from error
 
 
 def _highest_version(root: Path) -> int:

@@ -14,7 +14,7 @@ from trainkit.loggers.folder import RunFolder
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
-__all__ = ["cut_file", "digest", "folder_state", "go_on", "is_same_file", "mark_of", "too_short"]
+__all__ = ["cut_file", "digest", "find_again", "folder_state", "go_on", "is_same_file", "mark_of", "too_short"]
 
 _TAIL = 4096  # bytes of a file's end that tell it from another run's
 
@@ -89,7 +89,8 @@ def folder_state(logger: Logger) -> dict[str, Any]:
 
 def go_on(logger: Logger, state: Mapping[str, Any]) -> None:
     """Let a logger go on in the folder that its state names, and cut off what was written there later."""
-    path = _find_again(logger, state)
+    found, logger._found = logger._found, None
+    path = found[1] if found is not None and found[0] == state else find_again(logger, state)
     if path is None or not logger.is_main_process:
         return
     try:
@@ -100,7 +101,7 @@ def go_on(logger: Logger, state: Mapping[str, Any]) -> None:
         warn(f"{type(logger).__name__}: the log goes on, but {'; '.join(missing)}")
 
 
-def _find_again(logger: Logger, state: Mapping[str, Any]) -> Path | None:
+def find_again(logger: Logger, state: Mapping[str, Any]) -> Path | None:
     """Point a logger at the folder that its state names; None, said in words, if it has to start another.
 
     The folder is looked for where the logger would write now, since runs are moved, and then where it was; what it is

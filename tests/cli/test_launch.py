@@ -1,0 +1,245 @@
+"""``trainkit launch``: what the arguments come to, what is refused, and real runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from agents import wait_until
+from support import ROOT, run_python
+
+from trainkit.cli.main import main
+from trainkit.launch import agent
+from trainkit.launch.agent import Job
+
+Launch = Callable[..., Job]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
+    """``launch("--nproc-per-node", "2", "script.py", NAME="value")``: the job that would be run, with these variables alone."""
+    jobs: list[Job] = []
+    monkeypatch.setattr(agent, "run_job", lambda job: jobs.append(job) or 7)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "script.py").touch()
+
+    def run(*arguments: str, **variables: str) -> Job:
+        monkeypatch.setattr(os, "environ", dict(variables))
+        assert main(["launch", *arguments]) == 7
+        return jobs.pop()
+
+    return run
+
+
+def test_defaults(launch: Launch) -> None:
+    job = launch("script.py")
+    assert job.command[0] == sys.executable
+    assert job.command[-1] == "script.py"
+    assert (job.per_node, job.least, job.most, job.max_restarts, job.launcher) == (1, 1, 1, 0, "trainkit launch")
+    assert (job.node_rank, job.master_addr, job.master_port, job.grace, job.join_timeout) == (None, None, None, 30.0, 600.0)
+
+
+def test_arguments_of_the_script_are_its_own(launch: Launch) -> None:
+    job = launch("--nproc-per-node", "3", "script.py", "--max-restarts", "9", "-m", "--help", "--", "-x")
+    assert job.command[-6:] == ("--max-restarts", "9", "-m", "--help", "--", "-x")
+    assert (job.per_node, job.max_restarts) == (3, 0)
+
+
+def test_a_module(launch: Launch) -> None:
+    assert launch("-m", "package.module", "x").command[-3:] == ("-m", "package.module", "x")
+
+
+def test_output_is_not_held_back(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed process has printed is there, but on a terminal whole lines are."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    assert "-u" in launch("script.py").command
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert "-u" not in launch("script.py").command
+
+
+@pytest.mark.parametrize("text, gpus, expected", [("4", 0, 4), ("auto", 0, 1), ("auto", 8, 8), ("gpu", 2, 2)])
+def test_processes_of_a_machine(launch: Launch, text: str, gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert launch("--nproc-per-node", text, "script.py").per_node == expected
+    if text == "auto":
+        assert launch("script.py").per_node == expected
+
+
+def test_several_machines(launch: Launch) -> None:
+    job = launch(
+        "--nnodes", "1:4", "--node-rank", "3", "--master-addr", "a", "--master-port", "5", "--max-restarts", "2", "script.py"
+    )
+    assert (job.least, job.most, job.node_rank, job.master_addr, job.master_port, job.max_restarts) == (1, 4, 3, "a", 5, 2)
+
+
+def test_the_environment_says_what_the_arguments_do_not(launch: Launch) -> None:
+    pod = {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "m",
+        "PET_MASTER_PORT": "23456",
+        "PET_NPROC_PER_NODE": "4",
+    }
+    job = launch("script.py", **pod, PET_MAX_RESTARTS="3", TRAINKIT_GRACE="90", TRAINKIT_JOIN_TIMEOUT="5")
+    assert (job.per_node, job.most, job.node_rank, job.master_addr, job.master_port, job.max_restarts) == (
+        4,
+        2,
+        1,
+        "m",
+        23456,
+        3,
+    )
+    assert (job.grace, job.join_timeout) == (90.0, 5.0)
+    job = launch("--nproc-per-node", "2", "--node-rank", "0", "--master-port", "7", "--max-restarts", "0", "script.py", **pod)
+    assert (job.per_node, job.most, job.node_rank, job.master_addr, job.master_port, job.max_restarts) == (2, 2, 0, "m", 7, 0)
+    alone = launch("--nnodes", "1", "--nproc-per-node", "2", "script.py", **pod)
+    assert (alone.per_node, alone.most, alone.node_rank, alone.master_addr, alone.master_port) == (2, 1, None, None, None)
+
+
+def test_the_workers_get_the_variables_as_they_are(launch: Launch) -> None:
+    assert launch("script.py", A="1").environment == {"A": "1"}
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"  # the agent's own
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--nproc", "2", "script.py"], "unrecognized arguments: --nproc. Did you mean '--nproc-per-node'?"),
+    (["--nproc_per_node=2", "script.py"], "Did you mean '--nproc-per-node'? Options of the script come after it."),
+    (["--node_rank", "0", "script.py"], "Did you mean '--node-rank'?"),
+    (["--standalone", "script.py"], "unrecognized arguments: --standalone. Options of the script"),
+    ([], "the following arguments are required: SCRIPT\n"),
+    (["--nproc-per-node", "two", "script.py"], "--nproc-per-node must be a whole number from 1 on, 'gpu' or 'auto', not"),
+    (["--nproc-per-node", "0", "script.py"], "--nproc-per-node must be a whole number from 1 on"),
+    (["--nproc-per-node", "gpu", "script.py"], "--nproc-per-node gpu: torch sees no GPU. Give a number"),
+    (["--max-restarts", "-1", "script.py"], "--max-restarts must be a whole number from 0 on, not '-1'."),
+    (["--max-restarts", "x", "script.py"], "--max-restarts must be a whole number from 0 on, not 'x'."),
+    (["--master-port", "0", "script.py"], "--master-port must be a whole number from 1 to 65535, not '0'."),
+    (["--nnodes", "x", "script.py"], "--nnodes must be a number of machines, or the smallest and the largest as 2:4"),
+    (["--nnodes", "2", "script.py"], "2 machines need a place to meet: give all of them --master-addr HOST"),
+    (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2: of 2 machines the numbers go"),
+    (["--node-rank", "1", "script.py"], "--node-rank 1 of one machine. Say how many there are: --nnodes N"),
+    (["scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),
+    (["package.module"], "there is no file 'package.module'. For a module: trainkit launch -m package.module"),
+])  # fmt: skip
+def test_what_is_refused(launch: Launch, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert shown.out == ""
+
+
+def test_a_contradicting_environment_is_refused(
+    launch: Launch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_NNODES", "many")
+    assert main(["launch", "script.py"]) == 2
+    assert "PET_NNODES must be a number of machines" in capsys.readouterr().err
+
+
+STEP = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_PROCID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)", "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_LOCALID": "0", "SLURM_NODEID": "2",
+}  # fmt: skip
+POD = {"PET_NNODES": "2", "PET_NODE_RANK": "7", "PET_MASTER_ADDR": "m"}
+
+
+@pytest.mark.parametrize("arguments, variables, words", [
+    (["--nnodes", "2"], STEP, "--nnodes 2, but SLURM says that this is one of 3 machines. Leave --nnodes out"),
+    (["--nnodes", "4:5"], STEP, "--nnodes 4:5, but SLURM says that this is one of 3 machines"),
+    (["--nnodes", "3"], POD, "--nnodes 3, but Kubernetes says that this is one of 2 machines"),
+    ([], POD, "Kubernetes says that this is machine 7: of 2 machines the numbers go from 0 to 1."),
+])  # fmt: skip
+def test_machines_that_the_environment_counts_otherwise(
+    launch: Launch,
+    arguments: list[str],
+    variables: dict[str, str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would wait for each other in vain."""
+    monkeypatch.setattr(os, "environ", dict(variables))
+    assert main(["launch", *arguments, "script.py"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_machines_that_the_environment_counts_alike(launch: Launch) -> None:
+    for text, least, most in (("3", 3, 3), ("2:4", 2, 4)):
+        job = launch("--nnodes", text, "script.py", **STEP)
+        assert (job.least, job.most, job.node_rank, job.master_addr) == (least, most, 2, "n1")
+    job = launch("--nnodes", "5", "--node-rank", "4", "script.py", **STEP)  # of several steps, say
+    assert (job.most, job.node_rank) == (5, 4)
+    assert launch("--nnodes", "2", "--master-addr", "m", "script.py", PET_NNODES="1:3").most == 2  # where none is numbered
+
+
+def test_the_place_to_meet_is_that_of_the_arguments(launch: Launch) -> None:
+    """mpirun does not tell it, and need not."""
+    each = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    job = launch("--master-addr", "h", "script.py", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", **each)
+    assert (job.most, job.node_rank, job.master_addr) == (2, 1, "h")
+
+
+# ----------------------------------------------------------------------------------------------------------- real runs
+
+SCRIPT = """\
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+print(f"{sys.argv[1:]} {total.item()}", flush=True)
+dist.barrier()
+if sys.argv[1] == "wait":
+    open(f"ready-{dist.get_rank()}", "w").close()
+    time.sleep(1000)
+if dist.get_rank() == 1 and sys.argv[1] == "fail":
+    raise ValueError("of rank 1")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return "script.py"
+
+
+def test_a_script_of_torchs(script: str, tmp_path: Path) -> None:
+    """One that knows nothing of trainkit; with a port of the user's choice."""
+    done = run_python("-m", "trainkit", "launch", "--nproc-per-node", "2", script, "ok", "--x", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("['ok', '--x'] 3.0") == 2
+
+
+def test_the_traceback_is_the_last_that_is_said(script: str, tmp_path: Path) -> None:
+    done = run_python("-m", "trainkit", "launch", "--nproc-per-node", "2", script, "fail", cwd=tmp_path)
+    assert done.returncode == 1
+    lines = [re.sub(r"^\[rank\d\]:\s*", "", line) for line in done.stderr.splitlines()]
+    assert "ValueError: of rank 1" in lines
+    assert not [line for line in lines if line.startswith("trainkit")]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_ctrl_c_in_a_terminal(script: str, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainkit", "launch", "--nproc-per-node", "2", script, "wait"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)), 60.0)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors.count("KeyboardInterrupt") == 2  # one of each worker, none of the agent

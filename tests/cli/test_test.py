@@ -1,0 +1,197 @@
+"""``trainkit test``: a set-up that works, and what is said of one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import run_world
+
+from trainkit.cli import setup_checks, setup_child, test
+from trainkit.cli.main import main
+from trainkit.cli.setup_checks import CHECKS, Check, Setup
+from trainkit.distributed import World
+from trainkit.evaluation import gather_predictions
+from trainkit.launch.wanted import Wanted
+from trainkit.registry import make_strategy
+
+NAMES = ["processes", "collectives", "training", "evaluation", "checkpoint"]
+
+
+def test_a_set_up_that_works(capfd: pytest.CaptureFixture[str], run_dir: Path) -> None:
+    assert main(["test"]) == 0
+    said = capfd.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in said] == [[name, "ok"] for name in ["environment", *NAMES, "end"]]
+    assert "gloo" in said[0]
+    assert "trainkit test, on cpu, cpu" in said[1]
+    assert "from those of one process by " in said[3]
+    assert "written and read by 2" in said[5]
+    assert list(run_dir.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------- what is found to be wrong
+
+
+def wrong_sum(*arguments: Any, **options: Any) -> None:
+    """An all-reduce that does nothing, as a network might that loses what is sent."""
+
+
+def without_last(world: World, outputs: list[list[Any]], device: torch.device) -> list[list[Any]]:
+    return [own[:-1] for own in gather_predictions(world, outputs, device)]
+
+
+def other_versions(value: Any) -> list[Any]:
+    return [{**value, "rank": rank, "pid": rank, "torch": f"2.{rank}"} for rank in range(2)]
+
+
+def out_of_order(world: World, outputs: list[list[Any]], device: torch.device) -> list[list[Any]]:
+    return [own[::-1] for own in gather_predictions(world, outputs, device)]
+
+
+def found_wrong(folder: str) -> list[str]:
+    """What the checks say where something is broken, on all processes alike."""
+    make = partial(make_strategy, "ddp", device="cpu")
+    strategy = make()
+    strategy.join(Wanted(accelerator="cpu"))
+    setup = Setup(strategy, make, Path(folder))
+    said = []
+    broken_parts: list[tuple[str, Any, str, Any]] = [
+        ("processes", strategy.world, "exchange", other_versions),
+        ("collectives", dist, "all_reduce", wrong_sum),
+        ("evaluation", "trainkit.evaluating", "gather_predictions", without_last),
+        ("evaluation", "trainkit.evaluating", "gather_predictions", out_of_order),
+        ("training", "trainkit.cli.setup_checks", "_difference", lambda one, other: 1e-3),
+    ]
+    for name, target, place, broken in broken_parts:
+        with pytest.MonkeyPatch.context() as patch:
+            if isinstance(target, str):
+                patch.setattr(f"{target}.{place}", broken)
+            else:
+                patch.setattr(target, place, broken)
+            (check,) = (check for check in CHECKS if check.name == name)
+            with pytest.raises(setup_checks.WrongResultError) as caught:
+                check.run(setup)
+        said.append(str(caught.value))
+    return said
+
+
+def test_checks_can_fail(tmp_path: Path) -> None:
+    first, second = run_world(2, found_wrong, str(tmp_path))
+    assert first[0] == second[0] == "different versions of torch: 2.0, 2.1"
+    assert "the sum of the ranks + 1 is" in first[1]
+    assert first[2] == "20 predictions for 21 samples"
+    assert first[3] == "the predictions are not in the order of the data"
+    assert "differ from those of one process by 1.0e-03" in first[4]
+
+
+def test_differences_are_measured() -> None:
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    other.load_state_dict(one.state_dict())
+    assert setup_checks._difference(one, other) == 0
+    largest = max(float(parameter.detach().abs().max()) for parameter in one.parameters())
+    with torch.no_grad():
+        other.bias[1] += 0.5
+    assert setup_checks._difference(one, other) == pytest.approx(0.5 / largest, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------- one process
+
+
+def one_fails(folder: str) -> int:
+    """The second check fails on one process."""
+
+    def fails(setup: Setup) -> str:
+        if setup.strategy.world.rank:
+            raise OSError("no such wire")
+        return "all is well"
+
+    setup_child.CHECKS = (Check("first", lambda setup: "fine", ""), Check("second", fails, ""), Check("third", fails, ""))
+    return setup_child.main([folder, "ddp", "gloo"])
+
+
+def test_a_check_that_fails_on_one_process_fails(tmp_path: Path) -> None:
+    assert run_world(2, one_fails, str(tmp_path)) == [1, 1]
+    assert (tmp_path / "ended").read_text() == "first\n"
+    assert [path.name for path in tmp_path.glob("error-*")] == ["error-1.txt"]
+    assert (tmp_path / "error-1.txt").read_text() == "rank 1: OSError: no such wire"
+
+
+# ------------------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Instead of processes: the checks that have ended, what was said of the next, and the exit code."""
+
+    def stand_in(ended: list[str], errors: dict[int, str], code: int) -> None:
+        def start(count: int, arguments: Any) -> int:
+            folder = Path(arguments[0])
+            (folder / "ended").write_text("".join(f"{name}\n" for name in ended)) if ended else None
+            for rank, text in errors.items():
+                (folder / f"error-{rank}.txt").write_text(text)
+            assert arguments[1:] == ["ddp", "gloo"]
+            return code
+
+        monkeypatch.setattr(test, "_start", start)
+
+    return stand_in
+
+
+@pytest.mark.parametrize(
+    "ended, errors, code, last",
+    [
+        ([], {}, 1, ["processes    FAILED  the processes have ended; what they wrote stands above.", "What to do: Start them"]),
+        (NAMES[:2], {0: "a\nb", 2: "a\nb"}, 1, ["training     FAILED  a", "b", "What to do: Try --backend gloo"]),
+        (NAMES[:4], {0: "x", 1: "y"}, 0, ["checkpoint   FAILED  x", "y", "What to do: All processes must see the same folder"]),
+        (NAMES, {}, 3, ["end          FAILED  the processes have ended with exit code 3"]),
+    ],
+)
+def test_what_is_said_of_a_failure(processes: Any, capsys: Any, ended: Any, errors: Any, code: int, last: list[str]) -> None:
+    processes(ended, errors, code)
+    assert main(["test", "--nproc-per-node", "3", "--backend", "gloo"]) == 1
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("environment  ok      Python 3")
+    assert len(rest) == len(last)
+    for line, expected in zip(rest, last, strict=True):
+        assert line.strip().startswith(expected)
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_what_was_told_to_end_has_not_failed(processes: Any, capsys: Any, code: int) -> None:
+    processes(NAMES[:2], {0: "rank 0: RuntimeError: Connection closed by peer"}, code)
+    assert main(["test", "--nproc-per-node", "3", "--backend", "gloo"]) == code
+    said = capsys.readouterr()
+    assert "FAILED" not in said.out
+    assert said.err == "interrupted before training was tried to the end\n"
+
+
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["test", "--nproc-per-node", "0"]) == 2
+    assert "at least 1" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(test, "_start", lambda count, arguments: 1 / 0)
+    assert main(["test", "--backend", "nccl"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED  NCCL needs a GPU for each of 2 processes, and there are 1." in said
+    assert "--nproc-per-node 1, or --backend gloo" in said
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert main(["test", "--backend", "nccl"]) == 1
+    assert "no NCCL" in capsys.readouterr().out
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert main(["test", "--backend", "gloo"]) == 1
+    assert "no gloo" in capsys.readouterr().out
+
+
+def test_nccl_is_used_where_there_are_gpus_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert test._environment(2, None)[1:] == ("nccl", None)
+    assert test._environment(3, None)[1:] == ("gloo", None)

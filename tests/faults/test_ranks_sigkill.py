@@ -1,0 +1,159 @@
+"""SIGKILL to one process of several, under ``trainkit launch``: the group starts anew and does what it would have done."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disturbed import MICRO_BATCHES, Training, drawn_moments, end_of, logged, newest, started
+from elastic import journal
+from launched import Launched
+
+ROWS = -(-MICRO_BATCHES // 2)  # of an epoch, on two processes
+LAUNCH = ("-m", "trainkit", "launch", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+EARLY = 0.2  # of the kills come while the processes start
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that nobody disturbs; all its checkpoints are there."""
+    folder = tmp_path_factory.mktemp("sigkill") / "plain"
+    with started(Training(str(folder), keep=100)) as running:
+        assert running.codes() == [0, 0], running.output
+    return folder
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    """What a process has written down of its micro-batches in one start."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def rows(folder: Path, attempt: int) -> int:
+    """How far the main process has come in one start: rows since the beginning of the training."""
+    path = folder / f"journal-{attempt}-0.jsonl"
+    written = path.read_text().splitlines() if path.exists() else []
+    if not written:
+        return 0
+    epoch, m = divmod(json.loads(written[-1])["m"], 10**6)
+    return int(epoch * ROWS + m // 2 + 1)
+
+
+def kill(running: Launched, attempt: int, moment: tuple[int, float], draw: random.Random) -> bool:
+    """Kill a random process of a start at a moment; returns whether that came before the end of the job."""
+    until, delay = moment
+    if not running.until(lambda: len(running.pids(attempt)) == 2, f"start {attempt}"):
+        return False
+    if draw.random() < EARLY:
+        delay = draw.uniform(0.0, 3.0)
+    elif not running.until(lambda: rows(running.folder, attempt) >= until, f"row {until} in start {attempt}"):
+        return False
+    time.sleep(delay)
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.kill(running.pids(attempt)[draw.randrange(2)], signal.SIGKILL)
+    return running.process.poll() is None
+
+
+def assert_equal(folder: Path, plain: Path, since: int = 0) -> None:
+    """All is as in the training that nobody has disturbed, what was done twice too.
+
+    Args:
+        folder: of the one that was killed.
+        plain: of the other.
+        since: the update that it began with.
+    """
+    expected = {key: entry for key, entry in journal(plain).items() if key[0] >= since}
+    assert journal(folder) == expected
+    for path in folder.glob("journal-*"):
+        for entry in entries(path):
+            place = {"step": entry["step"], "m": entry["m"]}
+            assert entry == {**place, **expected[entry["step"], entry["m"]]}, path.name
+    assert end_of(folder) == end_of(plain)
+    rows_since = [[row for row in logged(one) if not since or "train_loss_step" in row] for one in (folder, plain)]
+    assert rows_since[0] == rows_since[1][since:]
+    newest(folder)
+
+
+def assert_little_lost(folder: Path) -> None:
+    """A save is in flight while the next update is made, so that of what a start has done at most one update is lost."""
+    starts = sorted(int(path.stem.split("-")[1]) for path in folder.glob("journal-*-0.jsonl"))
+    done = [found for start in starts if (found := entries(folder / f"journal-{start}-0.jsonl"))]
+    for before, after in pairwise(done):
+        assert 0 <= before[-1]["step"] + 1 - after[0]["step"] <= 2
+
+
+def killed(
+    plain: Path,
+    kills: int,
+    seed: int,
+    launcher: tuple[str, ...] = LAUNCH,
+    ckpt_path: str | None = None,
+    since: int = 0,
+    workers: int = 0,
+) -> None:
+    """So many kills of a job that starts anew by itself."""
+    draw = random.Random(seed)
+    hits = jobs = 0
+    while hits < kills:
+        jobs += 1
+        assert jobs <= 3 * kills, "the kills come too late"
+        training = Training(f"runs{jobs}", ckpt_path=ckpt_path, workers=workers)
+        with Launched(training, *launcher, "--max-restarts", "30") as running:
+            for attempt, moment in enumerate(drawn_moments(draw, plain, kills - hits, 2 * max(1, since))):
+                if not kill(running, attempt, moment, draw):
+                    break
+            assert running.code() == 0, running.output
+        hits += len(list(running.folder.glob("pid-*-0"))) - 1
+        assert_little_lost(running.folder)
+        assert_equal(running.folder, plain, since)
+
+
+def test_killed_at_random_moments(plain: Path) -> None:
+    killed(plain, 2, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_twenty_random_moments(plain: Path, seed: int) -> None:
+    killed(plain, 5, 10 + seed, workers=2 * (seed % 2))
+
+
+@pytest.mark.slow
+def test_killed_under_torchrun(plain: Path) -> None:
+    killed(plain, 5, 20, TORCHRUN)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_the_newest_counts_and_not_the_one_that_was_named(plain: Path, kills: int) -> None:
+    """The script names an older checkpoint: the first start goes on from that one, each later one from the run's newest."""
+    older = plain / "checkpoints" / "step-00000004"
+    killed(plain, kills, 2, ckpt_path=str(older), since=4)
+
+
+def test_killed_and_gone_on_with_on_another_number_of_processes(run_dir: Path) -> None:
+    """Without restarts the job ends with the kill; three processes go on with the same global batches."""
+    draw = random.Random(3)
+    whole, broken = Training("whole", window=12), Training("broken", window=12)
+    with started(whole) as running:
+        assert running.codes() == [0, 0], running.output
+    with Launched(broken, *LAUNCH) as job:
+        assert kill(job, 0, drawn_moments(draw, "whole", 1, 6)[0], draw)
+        assert job.code() == 137, job.output
+        assert "started anew" not in job.output
+    with started(broken, attempt=1, size=3) as running:
+        assert running.codes() == [0, 0, 0], running.output
+        assert "resuming from" in running.output
+    expected, lines = journal(run_dir / "whole"), journal(run_dir / "broken")
+    assert lines.keys() == expected.keys()
+    for key, entry in expected.items():
+        assert (lines[key]["ids"], lines[key]["seen"]) == (entry["ids"], entry["seen"])
+        assert float.fromhex(lines[key]["loss"]) == pytest.approx(float.fromhex(entry["loss"]), rel=1e-11)
+    end_of("broken", 3)

@@ -1,0 +1,112 @@
+"""Killed and resumed, on as many processes or on another number of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic import killed, parameters, resumed, undisturbed
+from parity import Case
+from tiny import TinyModule, tiny_loader
+from worlds import run_world
+
+from trainkit import Callback, Trainer
+
+LINES = dict[tuple[int, int], dict[str, Any]]
+
+
+def folders(base: Path, *names: str) -> list[Path]:
+    made = [base / name for name in names]
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
+def by_step(lines: LINES, what: str) -> dict[int, list[Any]]:
+    """For each update what its micro-batches had, over all processes, sorted."""
+    found: dict[int, list[Any]] = {}
+    for (step, _), entry in lines.items():
+        found.setdefault(step, []).extend(entry[what] if isinstance(entry[what], list) else [entry[what]])
+    return {step: sorted(values) for step, values in found.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_exact_resume(size: int, precision: str, run_dir: Path) -> None:
+    """Bit for bit, on as many processes: losses, samples, augmentation, parameters."""
+    whole, broken = folders(run_dir, "whole", "broken")
+    case = Case(samples=75, options={"optimizer": "adamw", "schedule": True}, arguments={"precision": precision})
+    expected = undisturbed(case, whole, size)
+    killed(case, broken, size, 0, (size - 1, 2))
+    killed(case, broken, size, 1, (0, 5))
+    lines = resumed(case, broken, size, 2)
+    assert lines == expected
+    assert all(torch.equal(a, b) for a, b in zip(parameters(broken), parameters(whole), strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3), (4, 1)])
+def test_another_number_of_processes(before: int, after: int, workers: int, run_dir: Path) -> None:
+    """The same samples in each update, with the same augmentation, and the same losses but for rounding."""
+    whole, broken = folders(run_dir, "whole", "broken")
+    case = Case(samples=75, workers=workers, options={"optimizer": "adamw"})
+    expected = undisturbed(case, whole, before)
+    killed(case, broken, before, 0, (before - 1, 2))
+    lines = resumed(case, broken, after, 1)
+    assert lines.keys() == expected.keys()
+    for what in ("ids", "seen"):
+        assert by_step(lines, what) == by_step(expected, what)
+    assert all(lines[key]["ids"] == expected[key]["ids"] for key in expected)
+    for key, entry in expected.items():
+        assert float.fromhex(lines[key]["loss"]) == pytest.approx(float.fromhex(entry["loss"]), rel=1e-11)
+
+
+class Validations(Callback):
+    """Notes where they are: (epoch, row)."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int]] = []
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.places.append((trainer.current_epoch, trainer.batch_idx))
+
+
+def validations(ckpt_path: str | None, arguments: dict[str, Any]) -> list[tuple[int, int]]:
+    """Train; where validation was. Without a checkpoint: one row, which is saved."""
+    noted = Validations()
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        seed=1,
+        max_epochs=2,
+        max_steps=1 if ckpt_path is None else -1,
+        callbacks=[noted],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **arguments,
+    )
+    trainer.fit(TinyModule(), tiny_loader(96), tiny_loader(8), ckpt_path=ckpt_path)
+    if ckpt_path is None:
+        trainer.save_checkpoint("first")
+    return noted.places
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ({}, [(0, 8), (1, 7)]),
+        ({"val_check_interval": 4}, [(0, 4), (0, 8), (1, 3), (1, 7)]),
+        ({"val_check_interval": 6, "check_val_every_n_epoch": None}, [(0, 6), (1, 3)]),
+    ],
+)
+def test_validation_in_an_epoch_that_has_become_longer(
+    arguments: dict[str, Any], expected: list[tuple[int, int]], run_dir: Path
+) -> None:
+    """After 2 of 24 micro-batches on three processes: one row more than 8, and validation is at the end all the same."""
+    assert run_world(2, validations, None, arguments) == [[], []]
+    assert run_world(3, validations, "first", arguments) == [expected] * 3

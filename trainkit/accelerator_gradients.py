@@ -1,0 +1,98 @@
+"""The gradients of a window, before the update: complete on all processes, unscaled, clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.data.window import Window
+from trainkit.strategy import Strategy
+
+__all__ = ["GradientVerbs"]
+
+
+class GradientVerbs:
+    """The verbs of :class:`trainkit.Accelerator` that work on gradients."""
+
+    strategy: Strategy
+    window: Window
+    averages_in_step: bool
+    _averaged: set[int]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The prepared optimizers, as torch's own objects."""
+        raise NotImplementedError
+
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Take the loss scale of ``16-mixed`` out of the gradients, before they are looked at; clipping does it by itself."""
+        if not self.window.full:
+            return
+        chosen = self.optimizers if optimizer is None else [optimizer]
+        self._average(chosen)
+        if self.strategy.precision.scaler is not None:
+            for own in chosen:
+                self.strategy.precision.unscale(own)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Scale the gradients down to a norm of at most ``max_norm``.
+
+        Returns:
+            The norm before, a scalar on the device; ``None`` inside a window, where nothing is clipped.
+        """
+        if not self.window.full:
+            return None
+        listed = _listed(parameters)
+        self._complete(listed)
+        return self.strategy.clip_grad_norm_(listed, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp each element of the gradients to [-clip_value, clip_value]; nothing inside a window."""
+        if self.window.full:
+            listed = _listed(parameters)
+            self._complete(listed)
+            self.strategy.clip_grad_value_(listed, clip_value)
+
+    def any_loss(self) -> bool:
+        """Whether any process has had a loss in the window; asked by one that has had none."""
+        self._average(self.optimizers)
+        found = self.strategy.any_loss(False)
+        if not found:
+            self.strategy.sync_buffers()  # no update does it
+        return found
+
+    def _complete(self, parameters: list[Tensor]) -> None:
+        """Make the gradients of the optimizers that these parameters belong to what they will be updated by."""
+        if self.strategy.precision.scaler is None and not (self.window.uneven or self.averages_in_step):
+            return
+        wanted = {id(parameter) for parameter in parameters}
+        for own in self.optimizers:
+            if any(id(p) in wanted for group in own.param_groups for p in group["params"]):
+                self.unscale_gradients(own)
+
+    def _average(self, optimizers: Iterable[Optimizer]) -> None:
+        """Average the gradients over the processes where the backward passes have not: once for each optimizer."""
+        if not (self.window.full and (self.window.uneven or self.averages_in_step)):
+            return
+        for own in optimizers:
+            if id(own) not in self._averaged:
+                self._averaged.add(id(own))
+                self.strategy.reduce_gradients([p for group in own.param_groups for p in group["params"]])
+
+    def _averaged_closure(self, own: Optimizer, closure: Callable[[], Any]) -> Any:
+        """A closure's loss and gradients, over all processes: an optimizer that decides by them decides the same on each."""
+        loss = closure()
+        self._averaged.discard(id(own))
+        self._average([own])
+        if not isinstance(loss, Tensor):
+            return loss
+        share = self.window.share
+        return self.strategy.mean(loss.detach() * share if share else torch.zeros_like(loss))
+
+
+def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

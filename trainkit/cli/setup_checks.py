@@ -1,0 +1,257 @@
+"""What ``trainkit test`` tries on each of its processes: small things whose results are known, from the connection upwards."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainkit._version import __version__
+from trainkit.checkpoint import open_checkpoint
+from trainkit.errors import TrainkitError
+from trainkit.module import TrainModule
+from trainkit.registry import make_strategy
+from trainkit.strategy import Strategy
+from trainkit.trainer import Trainer
+
+__all__ = ["CHECKS", "Check", "Setup", "WrongResultError"]
+
+_SAMPLES, _BATCH, _ACCUMULATION = 21, 2, 2
+_STEPS, _SAVED_AT = 6, 3
+_LARGEST = 1e-11  # relative difference in float64 that another order of summation makes, at most
+
+
+class WrongResultError(TrainkitError):
+    """A check went through and its result is wrong."""
+
+
+@dataclass
+class Setup:
+    """What the checks share.
+
+    Attributes:
+        strategy: joined.
+        make: a new strategy of that kind, for one run.
+        folder: that all processes of the machine see.
+    """
+
+    strategy: Strategy
+    make: Callable[[], Strategy]
+    folder: Path
+
+    @property
+    def alone(self) -> Strategy:
+        """A strategy that runs in this process alone, on its device."""
+        return make_strategy("single", device=self.strategy.device)
+
+
+class Check(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        name: what it is about.
+        run: does it, on all processes; returns what there is to say, raises if it fails.
+        advice: what to do if it fails.
+    """
+
+    name: str
+    run: Callable[[Setup], str]
+    advice: str
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise WrongResultError(text)
+
+
+# --------------------------------------------------------------------------------------------------------- the processes
+
+
+def _processes(setup: Setup) -> str:
+    """That they are different ones, of the same versions."""
+    world = setup.strategy.world
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "torch": torch.__version__, "trainkit": __version__}
+    found = world.exchange({**mine, "rank": world.rank, "device": str(setup.strategy.device)})
+    _require([one["rank"] for one in found] == list(range(world.size)), f"the ranks are {[one['rank'] for one in found]}")
+    places = {(one["host"], one["pid"]) for one in found}
+    _require(len(places) == world.size, f"{world.size} ranks, but {len(places)} processes")
+    for package in ("torch", "trainkit"):
+        versions = sorted({one[package] for one in found})
+        _require(len(versions) == 1, f"different versions of {package}: {', '.join(versions)}")
+    devices = [one["device"] for one in found if one["device"] != "cpu"]
+    hosts = [one["host"] for one in found if one["device"] != "cpu"]
+    _require(len(set(zip(hosts, devices, strict=True))) == len(devices), f"processes share a device: {', '.join(devices)}")
+    return f"{world.size}, started by {world.launcher}, on {', '.join(one['device'] for one in found)}"
+
+
+# ------------------------------------------------------------------------------------------------------- the collectives
+
+
+def _collectives(setup: Setup) -> str:
+    """Tensors on the device over the backend; numbers and objects over the control group."""
+    world, device = setup.strategy.world, setup.strategy.device
+    began = time.monotonic()
+    everyone = sum(range(1, world.size + 1))
+    if world.size > 1:
+        total = torch.full((1000,), float(world.rank + 1), device=device)
+        dist.all_reduce(total)
+        _require(bool((total == everyone).all()), f"the sum of the ranks + 1 is {total[0].item()}, not {everyone}")
+        parts = [torch.zeros(2, device=device) for _ in range(world.size)]
+        dist.all_gather(parts, torch.full((2,), float(world.rank), device=device))
+        _require([part[0].item() for part in parts] == list(range(world.size)), f"gathered {parts}")
+        last = torch.tensor([float(world.rank)], device=device)
+        dist.broadcast(last, src=world.size - 1)
+        _require(last.item() == world.size - 1, f"the last rank broadcast {last.item()}")
+    objects = world.exchange_objects({"rank": world.rank, "tensor": torch.arange(world.rank)})
+    _require([len(one["tensor"]) for one in objects] == list(range(world.size)), f"exchanged {objects}")
+    _require(world.begin_largest([world.rank, -world.rank]).wait() == [world.size - 1, 0], "the control word is wrong")
+    _require(world.sums([world.rank + 0.5]) == [everyone - 0.5 * world.size], "the sum of numbers is wrong")
+    if world.size == 1:
+        return "one process has nothing to send"
+    seconds = time.monotonic() - began
+    return f"sum, gather, broadcast over {dist.get_backend()}, objects over the control group, in {seconds:.2f} s"
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+class _Probe(TrainModule):
+    """Two layers and dropout in float64, on data that is a formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+        for parameter in self.net.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self._loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        result: Tensor = self.net(batch[0])
+        return result
+
+    def _loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.net(inputs), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _data() -> TensorDataset:
+    inputs = torch.sin(torch.arange(_SAMPLES * 8, dtype=torch.float64) * 0.7).reshape(_SAMPLES, 8)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).cos())
+
+
+def _loader(shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(_data(), batch_size=_BATCH, shuffle=shuffle)
+
+
+def _trainer(strategy: Strategy, folder: Path, **arguments: Any) -> Trainer:
+    return Trainer(
+        strategy=strategy,
+        precision="64-true",
+        seed=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        **arguments,
+    )
+
+
+def _fit(strategy: Strategy, folder: Path, accumulation: int, steps: int = _STEPS, **arguments: Any) -> tuple[Trainer, _Probe]:
+    trainer, module = _trainer(strategy, folder, max_steps=steps, accumulate_grad_batches=accumulation), _Probe()
+    trainer.fit(module, _loader(shuffle=True), **arguments)
+    return trainer, module
+
+
+def _difference(first: nn.Module, second: nn.Module) -> float:
+    """The largest difference between the parameters of two modules, relative to the largest parameter."""
+    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
+    largest = max(float(one.detach().abs().max()) for one, _ in pairs)
+    return max(float((one.detach() - other.detach()).abs().max()) for one, other in pairs) / largest
+
+
+def _training(setup: Setup) -> str:
+    """The same global batches on all processes and on one."""
+    world = setup.strategy.world
+    _, module = _fit(setup.make(), setup.folder, _ACCUMULATION)
+    _, reference = _fit(setup.alone, setup.folder / f"alone-{world.rank}", _ACCUMULATION * world.size)
+    apart = max(world.exchange(_difference(reference, module)))
+    _require(
+        apart <= _LARGEST, f"after {_STEPS} updates the parameters differ from those of one process by {apart:.1e}, relatively"
+    )
+    return f"parameters after {_STEPS} updates differ from those of one process by {apart:.1e} (at most {_LARGEST:.0e})"
+
+
+# ------------------------------------------------------------------------------------------------------------ evaluation
+
+
+def _evaluation(setup: Setup) -> str:
+    """Every sample once, the mean exact, predictions in order."""
+    module, trainer = _Probe(), _trainer(setup.make(), setup.folder)
+    (result,) = trainer.validate(module, _loader(), verbose=False)
+    module.eval()
+    inputs, targets = (part.to(setup.strategy.device) for part in _data().tensors)
+    with torch.no_grad():
+        outputs = module.net(inputs)
+        exact = float(((outputs - targets) ** 2).mean())
+    apart = abs(result["loss"] - exact) / exact
+    _require(apart <= 1e-12, f"the mean over {_SAMPLES} samples is {result['loss']!r}, not {exact!r}")
+    predictions = trainer.predict(module, _loader())
+    assert predictions is not None
+    joined = torch.cat(predictions)
+    _require(len(joined) == _SAMPLES, f"{len(joined)} predictions for {_SAMPLES} samples")
+    _require(torch.allclose(joined, outputs, rtol=1e-12, atol=1e-14), "the predictions are not in the order of the data")
+    return f"{_SAMPLES} samples seen once, the mean exact ({apart:.1e}), predictions in order"
+
+
+# ------------------------------------------------------------------------------------------------------------ checkpoint
+
+
+def _checkpoint(setup: Setup) -> str:
+    """Written by all processes, read by all of them; the run goes on as if it had not been interrupted."""
+    world, path = setup.strategy.world, setup.folder / "checkpoint"
+    _, whole = _fit(setup.make(), setup.folder, _ACCUMULATION)
+    trainer, _ = _fit(setup.make(), setup.folder, _ACCUMULATION, steps=_SAVED_AT)
+    trainer.save_checkpoint(path)
+    open_checkpoint(path).verify()
+    size = sum(file.stat().st_size for file in path.iterdir())
+    _, resumed = _fit(setup.make(), setup.folder, _ACCUMULATION, ckpt_path=path)
+    apart = max(world.exchange(_difference(whole, resumed)))
+    _require(
+        apart <= _LARGEST,
+        f"a run that goes on from it differs from one that was not interrupted by {apart:.1e}, relatively",
+    )
+    how = "bit for bit" if apart == 0 else f"within {apart:.1e}"
+    return f"written and read by {world.size} ({size / 1024:.0f} KiB); the run goes on {how} as without it"
+
+
+CHECKS = (
+    Check("processes", _processes, "Start them with the same Python environment, one for each GPU."),
+    Check(
+        "collectives",
+        _collectives,
+        "Look at the network between the processes: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface, "
+        "NCCL_DEBUG=INFO tells what NCCL does. Try --backend gloo.",
+    ),
+    Check("training", _training, "Try --backend gloo: if that is right, look at the other backend and its driver."),
+    Check("evaluation", _evaluation, "Look at the lines above: this needs nothing but what they tried."),
+    Check("checkpoint", _checkpoint, "All processes must see the same folder, and it must be one file system: set TMPDIR."),
+)

@@ -1,0 +1,56 @@
+"""One process of ``trainkit test``: ``python -m trainkit.cli.setup_child FOLDER STRATEGY BACKEND``, started by its agent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+from trainkit.cli.setup_checks import CHECKS, Setup
+from trainkit.cli.test import print_line
+from trainkit.launch.wanted import Wanted
+from trainkit.registry import make_strategy
+
+__all__ = ["main"]
+
+_PATIENCE = timedelta(seconds=60)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Go through the checks until one fails; 0 if none does."""
+    folder, name, backend = Path(arguments[0]), arguments[1], arguments[2]
+    logging.getLogger("trainkit").setLevel(logging.WARNING)  # of the runs within the checks nothing is to be said
+    device = "cuda" if backend == "nccl" else "cpu"
+    make = partial(make_strategy, name, device=device, process_group_backend=backend, timeout=_PATIENCE)
+    strategy = make()
+    strategy.join(Wanted(accelerator=device))
+    world = strategy.world
+    setup = Setup(strategy, make, folder)
+    for check in CHECKS:
+        error: Exception | None = None
+        said = ""
+        try:
+            said = check.run(setup)
+        except Exception as caught:
+            error = caught
+            text = f"{type(caught).__name__}: {caught}"
+            if os.environ.get("TRAINKIT_TRACEBACK") == "1":
+                text = "".join(traceback.format_exception(caught)).rstrip()
+            # before the others are asked: if they hang, it is the last thing that this process can do
+            (folder / f"error-{world.rank}.txt").write_text(f"rank {world.rank}: {text}", "utf-8")
+        if world.agree(error) is not None:
+            return 1
+        if world.is_main:
+            print_line(check.name, True, said)
+            with (folder / "ended").open("a") as file:
+                file.write(f"{check.name}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""``trainkit test``: tries a set-up from end to end on several processes, one line for each thing that was tried."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainkit.errors import ConfigurationError
+from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
+
+__all__ = ["add_arguments", "print_line", "run"]
+
+_WIDTH = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``trainkit test``."""
+    parser.epilog = (
+        "Tried are: the environment, the processes, collectives, training and evaluation against one process, a checkpoint "
+        "that all write and read, and the end. It takes about ten seconds and writes to a temporary folder. Exit code 0: all "
+        "is well, 1: not."
+    )
+    parser.add_argument("--nproc-per-node", metavar="N", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--strategy", choices=("ddp",), default="ddp", help="what they run under (default: ddp)")
+    backend = "what they exchange tensors by (default: nccl if there are as many GPUs as processes, else gloo on the CPU)"
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help=backend)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Try everything; 0 if all is well, 1 if not, 130 or 143 if it was told to end before that was known."""
+    processes: int = args.nproc_per_node
+    if processes < 1:
+        raise ConfigurationError(f"--nproc-per-node must be at least 1, not {processes}.")
+    from trainkit.cli.setup_checks import CHECKS
+
+    found, backend, problem = _environment(processes, args.backend)
+    print_line("environment", problem is None, found if problem is None else problem)
+    if problem is not None:
+        return 1
+    with tempfile.TemporaryDirectory(prefix="trainkit-test-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        code = _start(processes, [name, args.strategy, backend])
+        ended = (folder / "ended").read_text("utf-8").split() if (folder / "ended").exists() else []
+        left = [check for check in CHECKS if check.name not in ended]
+        if left and code in (INTERRUPTED, PREEMPTED):
+            print(f"interrupted before {left[0].name} was tried to the end", file=sys.stderr)
+            return code
+        if left:
+            print_line(left[0].name, False, f"{_errors(folder)}\nWhat to do: {left[0].advice}")
+            return 1
+    print_line("end", code == 0, "all processes have ended" if code == 0 else f"the processes have ended with exit code {code}")
+    return int(code != 0)
+
+
+def print_line(name: str, fine: bool, text: str) -> None:
+    """One line of the report; further lines of ``text`` stand below it."""
+    first, *more = text.splitlines()
+    print(f"{name:<{_WIDTH}} {'ok    ' if fine else 'FAILED'}  {first}")
+    for line in more:
+        print(f"{'':<{_WIDTH}}         {line}")
+    sys.stdout.flush()
+
+
+def _environment(processes: int, backend: str | None) -> tuple[str, str, str | None]:
+    """What there is, the backend to be used, and what is missing, with its fix."""
+    import torch
+    import torch.distributed as dist
+
+    from trainkit._version import __version__
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    chosen = backend or ("nccl" if gpus >= processes else "gloo")
+    found = (
+        f"Python {platform.python_version()}, torch {torch.__version__}, trainkit {__version__}, {platform.system()}, "
+        f"{os.cpu_count()} CPU cores, {gpus} GPUs; {chosen}"
+    )
+    if not dist.is_available():
+        return found, chosen, "this build of torch has no torch.distributed.\nWhat to do: install another build of torch."
+    if chosen == "gloo" and not dist.is_gloo_available():
+        return found, chosen, "this build of torch has no gloo.\nWhat to do: install another build of torch."
+    if chosen == "nccl" and not dist.is_nccl_available():
+        return found, chosen, "this build of torch has no NCCL.\nWhat to do: --backend gloo, or a CUDA build of torch."
+    if chosen == "nccl" and gpus < processes:
+        text = f"NCCL needs a GPU for each of {processes} processes, and there are {gpus}.\nWhat to do: "
+        return found, chosen, text + (f"--nproc-per-node {gpus}, or " if gpus else "") + "--backend gloo"
+    return found, chosen, None
+
+
+def _start(processes: int, arguments: Sequence[str]) -> int:
+    from trainkit.launch.agent import Job, run_job
+
+    command = (sys.executable, "-m", "trainkit.cli.setup_child", *arguments)
+    return run_job(Job(command, dict(os.environ), processes, launcher="trainkit test"))
+
+
+def _errors(folder: Path) -> str:
+    """What the processes have said of the check that failed, each thing once."""
+    texts = [path.read_text("utf-8") for path in sorted(folder.glob("error-*.txt"))]
+    return "\n".join(dict.fromkeys(texts)) or "the processes have ended; what they wrote stands above."
