@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
 from worlds import World, start_world
 
 __all__ = ["Agent", "alive", "start_agent", "wait_until"]
@@ -58,13 +59,13 @@ class Agent:
 
     def code(self) -> int:
         """Its exit code, when it has ended."""
-        (code,) = self._world.results(60.0)
+        (code,) = self._world.results()
         assert isinstance(code, int)
         return code
 
     def killed(self) -> str:
         """How it ended, if it was killed."""
-        ((fine, text),) = self._world.ends(60.0)
+        ((fine, text),) = self._world.ends()
         assert not fine
         return str(text)
 
@@ -118,7 +119,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], patience: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
     """Wait for something that must come."""
     deadline = time.monotonic() + patience
     while not condition():

@@ -23,6 +23,7 @@ import torch
 from elastic import Journal
 from members import as_script
 from parity import Noisy, RegressionModule
+from patience import PATIENCE
 from torch import nn
 from torch.utils.data import DataLoader
 from worlds import World, start_world
@@ -37,7 +38,6 @@ from trainkit.loggers import JSONLLogger
 __all__ = [
     "EPOCHS",
     "MICRO_BATCHES",
-    "PATIENCE",
     "SCRIPT",
     "Signal",
     "Started",
@@ -51,7 +51,6 @@ __all__ = [
     "wait_until",
 ]
 
-PATIENCE = 120.0  # seconds in which whatever is waited for must have come
 EPOCHS, SAMPLES, BATCH = 3, 98, 4
 MICRO_BATCHES = 25  # in an epoch: in its last window only one process has one
 SCRIPT = str(Path(__file__).absolute())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from patience import PATIENCE
 from resuming import Run, fork
 from torch import Tensor
 
@@ -25,8 +26,6 @@ from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.lock import LOCK
 
 __all__ = ["At", "Child", "Watched", "checkpoints", "left_over", "rows", "send", "tell", "told"]
-
-PATIENCE = 180.0  # seconds in which whatever is waited for must have come, on the slowest machine
 
 
 class Child:

@@ -17,11 +17,11 @@ from time import monotonic, sleep
 from types import TracebackType
 
 import pytest
+from patience import PATIENCE
 
 __all__ = ["ADDRESSES", "Hosts", "Program"]
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-PATIENCE = 60.0  # seconds within which a program must have ended
 _ADMIN = ":/usr/sbin:/sbin"  # where some of the tools are, and which users do not search
 _TOOLS = ("unshare", "nsenter", "ip", "mount", "hostname")
 _NAMES = ("host-0", "host-1")

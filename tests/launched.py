@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agents import alive
-from disturbed import PATIENCE, SCRIPT, Training, wait_until
+from disturbed import SCRIPT, Training, wait_until
+from patience import PATIENCE
 
 __all__ = ["Launched"]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import PATIENCE, VAIN, within
 from worlds import start_world
 
 from trainkit.distributed import World
@@ -25,9 +26,10 @@ from trainkit.launch.channel import Channel
 from trainkit.launch.endings import install, report_failure
 from trainkit.launch.watchdog import Watchdog
 
-__all__ = ["LIMIT", "Ended", "Member", "as_script", "end_of", "now", "terminal"]
+__all__ = ["GRACE", "LIMIT", "Ended", "Member", "as_script", "end_of", "now", "terminal"]
 
-LIMIT = 10.0  # seconds in which all processes must have ended
+LIMIT = within(10)  # seconds in which all processes must have ended
+GRACE = 0.5  # seconds that a process has to leave a run, in tests where it does not
 
 
 class Member:
@@ -36,10 +38,10 @@ class Member:
     Args:
         timeout: seconds that a collective waits.
         folder: where stacks go.
-        grace: seconds that a process has to leave a run when another one has failed.
+        grace: seconds that a process has to leave a run when another one has failed: for ever, unless a test is about that.
     """
 
-    def __init__(self, timeout: float = 60.0, folder: str = "out", grace: float = 0.5) -> None:
+    def __init__(self, timeout: float = PATIENCE, folder: str = "out", grace: float = VAIN) -> None:
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", timeout=limit)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -134,7 +136,7 @@ def end_of(
     world = start_world(size, function, *given)
     ends: dict[int, float] = {}
     ready: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(world.processes)}
-    end = time.time() + 60
+    end = time.time() + PATIENCE
     try:
         while ready and time.time() < end:
             for sentinel in wait(list(ready), 0.2):

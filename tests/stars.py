@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from patience import PATIENCE
+
 from trainkit.launch.channel import Channel
 
-__all__ = ["WAIT", "Shared", "all_at_once", "star"]
-
-WAIT = 20.0  # seconds in which what is waited for must have happened
+__all__ = ["Shared", "all_at_once", "star"]
 
 
 class Shared:
@@ -27,7 +27,7 @@ class Shared:
         def share(value: Any) -> Any:
             if rank == 0:
                 self._value.set_result(value)
-            return self._value.result(WAIT)
+            return self._value.result(PATIENCE)
 
         return share
 
@@ -35,7 +35,7 @@ class Shared:
 def all_at_once(size: int, work: Callable[[int], Any]) -> list[Any]:
     """What ``work(rank)`` returned for each rank; each is called in a thread of its own."""
     with ThreadPoolExecutor(size) as pool:
-        return [future.result(WAIT) for future in [pool.submit(work, rank) for rank in range(size)]]
+        return [future.result(PATIENCE) for future in [pool.submit(work, rank) for rank in range(size)]]
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from patience import PATIENCE
+
 from trainkit.distributed import Team, World
 
 __all__ = ["GoneError", "Hub", "ThreadWorld", "in_threads", "in_worlds", "values"]
-
-PATIENCE = 60.0  # seconds after which threads that have not ended are taken to hang
 
 
 class GoneError(Exception):

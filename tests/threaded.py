@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from patience import PATIENCE
+
 from trainkit.distributed import World
 
 __all__ = ["Peer", "together"]
-
-PATIENCE = 20.0  # seconds after which a thread that waits for others gives up
 
 
 class _Meeting:

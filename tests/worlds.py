@@ -8,20 +8,27 @@ about 30 ms each.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
+
+from patience import PATIENCE
 
 __all__ = ["WorldError", "free_port", "run_world", "start_world"]
 
@@ -36,7 +43,7 @@ _PRELOAD = [
     "pytest",
     "tiny",
 ]
-PATIENCE = 90.0  # seconds after which a world that has not ended is taken to hang
+_SHOW = signal.SIGRTMIN + 1  # makes a process, or a child that was forked from it, write its stacks
 
 
 class WorldError(AssertionError):
@@ -55,6 +62,7 @@ class World:
         context.set_forkserver_preload(_PRELOAD)
         port = free_port()
         self.processes, self._pipes = [], []
+        self._stacks = tempfile.NamedTemporaryFile(prefix="stacks-")  # noqa: SIM115
         where = (_file_of(function), function.__module__, function.__qualname__)
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
@@ -68,7 +76,8 @@ class World:
                 "OMP_NUM_THREADS": "1",
                 **env,
             }
-            process = context.Process(target=_work, args=(theirs, where, tuple(args), variables, os.getcwd(), sys.path))
+            given = (theirs, self._stacks.name, where, tuple(args), variables, os.getcwd(), sys.path)
+            process = context.Process(target=_work, args=given)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -94,9 +103,10 @@ class World:
             open_ones: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
             ready = wait(list(open_ones), max(0.0, deadline - monotonic()))
             if not ready:
-                self.kill()
                 left = sorted(open_ones.values())
-                raise WorldError(f"ranks {left} have not ended within {patience} s; the others: {found}")
+                stacks = self._ask_for_stacks(left)
+                self.kill()
+                raise WorldError(f"ranks {left} have not ended within {patience} s; the others: {found}\n{stacks}")
             for pipe in ready:
                 rank = open_ones[pipe]
                 found[rank] = self._read(rank, pipe)  # type: ignore[arg-type]
@@ -112,6 +122,19 @@ class World:
         except (EOFError, ConnectionResetError):
             self.processes[rank].join(PATIENCE)
             return False, f"ended with {self.processes[rank].exitcode}"
+
+    def _ask_for_stacks(self, ranks: list[int]) -> str:
+        """What these processes are doing, and the loader workers of each."""
+        for rank in ranks:
+            pid = self.processes[rank].pid
+            with contextlib.suppress(OSError):
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                for each in (pid, *map(int, children)):
+                    with open(self._stacks.name, "a") as file:
+                        file.write(f"\nrank {rank}, process {each}{' (a child)' if each != pid else ''}:\n")
+                    os.kill(each, _SHOW)  # type: ignore[arg-type]
+                    sleep(0.5)
+        return Path(self._stacks.name).read_text()
 
     def kill(self) -> None:
         """End what is left of them."""
@@ -138,11 +161,24 @@ def run_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
+    """A port of this machine that nobody uses, nor is given while a test has not taken it yet.
+
+    The kernel gives connections ports above these, and each worker of pytest-xdist has some of its own.
+    """
+    while True:
+        port = _PORTS.start + next(_next_port) % len(_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as taken:
+            taken.bind(("", port))
+            return port
+
+
+def _ports() -> range:
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    return range(11_000 + 2_000 * number, 13_000 + 2_000 * number)
+
+
+_PORTS = _ports()
+_next_port = itertools.count(random.SystemRandom().randrange(len(_PORTS)))
 
 
 def _file_of(function: Callable[..., Any]) -> str:
@@ -152,8 +188,15 @@ def _file_of(function: Callable[..., Any]) -> str:
 
 
 def _work(
-    pipe: Connection, where: tuple[str, str, str], args: tuple[Any, ...], env: dict[str, str], folder: str, path: list[str]
+    pipe: Connection,
+    stacks: str,
+    where: tuple[str, str, str],
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    folder: str,
+    path: list[str],
 ) -> None:
+    faulthandler.register(_SHOW, file=open(stacks, "a"), all_threads=True)  # noqa: SIM115
     os.environ.update(env)
     os.chdir(folder)
     sys.path[:] = path

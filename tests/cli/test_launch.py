@@ -238,7 +238,7 @@ def test_ctrl_c_in_a_terminal(script: str, tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)), 60.0)
+    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130

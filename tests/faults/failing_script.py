@@ -81,7 +81,7 @@ def main(kind: str, rank: int, folder: Path) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(device="cpu", timeout=timedelta(seconds=3 if kind == "hang" else 60)),
+        strategy=DDPStrategy(device="cpu", timeout=timedelta(seconds=float(os.environ["TIMEOUT"]) if kind == "hang" else 1800)),
         callbacks=Failing(kind, rank),
         max_steps=20 if kind == "none" else 100_000,
         max_epochs=-1,

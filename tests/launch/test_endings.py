@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from members import LIMIT, Ended, Member, as_script, end_of, now
+from members import GRACE, LIMIT, Ended, Member, as_script, end_of, now
+from patience import PATIENCE, VAIN, within
 from support import ROOT, run_python
-from worlds import PATIENCE, free_port
+from worlds import free_port
 
 from trainkit.errors import Preempted
 from trainkit.launch import endings
 
-SOON = 4.5  # seconds; who waits in vain for another one does so for 5
+SOON = within(4.5)  # seconds; who waits in vain for another one does so for longer
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343."
 
 
@@ -44,7 +45,7 @@ def assert_last_traceback(ended: Ended, rank: int, error: str) -> None:
 
 
 def one_ends(rank: int, how: str, where: str) -> None:
-    member = Member()
+    member = Member(grace=GRACE)
 
     def work() -> None:
         for step in range(10):
@@ -127,6 +128,7 @@ def test_an_exit_between_runs(rank: int) -> None:
 
 def all_end(how: str) -> None:
     member = Member()
+    endings._LAST = VAIN
 
     def work() -> None:
         member.step()
@@ -276,7 +278,7 @@ from members import Member
 def main(rank=None):
     if rank is not None:
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT={port!r})
-    member = Member()
+    member = Member(grace=0.5)
     def work():
         member.step()
         if member.rank == 1 and {fail}:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from stars import WAIT, star
+from patience import PATIENCE
+from stars import star
 
 from trainkit.launch.endings import report_failure
 from trainkit.launch.parting import stacks
@@ -23,11 +24,11 @@ def test_stacks_show_every_thread() -> None:
 
     def beside() -> None:
         ready.set()
-        done.wait(WAIT)
+        done.wait(PATIENCE)
 
     thread = threading.Thread(target=beside, name="the other")
     thread.start()
-    ready.wait(WAIT)
+    ready.wait(PATIENCE)
     text = stacks()
     done.set()
     thread.join()
@@ -43,7 +44,7 @@ def test_the_error_file_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         error = ValueError("boom")
         assert report_failure(channels[1], error) is error
         message = json.loads(path.read_text())["message"]
-        channels[0].wait(lambda: channels[0].failure is not None, WAIT)
+        channels[0].wait(lambda: channels[0].failure is not None, PATIENCE)
         report_failure(channels[0], RuntimeError(CLOSED))
         theirs = json.loads(path.read_text())["message"]
         watchdog = Watchdog(channels[0])
@@ -55,4 +56,4 @@ def test_the_error_file_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert theirs["extraInfo"]["timestamp"] == message["extraInfo"]["timestamp"]
     assert message["message"] == "ValueError: boom"
     assert message["extraInfo"]["py_callstack"] == "ValueError: boom\n"
-    assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < WAIT
+    assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < PATIENCE

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from patience import within
 from torch.distributed import TCPStore
 
 from trainkit.launch import stores
@@ -53,7 +54,7 @@ def test_somebody_who_says_nothing() -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
         connected(waits, 1, 0.3)
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < within(4)
     released.set()
 
 

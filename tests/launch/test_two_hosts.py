@@ -15,11 +15,12 @@ import pytest
 from elastic import journal
 from hosts import ADDRESSES, Hosts, Program
 from parity import trained
+from patience import PATIENCE, within
 from two_hosts import CASE, Task
 
 TESTS = Path(__file__).parents[1]
-LIMIT = 10.0  # seconds in which all processes must have ended
-PATIENCE = 30.0  # seconds of silence after which users learn that a host is gone
+LIMIT = within(10)  # seconds in which all processes must have ended
+SILENCE = 30.0  # seconds of it after which users learn that a host is gone
 
 # ``trainkit launch``, less patient with a host that does not answer.
 IMPATIENT = """
@@ -77,7 +78,7 @@ class Job:
         """Let them go on."""
         (self.folder / "open").touch()
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> float:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> float:
         """Wait for something that must come while both agents run; returns how long it took."""
         begin = time.monotonic()
         while not condition():
@@ -163,7 +164,7 @@ def test_a_cut_and_mended_cable(hosts: Hosts, tmp_path: Path, expected: dict[tup
 @pytest.mark.parametrize("told", [False, True])
 def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path, told: bool, expected: dict[tuple[int, int], str]) -> None:
     """With the limits that users have: nobody waits for ever, and a start by hand goes on."""
-    job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=PATIENCE).start_both()
+    job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=SILENCE).start_both()
     job.at_the_gate()
     begin = time.monotonic()
     if told:
@@ -172,7 +173,7 @@ def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path, told: bool, expect
         hosts.cut()
     job.open_the_gate()
     assert job.codes() == [1, 1], job
-    assert time.monotonic() - begin < PATIENCE + 15
+    assert time.monotonic() - begin < within(SILENCE + 15)
     assert lost(job), job
     assert hosts.processes(0) + hosts.processes(1) == 0
     if told:
@@ -187,7 +188,7 @@ def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path, told: bool, expect
 @pytest.mark.slow
 def test_a_short_interruption_harms_nobody(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
     """Of twelve seconds, with the limits that users have."""
-    job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=PATIENCE).start_both()
+    job = Job(hosts, tmp_path / "run", patient=True, gate=3, patience=SILENCE).start_both()
     job.at_the_gate()
     hosts.cut()
     job.open_the_gate()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stars import WAIT, star
+from patience import PATIENCE
+from stars import star
 
 from trainkit.errors import ProcessFailedError
 from trainkit.launch.watchdog import Watchdog
@@ -17,7 +18,7 @@ def test_a_run_that_cannot_be() -> None:
     with star(2) as channels:
         watchdogs = [Watchdog(channel) for channel in channels]
         channels[1].goodbye()
-        channels[0].wait(lambda: 1 in channels[0].gone, WAIT)
+        channels[0].wait(lambda: 1 in channels[0].gone, PATIENCE)
         with pytest.raises(ProcessFailedError, match="a run needs all 2 processes, but rank 1 has left"):
             watchdogs[0].entered()
         for watchdog in watchdogs:
@@ -33,7 +34,7 @@ def test_its_thread_ends_with_the_channel(first: str) -> None:
         for close in closings:
             close()
         for watchdog in watchdogs:
-            watchdog._thread.join(WAIT)
+            watchdog._thread.join(PATIENCE)
             assert not watchdog._thread.is_alive()
 
 
@@ -49,7 +50,7 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
         watchdog._known -= 3600.0  # that long ago
         channels[1].post_failure("error", "boom")
         channels[1].close()  # so all has been heard
-        assert channels[0].wait(lambda: 1 in channels[0].gone, WAIT)
+        assert channels[0].wait(lambda: 1 in channels[0].gone, PATIENCE)
         time.sleep(0.2)
         watchdog.close()
     assert ends == []

@@ -12,10 +12,9 @@ from queue import Queue
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from trainkit.launch.wire import Loop, Wire, encode, keep_watch
-
-WAIT = 20.0
 
 
 class End:
@@ -37,7 +36,7 @@ def served(limit: int = 1000) -> Iterator[tuple[Loop, End, socket.socket]]:
     loop.add(end.wire)
     loop.start()
     with theirs:
-        theirs.settimeout(WAIT)
+        theirs.settimeout(PATIENCE)
         yield loop, end, theirs
         loop.stop()
     assert broken.empty()
@@ -49,10 +48,10 @@ def test_lines_in_pieces() -> None:
         text = encode([1, "é\n"]) + encode({"a": None}) + encode(2)
         for byte in text[:-1]:
             theirs.send(bytes([byte]))
-        assert [end.heard.get(timeout=WAIT) for _ in range(2)] == [[1, "é\n"], {"a": None}]
+        assert [end.heard.get(timeout=PATIENCE) for _ in range(2)] == [[1, "é\n"], {"a": None}]
         assert end.heard.empty()
         theirs.send(text[-1:])
-        assert end.heard.get(timeout=WAIT) == 2
+        assert end.heard.get(timeout=PATIENCE) == 2
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_a_connection_ends(said: bytes, why: type[Exception]) -> None:
         theirs.sendall(said)
         if why is EOFError:
             theirs.shutdown(socket.SHUT_WR)
-        assert isinstance(end.ended.get(timeout=WAIT), why)
+        assert isinstance(end.ended.get(timeout=PATIENCE), why)
         assert theirs.recv(100) == b""  # it was closed
         assert end.heard.empty()
 
@@ -82,7 +81,7 @@ def test_who_does_not_listen_keeps_nobody_waiting() -> None:
     with served() as (loop, end, theirs):
         loop.call(lambda: [loop.send(end.wire, line) for _ in range(8)])  # more than the connection takes
         theirs.sendall(encode("still there?"))
-        assert end.heard.get(timeout=WAIT) == "still there?"
+        assert end.heard.get(timeout=PATIENCE) == "still there?"
         received = b""
         while len(received) < 8 * len(line):
             received += theirs.recv(1 << 20)
@@ -102,7 +101,7 @@ def test_what_is_to_be_sent_is_sent_before_the_end() -> None:
         reader = threading.Thread(target=read, args=(theirs,))
         reader.start()
         loop.stop()
-        reader.join(WAIT)
+        reader.join(PATIENCE)
     assert b"".join(received) == line
 
 
@@ -119,8 +118,8 @@ def test_an_error_in_the_thread_ends_it() -> None:
     loop.start()
     with theirs:
         loop.call(lambda: 1 // 0)
-        assert isinstance(broken.get(timeout=WAIT), ZeroDivisionError)
-        theirs.settimeout(WAIT)
+        assert isinstance(broken.get(timeout=PATIENCE), ZeroDivisionError)
+        theirs.settimeout(PATIENCE)
         assert theirs.recv(1) == b""
     loop.stop()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from agents import alive, wait_until
+from patience import within
 
 from trainkit.launch import workers as workers_module
 from trainkit.launch.workers import Ended, Workers, signal_name
@@ -71,7 +72,7 @@ def test_what_they_have_started_is_swept(tmp_path: Path) -> None:
     children = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert all(alive(pid) for pid in children)
     workers.leave(sweep=True)
-    wait_until(lambda: not any(alive(pid) for pid in children), 2.0)
+    wait_until(lambda: not any(alive(pid) for pid in children), within(2.0))
 
 
 def test_the_guard_goes_with_them() -> None:
@@ -106,9 +107,9 @@ def test_nothing_outlives_the_process_that_started_them(with_guard: bool, tmp_pa
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not alive(worker), 5.0)
+    wait_until(lambda: not alive(worker), within(5.0))
     if with_guard:
-        wait_until(lambda: not alive(child), 5.0)
+        wait_until(lambda: not alive(child), within(5.0))
     elif alive(child):
         os.kill(child, signal.SIGKILL)
 

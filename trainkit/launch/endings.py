@@ -21,7 +21,7 @@ from trainkit.launch.parting import end_process, leave_word, outlive
 
 __all__ = ["Endings", "install", "report_failure"]
 
-_CAUSE = 1.5  # seconds in which the cause of a broken connection must be known
+_CAUSE = 4.0  # seconds in which the cause of a broken connection must be known
 _LAST = 5.0  # seconds that the first process that failed waits for the others before it prints
 _OVER = 60.0  # seconds in which all are out of a run that has failed, or have been ended
 

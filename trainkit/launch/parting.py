@@ -16,7 +16,7 @@ from trainkit.launch.failure import Failure
 
 __all__ = ["end_process", "leave_word", "outlive", "say", "stacks", "take_back_word"]
 
-_SETTLED = 1.0  # seconds that the main process, which is the hub, outlives the others
+_SETTLED = 2.5  # seconds that the main process, which is the hub, outlives the others
 _FLUSH = 1.0  # seconds that output already written has to get out
 _OURS = ("trainkit-channel", "trainkit-watchdog")
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun reads why a process has failed
