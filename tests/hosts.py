@@ -111,9 +111,12 @@ class Hosts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._keeper.communicate()  # closes the pipe, by which all processes are ended
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()  # by which all processes are ended; it is the last one, and waits for the others
+        self._keeper.stdin = None
         for program in self._programs:
             program.code()
+        self._keeper.communicate()
 
     def start(
         self,

@@ -19,10 +19,10 @@ from trainkit.console import notice, warn
 from trainkit.data.dealing import Dealer
 from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
 from trainkit.data.trail import Trail
+from trainkit.data.workers import end_workers, started
 from trainkit.distributed import World
 from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.rng import KeyStream, Purpose, mix, seed_generators
-from trainkit.signals import held_back
 
 __all__ = ["IterableStream", "LoaderStream", "Stream", "open_stream"]
 
@@ -182,7 +182,7 @@ class LoaderStream:
         """See :class:`Stream`."""
         if self._iterable:
             if self._primed is not None:
-                _end_workers(self._primed[0])
+                end_workers(self._primed[0])
             self._primed = self._begin(epoch, start, step)
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
@@ -203,7 +203,7 @@ class LoaderStream:
                 yield from self._trail.follow(rows, start, step, ended=partial(self._ended, iterator))
         finally:
             if not self._source.persistent_workers:
-                _end_workers(iterator)
+                end_workers(iterator)
 
     def _ended(self, iterator: Any) -> bool:
         """Whether the end of the stream has been read, with a short last batch or in a row that is not full."""
@@ -221,7 +221,7 @@ class LoaderStream:
         if hasattr(self._source.dataset, "set_epoch"):
             self._source.dataset.set_epoch(user_epoch(epoch))
         if self._fresh_workers:
-            _end_workers(loader._iterator)
+            end_workers(loader._iterator)
             loader._iterator = None
         # starting workers draws a seed, from the global generator or from the loader's
         generator = self._source.generator
@@ -232,8 +232,7 @@ class LoaderStream:
             if loader.batch_size is not None:
                 self._slots.epoch, self._slots.start = epoch, first
         over = self._trail is not None and self._trail.at_end
-        with held_back():  # workers may be started
-            iterator: Any = iter(()) if over else iter(loader)
+        iterator: Any = iter(()) if over else started(loader)
         self._running = iterator
         if self._trail is None:
             return iterator, iterator, first
@@ -246,18 +245,8 @@ class LoaderStream:
 
     def close(self) -> None:
         """End the workers, persistent ones and those of an epoch that an error has left."""
-        _end_workers(self._running)
+        end_workers(self._running)
         self._loader = self._running = self._primed = None
-
-
-def _end_workers(iterator: Any) -> None:
-    """End the workers of an iterator over a loader now; a traceback can hold it for long, and its end then takes seconds."""
-    end = getattr(iterator, "_shutdown_workers", None)
-    if end is not None:
-        end()
-        for worker in getattr(iterator, "_workers", ()):
-            if worker.is_alive():  # so busy that it does not even notice that it is to end
-                worker.kill()
 
 
 class _Slots:
