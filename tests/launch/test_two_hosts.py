@@ -15,19 +15,20 @@ import pytest
 from elastic import journal
 from hosts import ADDRESSES, Hosts, Program
 from parity import trained
-from patience import PATIENCE, within
+from patience import ALONE, PATIENCE, within
 from two_hosts import CASE, Task
 
 TESTS = Path(__file__).parents[1]
 LIMIT = within(10)  # seconds in which all processes must have ended
 SILENCE = 30.0  # seconds of it after which users learn that a host is gone
 
-# ``trainkit launch``, less patient with a host that does not answer.
-IMPATIENT = """
+# ``trainkit launch``, less patient with a host that does not answer; it misses three signs of life.
+HEARTBEAT = 1 if ALONE else 4
+IMPATIENT = f"""
 import sys
 from trainkit.cli.main import main
 from trainkit.launch import rendezvous, stores
-for module, name, value in ((stores, "_SILENCE", 3.0), (rendezvous, "_HEARTBEAT", 1)):
+for module, name, value in ((stores, "_SILENCE", 3.0), (rendezvous, "_HEARTBEAT", {HEARTBEAT})):
     assert hasattr(module, name), name
     setattr(module, name, value)
 sys.exit(main())
