@@ -27,8 +27,8 @@ demo: $(VENV)/.demo ## train a small GPT on Python's own source files
 test: $(VENV)/.test ## install what the tests need and run them
 	$(PYTEST) -n $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
 
-test-slow: $(VENV)/.test ## the tests marked slow, one after the other
-	$(PYTEST) -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+test-slow: $(VENV)/.test ## the tests marked slow, and those of how soon things happen, one after the other
+	$(PYTEST) -m "slow or prompt" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 
 check: $(VENV)/.test ## ruff and mypy
 	$(RUN) -m ruff check .

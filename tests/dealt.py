@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from samples import CPU, draw, ids
+from samples import CPU, draw, ids, same
 
 from trainkit.data import PreparedLoader
 from trainkit.data.nested import map_tensors
@@ -21,7 +21,19 @@ from trainkit.launch.joining import join
 from trainkit.launch.wanted import Wanted
 from trainkit.rng import Stage
 
-__all__ = ["Alike", "Given", "as_lists", "dealt", "global_windows", "heard", "joined", "observed", "prepared", "read"]
+__all__ = [
+    "Alike",
+    "Given",
+    "as_lists",
+    "assert_shared_out",
+    "dealt",
+    "global_windows",
+    "heard",
+    "joined",
+    "observed",
+    "prepared",
+    "read",
+]
 
 
 class Alike(World):
@@ -118,6 +130,14 @@ def dealt(make: Callable[[], Any], size: int, window: int | None = 1, epoch: int
     """What each of ``size`` processes is given of an epoch, by rank."""
     worlds = [World()] if size == 1 else [Alike(rank, size) for rank in range(size)]
     return [list(read(prepared(make(), world, window, **options), epoch)) for world in worlds]
+
+
+def assert_shared_out(by_rank: list[list[Given]], alone: list[Given], kind: str) -> None:
+    """Each process was given its batches of those that one process is given, and drew the same when it worked on them."""
+    for rank, own in enumerate(by_rank):
+        batches, expected = [one for one in own if not one.filler], alone[rank :: len(by_rank)]
+        assert same([one.batch for one in batches], [one.batch for one in expected]), kind
+        assert [one.drawn for one in batches] == [one.drawn for one in expected], kind
 
 
 def global_windows(by_rank: list[list[Given]]) -> list[list[Given]]:

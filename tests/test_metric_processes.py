@@ -19,6 +19,8 @@ from trainkit.errors import MetricError
 from trainkit.launch.joining import join
 from trainkit.launch.wanted import Wanted
 
+pytestmark = pytest.mark.prompt
+
 
 def joined() -> World:
     return join(Wanted(), timeout=timedelta(seconds=30))

@@ -43,7 +43,7 @@ _PRELOAD = [
     "pytest",
     "tiny",
 ]
-_SHOW = signal.SIGRTMIN + 1  # makes a process, or a child that was forked from it, write its stacks
+_SHOW = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # makes a process, or a child that was forked from it, write its stacks
 
 
 class WorldError(AssertionError):
@@ -142,6 +142,7 @@ class World:
             if process.is_alive():
                 process.kill()
             process.join()
+        self._stacks.close()
 
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
         """Send a signal to one of them."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import Given, as_lists, global_windows, heard, joined, prepared, read
-from samples import Drawing, DrawingStream, SizedDrawingStream, collate_and_draw, draw, same
+from dealt import Given, as_lists, assert_shared_out, global_windows, heard, joined, prepared, read
+from samples import Drawing, DrawingStream, SizedDrawingStream, collate_and_draw, draw
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, get_worker_info
 from worlds import run_world
@@ -94,10 +94,7 @@ def test_one_stream_is_dealt_out(size: int, window: int | None, limit: int | Non
         alone = [as_lists(one) for one in read(loader, 1)]
         loader.close()
         own = [found[kind] for found in by_rank]
-        for rank, mine in enumerate(own):
-            batches = [one for one in mine if not one.filler]
-            assert same([one.batch for one in batches], [one.batch for one in alone[rank::size]]), kind
-            assert [one.drawn for one in batches] == [one.drawn for one in alone[rank::size]], kind
+        assert_shared_out(own, alone, kind)
         if window is not None:
             found, expected = global_windows(own), global_windows([alone])
             assert [len(group) for group in found] == [len(group) for group in expected]

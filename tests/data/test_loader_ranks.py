@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import Alike, Given, as_lists, dealt, global_windows, joined, prepared, read
+from dealt import Alike, Given, as_lists, assert_shared_out, dealt, global_windows, joined, prepared, read
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import Drawing, collate_and_draw, ids, same
@@ -286,10 +286,7 @@ def test_processes_that_tell_one_another_agree_with_one(size: int, window: int |
         alone = [as_lists(one) for one in read(loader, 1)]
         loader.close()
         own = [found[kind] for found in by_rank]
-        for rank, mine in enumerate(own):
-            batches = [one for one in mine if not one.filler]
-            assert same([one.batch for one in batches], [one.batch for one in alone[rank::size]]), kind
-            assert [one.drawn for one in batches] == [one.drawn for one in alone[rank::size]], kind
+        assert_shared_out(own, alone, kind)
         if window is None:
             continue
         found, expected = global_windows(own), global_windows([alone])

@@ -18,6 +18,8 @@ import pytest
 from patience import ALONE, PATIENCE, within
 from worlds import free_port
 
+pytestmark = pytest.mark.prompt
+
 SCRIPT = str(Path(__file__).with_name("failing_script.py"))
 LIMIT = within(10)  # seconds from the failure to the last end
 TIMEOUT = 3 if ALONE else 20  # seconds that a collective waits where one hangs; all must have started within it

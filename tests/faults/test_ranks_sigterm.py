@@ -32,6 +32,8 @@ from patience import within
 from trainkit import Callback, running
 from trainkit.launch.channel import Channel
 
+pytestmark = pytest.mark.prompt
+
 ROWS = 2  # micro-batches of a process in an update
 LIMIT = within(30)  # seconds from the signal to the last end
 APART = 0.2  # seconds, at most, between the first and the last of signals that do not reach all at the same time

@@ -23,7 +23,7 @@ from trainkit.launch.agent import Job, run_job
 from trainkit.launch.rendezvous import Meeting
 from trainkit.launch.workers import Workers
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+pytestmark = [pytest.mark.prompt, pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")]
 
 FOREVER = "ready()\ntime.sleep(1000)\n"
 WITH_CHILD = 'child = subprocess.Popen(["sleep", "1000"])\nready(child.pid)\n'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import threading
 import time
 import warnings
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from members import Member
-from patience import PATIENCE, VAIN, within
+from patience import ALONE, PATIENCE, VAIN, within
 from stars import all_at_once, star
 from worlds import start_world
 
@@ -20,6 +21,8 @@ from trainkit.distributed import Team
 from trainkit.errors import ProcessFailedError
 from trainkit.launch.channel import Channel
 from trainkit.launch.failure import Failure
+
+pytestmark = pytest.mark.prompt
 
 SOON = within(1.0)  # what takes milliseconds
 
@@ -318,12 +321,12 @@ def test_a_dead_process_with_living_children_is_dead(dying: int) -> None:
 
 @pytest.mark.world_size(2)
 def test_an_exchange_costs_little() -> None:
-    """Much less than polling would; about 0.2 ms each on two free cores; the quickest, for others work here too."""
+    """Much less than polling would; about 0.2 ms each on two free cores. Where others work too, the quickest of them."""
     member = Member()
     took = []
     for turn in range(100):
         began = time.perf_counter()
         member.channel.exchange(f"turn {turn}", turn)
         took.append(time.perf_counter() - began)
-    assert min(took) < 0.02
+    assert (statistics.median(took) if ALONE else min(took)) < 0.02
     member.close()

@@ -20,6 +20,8 @@ from worlds import free_port
 from trainkit.errors import Preempted
 from trainkit.launch import endings
 
+pytestmark = pytest.mark.prompt
+
 SOON = within(4.5)  # seconds; who waits in vain for another one does so for longer
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343."
 

@@ -15,6 +15,8 @@ from trainkit.errors import ConfigurationError
 from trainkit.launch import rendezvous
 from trainkit.launch.rendezvous import Alone, Meeting
 
+pytestmark = pytest.mark.prompt
+
 
 def both(function: Callable[[int], Any]) -> list[Any]:
     """What ``function(0)`` and ``function(1)`` return or raise, called at the same time."""

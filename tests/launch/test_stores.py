@@ -17,6 +17,8 @@ from trainkit.launch import stores
 from trainkit.launch.rendezvous import Alone
 from trainkit.launch.stores import connected
 
+pytestmark = pytest.mark.prompt
+
 
 def connect(port: int) -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))

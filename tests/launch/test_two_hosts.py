@@ -28,6 +28,8 @@ IMPATIENT = f"""
 import sys
 from trainkit.cli.main import main
 from trainkit.launch import rendezvous, stores
+
+pytestmark = pytest.mark.prompt
 for module, name, value in ((stores, "_SILENCE", 3.0), (rendezvous, "_HEARTBEAT", {HEARTBEAT})):
     assert hasattr(module, name), name
     setattr(module, name, value)

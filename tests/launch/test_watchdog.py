@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from members import GRACE, LIMIT, Ended, Member, as_script, end_of, now
 from patience import VAIN, within
 
 from trainkit.errors import Preempted
+
+pytestmark = pytest.mark.prompt
 
 TIMEOUT = 2.0  # of collectives, where one hangs
 LONG = 2.5  # much more than the grace
@@ -31,6 +34,19 @@ def script(name: str, *given: Any) -> None:
 
 def end(size: int, name: str, *given: Any) -> Ended:
     return end_of(size, script, name, *given)
+
+
+def one_fails(member: Member, error: BaseException | None = None) -> Callable[[], None]:
+    """A run in which rank 1 fails, by ``ValueError("boom")`` if nothing else is said, and the others wait for it."""
+
+    def work() -> None:
+        member.step()
+        if member.rank == 1:
+            now()
+            raise error or ValueError("boom")
+        member.step()
+
+    return work
 
 
 def stacks_of(rank: int, folder: str = "out") -> str:
@@ -117,14 +133,7 @@ def test_its_loader_workers_are_ended_too() -> None:
 def the_folder_is_a_file() -> None:
     Path("file").write_text("")
     member = Member(folder="file/there", grace=GRACE)
-
-    def work() -> None:
-        member.step()
-        if member.rank == 1:
-            now()
-            raise ValueError("boom")
-        member.step()
-
+    work = one_fails(member)
     member.run(work)
 
 
@@ -138,14 +147,7 @@ def test_a_folder_that_cannot_be_written() -> None:
 
 def an_error_that_is_no_text() -> None:
     member = Member(grace=GRACE)
-
-    def work() -> None:
-        member.step()
-        if member.rank == 1:
-            now()
-            raise ValueError("cannot read file\udcff.jpg")  # as os.listdir gives a name that is no UTF-8
-        member.step()
-
+    work = one_fails(member, ValueError("cannot read file\udcff.jpg"))  # as os.listdir gives a name that is no UTF-8
     member.run(work)
 
 
@@ -233,14 +235,7 @@ def test_one_hangs(size: int) -> None:
 
 def one_is_told_to_end() -> None:
     member = Member()
-
-    def work() -> None:
-        member.step()
-        if member.rank == 1:
-            now()
-            raise Preempted("SIGTERM before the first step")
-        member.step()
-
+    work = one_fails(member, Preempted("SIGTERM before the first step"))
     member.run(work)
 
 
@@ -301,14 +296,7 @@ def test_an_error_that_all_catch_alike_ends_nobody(late: float) -> None:
 
 def one_fails_and_catches(then: str) -> None:
     member = Member(grace=VAIN if then == "what the others wait for" else GRACE)
-
-    def work() -> None:
-        member.step()
-        if member.rank == 1:
-            now()
-            raise ValueError("boom")
-        member.step()
-
+    work = one_fails(member)
     try:
         member.run(work)
     except ValueError as error:
@@ -374,13 +362,7 @@ def test_who_fails_after_the_run_has_failed() -> None:
 
 def it_cleans_up_for_long() -> None:
     member = Member(grace=GRACE)
-
-    def work() -> None:
-        member.step()
-        if member.rank == 1:
-            now()
-            raise ValueError("boom")
-        member.step()
+    work = one_fails(member)
 
     def tear_down() -> None:
         if member.rank == 1:

@@ -17,7 +17,7 @@ from patience import within
 from trainkit.launch import workers as workers_module
 from trainkit.launch.workers import Ended, Workers, signal_name
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="sessions and signals of POSIX")
+pytestmark = [pytest.mark.prompt, pytest.mark.skipif(os.name != "posix", reason="sessions and signals of POSIX")]
 
 
 def shell(script: str, count: int = 2) -> Workers:

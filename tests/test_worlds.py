@@ -1,0 +1,38 @@
+"""What a test is told of processes that hang."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patience import PATIENCE, VAIN
+from torch.utils.data import DataLoader, Dataset
+from worlds import WorldError, start_world
+
+
+class Stuck(Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        Path("there").touch()
+        time.sleep(VAIN)  # here the worker hangs
+
+
+def waits_for_its_worker() -> None:
+    next(iter(DataLoader(Stuck(), num_workers=1)))  # here its process waits
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc for the workers")
+def test_a_world_that_hangs_shows_its_stacks() -> None:
+    world = start_world(1, waits_for_its_worker)
+    over = time.monotonic() + PATIENCE
+    while not Path("there").exists() and time.monotonic() < over:
+        time.sleep(0.01)
+    with pytest.raises(WorldError, match=r"ranks \[0\] have not ended within 0.5 s") as caught:
+        world.results(0.5)
+    process, _, worker = str(caught.value).partition("(a child)")
+    assert "in waits_for_its_worker" in process
+    assert "in __getitem__" in worker
