@@ -18,6 +18,8 @@ from parity import trained
 from patience import ALONE, PATIENCE, within
 from two_hosts import CASE, Task
 
+pytestmark = pytest.mark.prompt
+
 TESTS = Path(__file__).parents[1]
 LIMIT = within(10)  # seconds in which all processes must have ended
 SILENCE = 30.0  # seconds of it after which users learn that a host is gone
@@ -28,8 +30,6 @@ IMPATIENT = f"""
 import sys
 from trainkit.cli.main import main
 from trainkit.launch import rendezvous, stores
-
-pytestmark = pytest.mark.prompt
 for module, name, value in ((stores, "_SILENCE", 3.0), (rendezvous, "_HEARTBEAT", {HEARTBEAT})):
     assert hasattr(module, name), name
     setattr(module, name, value)
