@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from datetime import timedelta
-from math import inf
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainkit.data.nested import leaves
 from trainkit.errors import ConfigurationError, ModuleError
-from trainkit.launch.joining import device_of, join
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import Precision
 from trainkit.strategies._compression import Compression
+from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._fixed_ddp import FixedDDP
 from trainkit.strategies._gather import gathered
+from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import average_gradients, broadcast, mean, sparse_parameters
 from trainkit.strategies._replica import PreparedModel, Replica, TrainingStep
 from trainkit.strategies._sync_batchnorm import SyncedBatchNorms
@@ -75,8 +73,8 @@ class DDPStrategy(Strategy):
         super().__init__(device, precision)
         if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
             raise ConfigurationError(f"bucket_cap_mb must be a number > 0, not {bucket_cap_mb!r}.")
-        self.process_group_backend, self.timeout = process_group_backend, _duration(timeout)
-        self._one_device = str(device) != "auto" and torch.device(device).index is not None
+        self._membership = Membership("DDPStrategy", device, process_group_backend, timeout)
+        self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
         self.static_graph = static_graph
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -89,24 +87,15 @@ class DDPStrategy(Strategy):
     def _begin(self) -> None:
         self._step: TrainingStep | None = None  # training_step under automatic optimization
         self._models: list[PreparedModel] = []  # of loops that call them themselves
-        self._buffers: list[tuple[dict[str, Tensor | None], str]] = []  # where modules keep them, as they may be replaced
+        self._buffers = Buffers()
         self._sparse: set[int] = set()  # ids of parameters
         self._known: dict[int, int] = {}  # optimizers by id, with the number of parameters of each that was looked at
         self._stepping = False  # in training_step under automatic optimization
 
     def join(self, wanted: Wanted) -> None:
         """See :meth:`trainkit.Strategy.join`."""
-        if wanted.accelerator == "auto":
-            wanted = replace(wanted, accelerator=self.device.type)
-        self.world = join(wanted, backend=self.process_group_backend, timeout=self.timeout)
+        self.world, self.device = self._membership.join(wanted, self.device)
         self.joined = True
-        if not self._one_device:
-            self.device = device_of(wanted, self.world)
-        elif not self._alone:
-            raise ConfigurationError(
-                f"DDPStrategy(device={str(self.device)!r}) names one device for {self.world.size} processes. Use device="
-                f"{self.device.type!r}, and choose among several with Trainer(devices=[0, 2])."
-            )
         if self.sync_batchnorm and self.device.type == "cpu" and not self._alone:
             raise ConfigurationError(
                 "sync_batchnorm=True: torch has no synchronized BatchNorm on the CPU. Leave it out, or use layers without "
@@ -124,32 +113,12 @@ class DDPStrategy(Strategy):
             return module
         if self.sync_batchnorm:
             self._norms.put_in(module, self.world)
-        self._refuse_unlike(module)
-        owners = list(module.modules())
-        self._buffers += [(owner._buffers, name) for owner in owners for name in owner._buffers]
+        refuse_unlike(module, self.world, "DDP")
+        self._buffers.add(module)
         self._sparse |= sparse_parameters(module)
         broadcast([p.data for p in module.parameters()])
         self.sync_buffers()
         return module
-
-    def _refuse_unlike(self, module: nn.Module) -> None:
-        """Refuse modules that are not alike on all processes."""
-        named = [*module.named_parameters(), *module.named_buffers()]
-        lazy = [name for name, tensor in named if is_lazy(tensor)]
-        if lazy:
-            raise ModuleError(
-                f"{lazy[0]} has no shape yet, and DDP must know it on all processes. Run a batch through the module first, in "
-                "configure_model."
-            )
-        mine = [f"{name}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in named]
-        said = self.world.exchange(mine)
-        for rank, other in enumerate(said):
-            if other != said[0]:
-                differing = [line for line in [*said[0], *other] if (line in said[0]) != (line in other)]
-                raise ModuleError(
-                    f"rank 0 and rank {rank} have different modules, while each must have a copy of the same: "
-                    f"{'; '.join(differing[:4]) or 'the order of parameters'}. Build it the same way on all processes."
-                )
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """See :meth:`trainkit.Strategy.wrap`."""
@@ -312,10 +281,7 @@ class DDPStrategy(Strategy):
 
     def sync_buffers(self) -> None:
         """See :meth:`trainkit.Strategy.sync_buffers`."""
-        found = [owner.get(name) for owner, name in self._buffers]
-        present = [buffer for buffer in found if buffer is not None]
-        if present:
-            broadcast(present)
+        self._buffers.sync()
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """See :meth:`trainkit.Strategy.all_gather`.
@@ -346,10 +312,3 @@ class DDPStrategy(Strategy):
             replica.close()
         self._norms.take_out()
         self._begin()
-
-
-def _duration(timeout: Any) -> timedelta:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < inf:
-        raise ConfigurationError(f"timeout must be a timedelta or seconds, more than 0, not {timeout!r}.")
-    return timedelta(seconds=seconds)
