@@ -65,5 +65,5 @@ $(VENV)/.demo: $(INPUTS) | $(RUN)
 	@touch $@
 
 $(VENV)/.test: $(INPUTS) | $(RUN)
-	$(INSTALL) -e '.[dev,tensorboard,wandb,plot]'
+	$(INSTALL) -e '.[dev,deepspeed,tensorboard,wandb,plot]'
 	@touch $@ $(VENV)/.demo

@@ -18,9 +18,10 @@ from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.strategies.ddp import DDPStrategy
+    from trainkit.strategies.zero import ZeROStrategy
 
-__all__ = ["DDPStrategy"]
+__all__ = ["DDPStrategy", "ZeROStrategy"]
 
-_FILES = {"DDPStrategy": "ddp"}
+_FILES = {"DDPStrategy": "ddp", "ZeROStrategy": "zero"}
 
 __getattr__, __dir__ = lazily(globals(), _FILES)

@@ -188,7 +188,7 @@ class DDPStrategy(Strategy):
         if self._alone:
             super().backward(loss, **kwargs)
         elif loss is None:
-            self.skip_backward(False)
+            self.skip_backward(None)
         elif self._step is not None:
             self._step.backward(self.precision.scale(loss), self._due(), **kwargs)
         else:
@@ -206,7 +206,7 @@ class DDPStrategy(Strategy):
             for model in [model for model in called if model.replica.reached] or called:
                 model.finish_backward()
 
-    def skip_backward(self, had_loss: bool) -> None:
+    def skip_backward(self, loss: Tensor | None) -> None:
         """See :meth:`trainkit.Strategy.skip_backward`."""
         if self._alone:
             return
@@ -215,7 +215,7 @@ class DDPStrategy(Strategy):
         if self._step is not None:
             if window is not None and window.filler:
                 self._step.begin_window(window.uneven)
-            self._step.skip(had_loss, due)
+            self._step.skip(loss is not None, due)
             return
         called = [model for model in self._models if model.replica.called]
         if not called and any(model.replica.due() for model in self._models):

@@ -147,7 +147,7 @@ def over_strategy(
         for item in dealt(window, items, rank, size):
             loss = None if item is NOTHING else step(item, 0)
             if loss is None or window.share == 0.0:
-                strategy.skip_backward(loss is not None)
+                strategy.skip_backward(loss)
             else:
                 strategy.backward(loss * window.share)
             had_loss = had_loss or loss is not None
@@ -185,7 +185,7 @@ def own_loop(
             with model.no_sync() if hold and not window.full else nullcontext():
                 loss = model(inputs(item, module.first.weight.dtype)).square().mean()
                 if window.share == 0.0:
-                    strategy.skip_backward(True)
+                    strategy.skip_backward(torch.zeros(()))
                 else:
                     strategy.backward(loss * window.share)
         if window.uneven:

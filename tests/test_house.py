@@ -72,7 +72,7 @@ PUBLIC = {
         "UnsupportedArgumentError",
     ],
     "trainkit.loggers": ["CSVLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger"],
-    "trainkit.strategies": ["DDPStrategy"],
+    "trainkit.strategies": ["DDPStrategy", "ZeROStrategy"],
 }
 
 # Files ("trainkit/x.py") and functions ("trainkit/x.py:name") that may be long, each with the reason.

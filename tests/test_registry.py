@@ -10,6 +10,7 @@ from support import run_python
 from trainkit import Callback, Strategy
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 from trainkit.registry import CALLBACKS, STRATEGIES, load_callback, load_strategy, make_strategy
+from trainkit.strategies import ZeROStrategy
 
 
 @pytest.mark.parametrize("name", list(CALLBACKS))
@@ -23,7 +24,26 @@ def test_every_callback_can_be_loaded(name: str) -> None:
 def test_every_strategy_can_be_loaded(name: str) -> None:
     kind = load_strategy(name)
     assert issubclass(kind, Strategy)
-    assert kind.name == name
+    assert make_strategy(name).name == name.removesuffix("_offload")
+
+
+@pytest.mark.parametrize(
+    "name, stage, optimizer, params",
+    [
+        ("zero3_offload", 3, "cpu", "cpu"),
+        ("deepspeed", 2, None, None),
+        ("deepspeed_stage_1", 1, None, None),
+        ("deepspeed_stage_1_offload", 1, "cpu", None),
+        ("deepspeed_stage_2", 2, None, None),
+        ("deepspeed_stage_2_offload", 2, "cpu", None),
+        ("deepspeed_stage_3", 3, None, None),
+        ("deepspeed_stage_3_offload", 3, "cpu", "cpu"),
+    ],
+)
+def test_lightnings_names_of_zero(name: str, stage: int, optimizer: str | None, params: str | None) -> None:
+    made = make_strategy(name)
+    assert isinstance(made, ZeROStrategy)
+    assert (made.stage, made.config.offload_optimizer, made.config.offload_params) == (stage, optimizer, params)
 
 
 def test_a_name_that_nobody_knows() -> None:
@@ -36,10 +56,6 @@ def test_a_name_that_nobody_knows() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "deepspeed",
-        "deepspeed_stage_3_offload",
-        "zero1",
-        "zero3",
         "xla",
         "xla_fsdp",
         "horovod",
@@ -58,7 +74,8 @@ def test_strategies_that_are_not_there_yet(name: str) -> None:
         ("ddp_spawn_find_unused_parameters_false", "Write strategy='ddp'"),
         ("ddp_fork", "Write strategy='ddp'"),
         ("ddp_notebook", "Leave strategy out, or run a script"),
-        ("fsdp", "ZeRO"),
+        ("fsdp", "Use strategy='zero3'"),
+        ("deepspeed_stage_3_offload_nvme", "nvme_path="),
         ("single_device", "write strategy='auto'"),
     ],
 )
@@ -69,7 +86,8 @@ def test_strategies_that_are_called_otherwise(name: str, fix: str) -> None:
 
 @pytest.mark.parametrize("name", [None, 3, Strategy, ["ddp"]])
 def test_what_is_no_name(name: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"must be a name \('auto', 'ddp', 'single'\) or a Strategy object, not"):
+    known = ", ".join(map(repr, ("auto", *STRATEGIES)))
+    with pytest.raises(ConfigurationError, match=rf"must be a name \({known}\) or a Strategy object, not"):
         load_strategy(name)
 
 

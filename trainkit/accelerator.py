@@ -261,7 +261,7 @@ class Accelerator(GradientVerbs, StateVerbs):
         if self._averaged:
             self._averaged.clear()  # of gradients that were not used
         if loss is None or share == 0.0:
-            self.strategy.skip_backward(loss is not None)
+            self.strategy.skip_backward(loss)
             return
         if share != 1.0:
             loss = loss * share

@@ -19,6 +19,10 @@ __all__ = ["CALLBACKS", "STRATEGIES", "load_callback", "load_strategy", "make_st
 STRATEGIES: dict[str, str] = {
     "ddp": "trainkit.strategies.ddp:DDPStrategy",
     "single": "trainkit.strategy:Strategy",
+    "zero1": "trainkit.strategies.zero:ZeROStrategy",
+    "zero2": "trainkit.strategies.zero:ZeROStrategy",
+    "zero3": "trainkit.strategies.zero:ZeROStrategy",
+    "zero3_offload": "trainkit.strategies.zero:ZeROStrategy",
 }
 
 CALLBACKS: dict[str, str] = {
@@ -31,11 +35,26 @@ CALLBACKS: dict[str, str] = {
     "timer": "trainkit.callbacks.timer:Timer",
 }
 
-# Other names of a strategy, with the options that they stand for.
+# The options that a name stands for.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+}
+
+# Other names of a strategy, Lightning's among them, with the options that they stand for besides.
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "auto": ("single", {}),
     "ddp_find_unused_parameters_false": ("ddp", {}),
     "ddp_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
+    "deepspeed": ("zero2", {}),
+    "deepspeed_stage_1": ("zero1", {}),
+    "deepspeed_stage_1_offload": ("zero1", {"offload_optimizer": "cpu"}),
+    "deepspeed_stage_2": ("zero2", {}),
+    "deepspeed_stage_2_offload": ("zero2", {"offload_optimizer": "cpu"}),
+    "deepspeed_stage_3": ("zero3", {}),
+    "deepspeed_stage_3_offload": ("zero3_offload", {}),
 }
 
 # What Lightning calls by these names, and what to use here.
@@ -45,10 +64,12 @@ _NOT_OURS: dict[str, str] = {
     "ddp_notebook": "notebooks run on one process in this version. Leave strategy out, or run a script with strategy='ddp'",
     "ddp_spawn": _STARTED,
     "dp": "DataParallel is not offered, it is slower than DDP. Use strategy='ddp', with the same devices",
-    "fsdp": "sharding of parameters will come as ZeRO (strategy='zero3'), which this version does not have yet",
+    "deepspeed_stage_3_offload_nvme": "name the folder on the NVMe disk: ZeROStrategy(stage=3, offload_optimizer='nvme', "
+    "offload_params='nvme', nvme_path='/local_nvme')",
+    "fsdp": "parameters are sharded by ZeRO. Use strategy='zero3'",
     "single_device": "write strategy='auto' and choose the device with accelerator='cpu', 'gpu' or 'mps'",
 }
-_NOT_YET = ("deepspeed", "zero", "xla", "fsdp", "hpu", "horovod", "bagua", "colossalai", "tpu")
+_NOT_YET = ("xla", "hpu", "horovod", "bagua", "colossalai", "tpu")
 
 
 def load_callback(name: str) -> Any:
@@ -77,8 +98,8 @@ def load_strategy(name: str) -> Any:
             raise UnsupportedArgumentError(f"strategy={name!r}: {_NOT_OURS[kind]}.")
         if name.lower().startswith(_NOT_YET):
             raise UnsupportedArgumentError(
-                f"strategy={name!r} is not in this version: it has one device (strategy='auto') and DDP (strategy='ddp'). "
-                "ZeRO and XLA are being built; see 'What is not there yet' in the README."
+                f"strategy={name!r} is not in this version: it has one device (strategy='auto'), DDP ('ddp') and ZeRO "
+                "('zero1', 'zero2', 'zero3'). XLA is being built; see 'What is not there yet' in the README."
             )
     return _load(_path(name, STRATEGIES, "strategy"))
 
@@ -95,7 +116,7 @@ def make_strategy(strategy: str | Strategy, **options: Any) -> Strategy:
     """
     if isinstance(strategy, str):
         name, own = _VARIANTS.get(strategy, (strategy, {}))
-        made: Strategy = load_strategy(name)(**own, **options)
+        made: Strategy = load_strategy(name)(**{**_OPTIONS.get(name, {}), **own, **options})
         return made
     if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
         raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")

@@ -201,11 +201,11 @@ class Strategy:
         if loss is not None:
             self.precision.scale(loss).backward(**kwargs)
 
-    def skip_backward(self, had_loss: bool) -> None:
+    def skip_backward(self, loss: Tensor | None) -> None:
         """Instead of :meth:`backward`, for a micro-batch that adds nothing: other processes may wait for this one.
 
         Args:
-            had_loss: it had a loss, but its weight is 0.
+            loss: it had one, but its weight is 0, and the loss may be NaN; ``None``: it had none.
         """
 
     def any_loss(self, had_loss: bool) -> bool:

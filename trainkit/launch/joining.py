@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -30,7 +32,7 @@ from trainkit.launch.stores import connected
 from trainkit.launch.wanted import Wanted
 from trainkit.launch.watchdog import Watchdog
 
-__all__ = ["device_of", "join", "processes"]
+__all__ = ["alone", "device_of", "join", "processes"]
 
 _MEETING = timedelta(minutes=10)  # within which all processes must have come
 _LATE = 5.0  # seconds after which torch's own message about that is not waited for
@@ -67,6 +69,7 @@ class _Joined:
 
 
 _joined: _Joined | None = None  # all runs of the process share it
+_alone: Any = None  # the process group of a process that is none of several
 
 # The store that the groups of this process are made with, and how many were: the user may destroy one, and what it has left in
 # the store must not be read by the next.
@@ -121,8 +124,25 @@ def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta) -> W
 
 
 def _group() -> Any:
-    """The default process group, ``None`` if there is none."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    """The default process group, ``None`` if there is none that matters."""
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if group is _alone else group
+
+
+@contextmanager
+def alone(backend: str) -> Iterator[None]:
+    """Within it a process that is alone has a process group, for a library that needs one; runs take no notice of it."""
+    global _alone
+    from torch._C._distributed_c10d import HashStore  # not in every build of torch
+
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    _alone = dist.group.WORLD
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and dist.group.WORLD is _alone:
+            dist.destroy_process_group()
+        _alone = None
 
 
 def _check(wanted: Wanted, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:

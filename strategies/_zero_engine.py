@@ -1,0 +1,338 @@
+"""One optimizer under ZeRO: DeepSpeed's engine, driven so that the window, the clipping and the gradients are ours.
+
+Gradients are reduced in one of two ways. *Streamed*: in the hooks of each backward pass, a bucket as soon as it is full, so
+that no process keeps whole gradients (stages 2 and 3). *Local*: each process keeps its gradients, as plain torch does, and
+:meth:`Engine.finish` reduces them once, in one order on all processes, zeros where a process has none (stage 1, windows in
+which processes have different numbers of micro-batches, and optimizers that the user steps himself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.errors import ConfigurationError, LossError
+from trainkit.strategies._deepspeed import Session, quiet
+from trainkit.strategies._zero_optimizer import Shadow
+
+__all__ = ["BareEngine", "Engine"]
+
+
+class BareEngine:
+    """DeepSpeed's engine of stage 3 where nothing is learnt: it gathers parameters for forwards.
+
+    Args:
+        session: DeepSpeed.
+        module: what is called; its parameters are divided.
+        config: DeepSpeed's.
+    """
+
+    def __init__(self, session: Session, module: nn.Module, config: dict[str, Any]) -> None:
+        self._session = session
+        with quiet():
+            self._engine, *_ = session.package.initialize(model=module, config=config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        return self._engine(*args, **kwargs)
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the module."""
+        with quiet():
+            self._engine.destroy()
+
+
+class Engine:
+    """DeepSpeed's engine of one optimizer.
+
+    Args:
+        session: DeepSpeed.
+        module: holds the parameters, and in the streamed way computes what is learnt from.
+        optimizer: the user's, which keeps its groups and its parameters; what is stepped is its :class:`Shadow`.
+        config: DeepSpeed's.
+        local: gradients are always reduced in the local way.
+
+    Attributes:
+        shadow: what DeepSpeed steps.
+        module: as given.
+        clip: the largest norm of the gradients in the update to come; ``None``: any.
+    """
+
+    def __init__(
+        self, session: Session, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], *, local: bool
+    ) -> None:
+        self.shadow, self.module, self._session = Shadow(optimizer), module, session
+        with quiet():
+            self._engine, *_ = session.package.initialize(model=module, optimizer=self.shadow.inner, config=config)
+        self.zero: Any = self._engine.optimizer
+        self.shadow.restore(self.zero)
+        zero_config = config["zero_optimization"]
+        self.stage: int = zero_config["stage"]
+        self._offloaded = bool(zero_config.get("offload_optimizer"))
+        self._parameters = self.shadow.parameters
+        self._always_local = local
+        self.clip: float | None = None
+        self._norm: Tensor | None = None
+        self._finished = self._begun = False
+        self._local = local
+        self._single = False  # the window has had one backward pass, which was known to be its last
+        self._order: list[tuple[Any, ...]] = []  # the calls that reduce a gradient, of the backward pass that is under way
+        self._last_order: list[tuple[Any, ...]] = []
+        self._seen: set[int] = set()  # ids of the parameters that the window has gradients of
+        self._reduce = self._intercept()
+
+    def _intercept(self) -> Callable[..., Any]:
+        """Note which gradients are reduced, in which order, and give DeepSpeed the norm that is known already."""
+        zero = self.zero
+        name = "reduce_ready_partitions_and_remove_grads" if self.stage == 3 else "process_gradients"
+        reduce: Callable[..., Any] = getattr(zero, name)
+
+        def noted(*call: Any) -> None:
+            self._order.append(call)
+            reduce(*call)
+
+        setattr(zero, name, noted)
+        if self.stage == 3:
+            self._norms = zero._get_norm_groups
+            zero._get_norm_groups = lambda: [self._scaled_norm()]
+        else:
+            self._norms = zero.scaled_global_norm
+            zero.scaled_global_norm = self._scaled_norm
+        return reduce
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that the optimizer trains."""
+        return self._parameters
+
+    def touched(self) -> None:
+        """A backward pass comes that may be its parameters', in the local way: what was complete is so no more."""
+        if self._finished:
+            self.discard()
+        self._finished, self._norm, self._begun = False, None, True
+
+    def begin_window(self, uneven: bool) -> None:
+        """Before the first forward of a window: what is left of one that made no update is dropped.
+
+        Raises:
+            OptimizerError: other parameters are to be trained than when the engine was made.
+        """
+        self.shadow.refuse_changes()
+        if self._begun:
+            self.discard()
+        self._local = self._always_local or (uneven and self.stage < 3)
+        self.zero._coalesce_grad_reduction = self._local
+        self._begun, self._finished, self._single, self._norm, self.clip = True, False, False, None, None
+        self._seen.clear()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, so that a backward pass may follow."""
+        if self._local and self.stage < 3:
+            return self.module(*args, **kwargs)
+        return self._engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor, first: bool, full: bool, **kwargs: Any) -> None:
+        """The backward pass of a loss that is scaled to its share of the window.
+
+        Args:
+            loss: a scalar.
+            first: it is the first micro-batch of its window.
+            full: it is the last one.
+            **kwargs: in the streamed way only ``retain_graph``.
+        """
+        if self._local:
+            self.zero.scale_if_loss(loss).backward(**kwargs)
+            self._keep()
+            return
+        unknown = kwargs.keys() - {"retain_graph"}
+        if unknown:
+            raise ConfigurationError(
+                f"backward({', '.join(sorted(unknown))}=...) does not work where ZeRO reduces gradients as they come. Use "
+                "manual optimization, or strategy='zero1' or 'ddp'."
+            )
+        # where gradients are offloaded, DeepSpeed moves those of the last pass alone, unless it is told to finish later
+        self._single = first and full
+        self._engine.set_gradient_accumulation_boundary(self._single or (full and not self._offloaded))
+        self._order = []
+        self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        self._after_pass(first)
+
+    def backward_of_nothing(self, loss: Tensor | None, first: bool, full: bool) -> None:
+        """Take part in a backward pass of the others, with gradients of zero.
+
+        Args:
+            loss: counts for nothing, and may be NaN; ``None``: there is none.
+            first: it is the first micro-batch of its window.
+            full: it is the last one.
+
+        Raises:
+            LossError: there is no loss, and without one this process cannot do what the others do.
+        """
+        if self._local:
+            return
+        if loss is not None:
+            with self._masked():
+                self.backward(loss, first, full)
+            return
+        if self.stage == 3 or not self._last_order:
+            raise LossError(
+                f"training_step returned no loss under ZeRO-{self.stage}, where the other processes wait for the gradients of "
+                "this one parameter by parameter. Return a loss at every step, and give a batch that shall not count the "
+                "weight 0 (batch_weight); it may be NaN then. Or use strategy='zero1' or 'ddp'."
+            )
+        self._single = first and full
+        self.zero.clear_backward_seen_flag()
+        self.zero.set_gradient_accumulation_boundary(self._single or (full and not self._offloaded))
+        self._order = []
+        for parameter, *rest in list(self._last_order):
+            parameter.grad = torch.zeros_like(parameter)
+            self.zero.process_gradients(parameter, *rest)
+        self.zero.overlapping_partition_gradients_reduce_epilogue()
+        self._after_pass(first)
+
+    @contextmanager
+    def _masked(self) -> Iterator[None]:
+        """Within it all gradients are zero, whatever the loss is."""
+        handles = [parameter.register_hook(torch.zeros_like) for parameter in self._parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep(self) -> None:
+        """After a backward pass in the local way."""
+        if self.stage < 3:
+            self.zero.backward_epilogue()  # stage 1 in bfloat16 adds gradients up in float32
+
+    def _after_pass(self, first: bool) -> None:
+        self._last_order = self._order
+        self._seen.update(id(call[0]) for call in self._order)
+        if first and len(self._seen) < len(self._parameters):
+            # DeepSpeed overwrites gradients in a window's first pass and adds to them in later ones: without a first one it
+            # would add to, or even use, what was there before
+            for parameter in self._unseen():
+                self._forget_gradient(parameter)
+
+    def _unseen(self) -> list[Tensor]:
+        return [parameter for parameter in self._parameters if id(parameter) not in self._seen]
+
+    def _forget_gradient(self, parameter: Tensor) -> None:
+        if self.stage == 3:
+            self._partition_of_gradient(parameter).zero_()
+        elif self._offloaded:
+            self.zero.accumulated_grads_in_cpu.pop(self.zero.get_param_id(parameter), None)
+
+    def _partition_of_gradient(self, parameter: Any) -> Tensor:
+        found: Tensor = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id]
+        return found
+
+    def finish(self) -> None:
+        """Make the gradients of the window complete; at most once, more calls do nothing. Collective in the local way."""
+        if self._finished:
+            return
+        self._finished = True
+        if self._local:
+            self._reduce_all()
+        elif self._offloaded:
+            self._finish_offloaded()
+
+    def _reduce_all(self) -> None:
+        """Reduce the gradients that the processes have kept, zeros where one has none."""
+        zero = self.zero
+        zero._coalesce_grad_reduction = False
+        zero.set_gradient_accumulation_boundary(True)
+        if self.stage == 3:
+            for group in zero.fp16_groups:
+                for parameter in group:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=parameter.device)
+                    self._reduce(parameter)
+            zero.independent_gradient_partition_epilogue()
+        else:
+            zero.setup_buckets()
+            for index, group in enumerate(zero.bit16_groups):
+                for parameter in group:
+                    if zero.get_gradient_for_reduction(parameter) is None:
+                        slot = "grad_accum" if zero.use_grad_accum_attribute else "grad"
+                        dtype = zero.gradient_accumulation_dtype if zero.use_grad_accum_attribute else parameter.dtype
+                        setattr(parameter, slot, torch.zeros_like(parameter, dtype=dtype))
+                    zero.reduce_ready_partitions_and_remove_grads(parameter, index)
+            zero.overlapping_partition_gradients_reduce_epilogue()
+        zero._coalesce_grad_reduction = self._local
+
+    def _finish_offloaded(self) -> None:
+        """Bring the window's gradients to where the optimizer is, zeros for parameters that got none."""
+        zero, unseen = self.zero, self._unseen()
+        if self.stage == 3:
+            missing = {parameter.ds_id for parameter in unseen if self._is_real(parameter)}  # type: ignore[attr-defined]
+            zero._offload_boundary_param_ids = missing if self._single else zero._offload_boundary_param_ids | missing
+            if zero._offload_boundary_param_ids:
+                zero.finalize_gradient_accumulation_boundary()
+            return
+        if not self._single:
+            zero.finalize_gradient_accumulation_boundary()
+        for parameter in unseen:
+            index = zero.grad_position.get(zero.get_param_id(parameter))
+            if index is not None and zero.is_param_in_current_partition[zero.get_param_id(parameter)]:
+                group, _, offset, count = index
+                zero.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, count).zero_()
+
+    def _is_real(self, parameter: Any) -> bool:
+        """Whether this process has a part of a parameter of stage 3 that is not all padding."""
+        rank = self.zero._get_param_partition_rank(parameter)
+        return bool(parameter.partition_numel() * rank < parameter.ds_numel)
+
+    def norm(self) -> Tensor:
+        """The 2-norm of the window's gradients over all processes, without the loss scale; collective the first time."""
+        scale: float = self.zero.loss_scale
+        return self._scaled_norm() / scale
+
+    def _scaled_norm(self) -> Tensor:
+        if self._norm is None:
+            self.finish()
+            found = self._norms()
+            if isinstance(found, list):
+                found = torch.linalg.vector_norm(torch.stack([torch.as_tensor(one).float() for one in found]))
+            self._norm = torch.as_tensor(found, dtype=torch.float32)
+        return self._norm
+
+    def step(self) -> bool:
+        """Update the parameters; returns whether that happened."""
+        self.finish()
+        self.shadow.take_options()
+        self.zero.clip_grad = self.clip or 0.0
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        self._begun = self._finished = False
+        self._norm = self.clip = None
+        updated: bool = self._engine.was_step_applied()
+        self.shadow.stepped()
+        return updated
+
+    def discard(self) -> None:
+        """Drop the gradients of the window."""
+        zero = self.zero
+        self._begun = False
+        zero.zero_grad(set_to_none=True)
+        if self.stage == 3:
+            zero._pre_step()
+            zero._partition_all_parameters()
+            zero.averaged_gradients = {}
+        else:
+            zero.micro_step_id = -1
+            zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
+            zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+        if self._offloaded:
+            zero.reset_cpu_buffers()
+            zero._offload_accumulated_param_ids = set()
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the module."""
+        with quiet():
+            self._engine.destroy()

@@ -1,0 +1,125 @@
+"""The user's optimizer and the one that ZeRO steps in its stead, over flat partitions of the parameters."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.errors import OptimizerError
+
+__all__ = ["Shadow", "refuse_optimizer"]
+
+# They look at a parameter as a whole, of which ZeRO has a flat part in each process.
+_WHOLE = {
+    "Adafactor": "its factors are means over the rows and columns of each parameter",
+    "LBFGS": "it searches along a line over all parameters at once",
+    "Muon": "it orthogonalises each parameter as a matrix",
+    "MuonWithAuxAdam": "it orthogonalises each parameter as a matrix",
+    "LAMB": "its rates depend on the norm of each parameter",
+    "FusedLamb": "its rates depend on the norm of each parameter",
+    "LARS": "its rates depend on the norm of each parameter",
+    "SparseAdam": "its gradients are sparse",
+}
+
+
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Refuse what would be changed silently by working on flat parts of parameters.
+
+    Raises:
+        OptimizerError: it is one of those.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _WHOLE:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} does not work under ZeRO, which gives each process a flat part of the parameters: "
+                f"{_WHOLE[kind.__name__]}. Use an elementwise one, such as torch.optim.AdamW, or strategy='ddp'."
+            )
+
+
+class Shadow:
+    """An optimizer of the same kind as the user's, with groups of its own.
+
+    ZeRO puts flat partitions in the place of an optimizer's parameters. That happens to the shadow: the user's optimizer keeps
+    its groups, with his parameters in them, and what a scheduler writes into them is taken over before each step.
+
+    Args:
+        optimizer: the user's.
+
+    Attributes:
+        optimizer: as given.
+        inner: what ZeRO steps; its state is the optimizer's.
+        parameters: the trainable ones, in the order of the groups.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        refuse_optimizer(optimizer)
+        self.optimizer = optimizer
+        inner = object.__new__(type(optimizer))
+        vars(inner).update({name: value for name, value in vars(optimizer).items() if name != "step"})  # a scheduler's wrapper
+        self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for group in optimizer.param_groups:
+            trained = [p for p in group["params"] if p.requires_grad]
+            if trained:
+                self._pairs.append((group, {**group, "params": trained}))
+        if not self._pairs:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} has no parameter that requires a gradient, so there is nothing to train."
+            )
+        inner.param_groups = [theirs for _, theirs in self._pairs]
+        inner.state = defaultdict(dict)
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(inner, name, OrderedDict())  # the user's are called once for each step, not for each part of it
+        self.inner = inner
+        self.parameters: list[Tensor] = [p for _, theirs in self._pairs for p in theirs["params"]]
+        self._known = [p for group in optimizer.param_groups for p in group["params"]]
+        self._flags = [p.requires_grad for p in self._known]
+
+    def restore(self, zero: Any) -> None:
+        """Undo what DeepSpeed does to an Adagrad: it puts another one in its place, with one group and default options."""
+        if zero.optimizer is self.inner:
+            return
+        zero.optimizer = self.inner
+        flats = zero.fp32_partitioned_groups_flat if hasattr(zero, "fp32_partitioned_groups_flat") else None
+        flats = zero.single_partition_of_fp32_groups if flats is None else flats
+        for flat in flats:
+            initial = self.optimizer.defaults["initial_accumulator_value"]
+            self.inner.state[flat] = {"step": torch.tensor(0.0), "sum": torch.full_like(flat, initial, requires_grad=False)}
+
+    def refuse_changes(self) -> None:
+        """Refuse groups and parameters that came later, and others to be trained: the partitions are made.
+
+        Raises:
+            OptimizerError: there are such.
+        """
+        now = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if len(now) != len(self._known):
+            raise OptimizerError(
+                f"{type(self.optimizer).__name__} has {len(now)} parameters, and had {len(self._known)} when ZeRO divided "
+                "them. Give it all parameters in configure_optimizers."
+            )
+        flags = [p.requires_grad for p in self._known]
+        if flags != self._flags:
+            changed = sum(a != b for a, b in zip(flags, self._flags, strict=True))
+            raise OptimizerError(
+                f"requires_grad of {changed} parameters has changed since ZeRO divided them. Freeze and unfreeze in __init__, "
+                "configure_model or configure_optimizers; or use strategy='ddp'."
+            )
+
+    def take_options(self) -> None:
+        """What has been written into the user's groups, such as a learning rate."""
+        for ours, theirs in self._pairs:
+            for key, value in ours.items():
+                if key != "params":
+                    theirs[key] = value
+        for hook in self.optimizer._optimizer_step_pre_hooks.values():
+            hook(self.optimizer, (), {})
+
+    def stepped(self) -> None:
+        """The step is made: tell those who want to know."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # by which schedulers see that there was a step
+        for hook in self.optimizer._optimizer_step_post_hooks.values():
+            hook(self.optimizer, (), {})

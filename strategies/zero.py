@@ -1,0 +1,385 @@
+"""``ZeROStrategy``: optimizer state, gradients and parameters divided over the processes, by DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.distributed import Pending
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.launch.wanted import Wanted
+from trainkit.precision import Precision
+from trainkit.strategies._copies import Buffers, refuse_unlike
+from trainkit.strategies._deepspeed import Session, require
+from trainkit.strategies._gather import gathered
+from trainkit.strategies._membership import Membership
+from trainkit.strategies._reduction import broadcast, mean
+from trainkit.strategies._zero_engine import BareEngine, Engine
+from trainkit.strategies._zero_model import Dispatch, ShardedModel, holder
+from trainkit.strategies._zero_sharding import Sharding, numel
+from trainkit.strategies.zero_config import ZeROConfig
+from trainkit.strategy import Strategy
+
+__all__ = ["ZeROStrategy"]
+
+
+class ZeROStrategy(Strategy):
+    """ZeRO (Rajbhandari et al., SC 2020) on DeepSpeed: each process keeps a part of what DDP keeps whole.
+
+    Stage 1 divides the optimizer's state and the float32 masters, stage 2 also the gradients, stage 3 also the parameters. What
+    is divided can be kept in host memory or on a disk (offload).
+
+    Args:
+        stage: 1, 2 or 3.
+        offload_optimizer: keep optimizer state and masters, and update, on the ``"cpu"`` or ``"nvme"`` (stage 3).
+        offload_params: keep parameters there between uses (stage 3).
+        nvme_path: folder on a fast disk for ``"nvme"``.
+        pin_memory: page-locked host memory for what is offloaded: faster to and from a GPU.
+        reduce_bucket_size: elements that are reduced at a time; default: 5e8, or those of the model.
+        allgather_bucket_size: elements that are gathered at a time (stages 1 and 2); default: likewise.
+        overlap_comm: reduce while the backward pass goes on, on a GPU; default: in stage 3.
+        contiguous_gradients: copy gradients into one buffer as they come.
+        round_robin_gradients: deal parameters out to the processes in turn (stages 1 and 2).
+        sub_group_size: elements that are updated at a time (stage 3).
+        prefetch_bucket_size: elements that are gathered ahead (stage 3).
+        param_persistence_threshold: parameters of fewer elements are not divided (stage 3).
+        max_live_parameters: elements that a process holds whole at a time (stage 3).
+        max_reuse_distance: a parameter that is needed again within so many elements is kept (stage 3).
+        process_group_backend: as of :class:`~trainkit.strategies.DDPStrategy`.
+        timeout: likewise.
+        device: likewise.
+        precision: as of the base class.
+
+    A parameter that gets no gradient in a step counts as one whose gradient is zero: weight decay and momentum go on.
+
+    Raises:
+        ConfigurationError: an argument that is wrong, contradicts another, or cannot work here.
+        MissingPackageError: DeepSpeed is not installed.
+    """
+
+    owns_clipping: ClassVar[bool] = True
+    supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "bf16-true")
+
+    def __init__(
+        self,
+        stage: int = 2,
+        *,
+        offload_optimizer: str | None = None,
+        offload_params: str | None = None,
+        nvme_path: str | os.PathLike[str] | None = None,
+        pin_memory: bool = True,
+        reduce_bucket_size: int | None = None,
+        allgather_bucket_size: int | None = None,
+        overlap_comm: bool | None = None,
+        contiguous_gradients: bool = True,
+        round_robin_gradients: bool = False,
+        sub_group_size: int = 1_000_000_000,
+        prefetch_bucket_size: int = 50_000_000,
+        param_persistence_threshold: int = 100_000,
+        max_live_parameters: int = 1_000_000_000,
+        max_reuse_distance: int = 1_000_000_000,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = timedelta(minutes=30),
+        device: str | torch.device = "auto",
+        precision: Precision | str | int | None = None,
+    ) -> None:
+        given = dict(locals())
+        require()
+        self.config = ZeROConfig(**{name: given[name] for name in ZeROConfig.__dataclass_fields__})
+        self.stage = stage
+        self.name = f"zero{stage}"  # type: ignore[misc]
+        self.sharded_parameters = stage == 3  # type: ignore[misc]  # of this object
+        super().__init__(device, precision)
+        self._membership = Membership("ZeROStrategy", device, process_group_backend, timeout)
+        self._session: Session | None = None
+        self._begin()
+
+    def __repr__(self) -> str:
+        options = [f"stage={self.stage}"]
+        options += [f"{n}={v!r}" for n in ("offload_optimizer", "offload_params") if (v := getattr(self.config, n)) is not None]
+        return f"ZeROStrategy({', '.join(options)}, device={str(self.device)!r}, precision={self.precision.name!r})"
+
+    def _begin(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._models: list[ShardedModel] = []  # of loops that call them themselves
+        self._dispatch: Dispatch | None = None  # training_step under automatic optimization
+        self._engines: dict[int, Engine] = {}  # by the id of the user's optimizer
+        self._streamed: Engine | None = None  # the engine that the model is called through
+        self._bare: BareEngine | None = None
+        self._forward: Callable[..., Any] | None = None  # of an evaluation step in stage 3
+        self._buffers = Buffers()
+        self._had_loss = self._engaged = False
+        self._said: Pending | None = None  # whether any process has had a loss in the window
+
+    def join(self, wanted: Wanted) -> None:
+        """See :meth:`trainkit.Strategy.join`."""
+        self.world, self.device = self._membership.join(wanted, self.device)
+        self.joined = True
+
+    def prepare_module(self, module: nn.Module) -> nn.Module:
+        """The module on the device, with rank 0's parameters and buffers."""
+        self._start()
+        refuse_unlike(module, self.world, "ZeRO")
+        if self.stage < 3:
+            module = super().prepare_module(module)
+        else:  # parameters come to the device when they are divided
+            self.precision.convert_module(module)
+            for part in module.modules():
+                part._buffers.update({name: b if b is None else b.to(self.device) for name, b in part._buffers.items()})
+        if self.world.size > 1:
+            if self.stage < 3:
+                broadcast([p.data for p in module.parameters()])
+            self._buffers.add(module)
+            self.sync_buffers()
+        self._modules.append(module)
+        return module
+
+    def _start(self) -> Session:
+        if self._session is None:
+            self._session = Session(self.world, self.device)
+            if self.stage == 3:
+                self._sharding = Sharding(self._session, self.config.for_model(1, self._dtypes()), self.device)
+        return self._session
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """See :meth:`trainkit.Strategy.wrap`."""
+        model = ShardedModel(module)
+        self._models.append(model)
+        return model
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """See :meth:`trainkit.Strategy.unwrap`."""
+        return module.module if isinstance(module, ShardedModel) else super().unwrap(module)
+
+    def step_function(
+        self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """See :meth:`trainkit.Strategy.step_function`; with automatic optimization it runs in the engine's forward."""
+        if compiler is not None:
+            raise UnsupportedArgumentError(
+                "a module out of torch.compile does not work under ZeRO in this version: its hooks are not for compiled code. "
+                "Give the module as it is, or use strategy='ddp'."
+            )
+        run = super().step_function(wrapped, module, name)
+        automatic = getattr(module, "automatic_optimization", True)
+        if name == "training_step" and automatic:
+            self._dispatch = self._dispatch or Dispatch(module)
+            return partial(self._training_step, run)
+        if self.stage == 3 and automatic:
+            self._dispatch = self._dispatch or Dispatch(module)
+            return partial(self._evaluation_step, run)
+        return run
+
+    def _training_step(self, run: Callable[..., Any], *args: Any) -> Any:
+        engine, window = self._streamed, self.window
+        if engine is None:  # nothing is learnt
+            return self._evaluation_step(run, *args) if self.stage == 3 else run(*args)
+        if window is not None and window.first:
+            self._begin_window(engine)
+        return engine.forward(run, *args)
+
+    def _evaluation_step(self, run: Callable[..., Any], *args: Any) -> Any:
+        """A step in which parameters are gathered and nothing is learnt."""
+        if self._forward is None:
+            self._forward = self._streamed.forward if self._streamed is not None else self._without_optimizer()
+        return self._forward(run, *args)
+
+    def _without_optimizer(self) -> Callable[..., Any]:
+        """The forward of stage 3 where there is no optimizer."""
+        session, dispatch = self._start(), self._dispatch
+        assert dispatch is not None
+        self._sharding.divide(dispatch)
+        config = self.config.for_model(sum(map(numel, dispatch.parameters())), self._dtypes())
+        self._bare = BareEngine(session, dispatch, config)
+        return self._bare.forward
+
+    def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
+        """The optimizer, whose parameters are divided from here on; what it has as state is taken over.
+
+        Raises:
+            OptimizerError: one that ZeRO would change, or whose parameters cannot be divided by themselves.
+        """
+        session = self._start()
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        target, local = self._target(trained)
+        if self.stage == 3:
+            self._sharding.divide(target)
+        config = self.config.for_model(sum(map(numel, trained)), self._dtypes())
+        # stage 1 without overlapping has nothing to do during a backward pass
+        engine = Engine(session, target, optimizer, config, local=local or (self.stage == 1 and not self.config.overlap_comm))
+        self._engines[id(optimizer)] = engine
+        if not local:
+            self._streamed = engine
+            for model in self._models:
+                model.call = self._called
+        return optimizer
+
+    def _target(self, trained: list[Tensor]) -> tuple[nn.Module, bool]:
+        """What an engine is made around, and whether its gradients stay local until its step."""
+        if self._dispatch is not None:
+            return self._dispatch, False
+        if len(self._models) == 1 and {id(p) for p in trained} == {
+            id(p) for p in self._models[0].module.parameters() if p.requires_grad
+        }:
+            return self._models[0].module, False
+        return holder(self._modules, trained), True
+
+    def _dtypes(self) -> dict[str, Any]:
+        if self.precision.name == "bf16-true":
+            return {"bf16": {"enabled": True}}
+        if self.precision.name == "bf16-mixed":
+            return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+        return {}
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """A prepared model, in a loop of the user's own."""
+        engine, window = self._streamed, self.window
+        assert engine is not None
+        if not torch.is_grad_enabled():
+            return engine.forward(*args, **kwargs) if self.stage == 3 else engine.module(*args, **kwargs)
+        if not self._engaged and (window is None or window.first):
+            self._begin_window(engine)
+        return engine.forward(*args, **kwargs)
+
+    def _begin_window(self, engine: Engine) -> None:
+        engine.begin_window(self.window is not None and self.window.uneven)
+        self._engaged, self._had_loss = True, False
+
+    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
+        """See :meth:`trainkit.Strategy.backward`."""
+        if loss is None:
+            self.skip_backward(None)
+            return
+        engine = self._streamed
+        if engine is None:
+            for each in self._engines.values():
+                each.touched()
+            loss.backward(**kwargs)
+            return
+        self._had_loss = True
+        first, full = self._place()
+        self._say(full)
+        engine.backward(loss, first, full, **kwargs)
+
+    def skip_backward(self, loss: Tensor | None) -> None:
+        """See :meth:`trainkit.Strategy.skip_backward`."""
+        engine = self._streamed
+        if engine is None:
+            return
+        first, full = self._place()
+        if first and not self._engaged:
+            self._begin_window(engine)
+        self._had_loss = self._had_loss or loss is not None
+        self._say(full)
+        engine.backward_of_nothing(loss, first, full)
+
+    def _place(self) -> tuple[bool, bool]:
+        window = self.window
+        return (True, True) if window is None else (window.first, window.full)
+
+    def _say(self, full: bool) -> None:
+        """At the end of a window: tell the others whether there was a loss, on the way beside the gradients."""
+        if full:
+            self._engaged = False
+            self._said = self.world.begin_largest([self._had_loss]) if self.world.size > 1 else None
+
+    def any_loss(self, had_loss: bool) -> bool:
+        """See :meth:`trainkit.Strategy.any_loss`."""
+        if self._said is not None:
+            self._had_loss, self._said = bool(self._said.wait()[0]), None
+        return self._had_loss or had_loss
+
+    def mean(self, value: Tensor) -> Tensor:
+        """See :meth:`trainkit.Strategy.mean`."""
+        return value if self.world.size == 1 else mean(value)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Update the parameters, and give rank 0's buffers to all processes; not if no process has had a loss.
+
+        Raises:
+            ConfigurationError: a closure.
+        """
+        if closure is not None:
+            raise ConfigurationError(
+                "an optimizer step with a closure does not work under ZeRO. Compute the loss and call backward before "
+                "optimizer.step(), or use strategy='ddp'."
+            )
+        engine = self._engines[id(optimizer)]
+        if engine is self._streamed and not self.any_loss(False):
+            engine.discard()
+            updated = False
+        else:
+            updated = engine.step()
+        self.sync_buffers()
+        return updated
+
+    def sync_buffers(self) -> None:
+        """See :meth:`trainkit.Strategy.sync_buffers`."""
+        self._buffers.sync()
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients down in the update to come; returns the norm before.
+
+        Raises:
+            ConfigurationError: another norm than the 2-norm, or the parameters of several optimizers or of a part of one.
+        """
+        if norm_type != 2.0:
+            raise ConfigurationError(f"ZeRO clips by the 2-norm, and norm_type is {norm_type!r}. Leave it out, or use 'ddp'.")
+        engine = self._engine_of(parameters)
+        engine.clip = max_norm if max_norm != float("inf") else None
+        return engine.norm()
+
+    def _engine_of(self, parameters: Iterable[Tensor]) -> Engine:
+        given = {id(parameter) for parameter in parameters}
+        for engine in self._engines.values():
+            if {id(parameter) for parameter in engine.parameters} <= given:
+                return engine
+        raise ConfigurationError(
+            "under ZeRO gradients are clipped for all parameters of an optimizer together, and these are not all of one. "
+            "Write: clip_grad_norm_(model.parameters(), 1.0)"
+        )
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Not under ZeRO.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(_NO_VALUES)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """See :meth:`trainkit.Strategy.all_gather`.
+
+        Raises:
+            ConfigurationError: the processes give different containers, shapes or dtypes.
+        """
+        return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads)
+
+    def barrier(self) -> None:
+        """See :meth:`trainkit.Strategy.barrier`."""
+        self.world.barrier()
+
+    def teardown(self) -> None:
+        """Take DeepSpeed off the modules. Process groups stay: others may use them."""
+        for engine in (*self._engines.values(), self._bare):
+            if engine is not None:
+                engine.close()
+        if self._session is not None and self.stage == 3:
+            self._sharding.give_back(collective=True)
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        self._begin()
+
+
+_NO_VALUES = (
+    "gradients cannot be clipped by value under ZeRO: no process has whole ones. Clip by norm: "
+    "Trainer(gradient_clip_val=1.0, gradient_clip_algorithm='norm')"
+)
