@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -16,6 +16,8 @@ from trainkit.distributed import Pending
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import Precision
+from trainkit.state.standin import StoredOptimizer
+from trainkit.strategies import zero_state
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._deepspeed import Session, require
 from trainkit.strategies._gather import gathered
@@ -353,6 +355,26 @@ class ZeROStrategy(Strategy):
             ConfigurationError: always.
         """
         raise ConfigurationError(_NO_VALUES)
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
+        """See :meth:`trainkit.Strategy.gradient_norm`."""
+        return self._engines[id(optimizer)].norm()
+
+    def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
+        """See :meth:`trainkit.Strategy.stored_weights`."""
+        return zero_state.stored_weights(module, [*self._engines.values()], self.device)
+
+    def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """See :meth:`trainkit.Strategy.load_weights`."""
+        zero_state.load_weights(values, [*self._engines.values()], self.device)
+
+    def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
+        """See :meth:`trainkit.Strategy.stored_optimizer`."""
+        return zero_state.stored_optimizer(self._engines[id(optimizer)], self.device)
+
+    def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
+        """See :meth:`trainkit.Strategy.load_optimizer`."""
+        zero_state.load_optimizer(self._engines[id(optimizer)], stored)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """See :meth:`trainkit.Strategy.all_gather`.

@@ -113,7 +113,7 @@ class StateVerbs:
 
 def _parts(accelerator: Accelerator) -> Parts:
     models = [accelerator.unwrap_model(model) for model in accelerator._models]
-    return Parts(models, accelerator.optimizers, accelerator.schedulers, accelerator.strategy.precision)
+    return Parts(models, accelerator.optimizers, accelerator.schedulers, accelerator.strategy.precision, accelerator.strategy)
 
 
 def _draft(accelerator: Accelerator, path: Path) -> Draft:
@@ -131,7 +131,8 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
     adapters = any(has_adapters(model) for model in parts.models)
     save: SaveMode = "trainable" if adapters else "all"
     # of frozen parameters the main process takes the fingerprint, which all of them have to read for
-    known = {} if accelerator.world.is_main else dict.fromkeys(range(len(parts.models)), "the main process's")
+    main = accelerator.world.is_main or accelerator.strategy.sharded_parameters  # which are gathered, to be read
+    known = {} if main else dict.fromkeys(range(len(parts.models)), "the main process's")
     taken = capture(parts, save=save, fingerprints=known)
     positions = [loader.gathered(loader.state_dict()) for loader in accelerator.loaders]
     state = {

@@ -184,7 +184,8 @@ class Checkpointing:
     ) -> Content:
         """What a checkpoint of this moment holds; its tensors are the run's own."""
         trainer = self._trainer
-        prints = {0: self._frozen() if self._world.is_main else "the main process's"} if save == "trainable" else {}
+        main = self._world.is_main or trainer.strategy.sharded_parameters  # which are gathered, to be read
+        prints = {0: self._frozen() if main else "the main process's"} if save == "trainable" else {}
         taken = capture(parts_of(trainer), save=save or "all", weights_only=weights_only, fingerprints=prints)
         state = {**taken.state, **capture_run(trainer, weights_only)}
         seen = shown(trainer.current_epoch, trainer.global_step, taken.tensors["model"], state)
@@ -216,7 +217,7 @@ class Checkpointing:
         module = self._trainer.lightning_module
         frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         if self._fingerprint is None or self._fingerprint[0] != frozen:
-            self._fingerprint = frozen, frozen_fingerprint(module)
+            self._fingerprint = frozen, frozen_fingerprint(module, self._trainer.strategy.stored_weights(module))
         return self._fingerprint[1]
 
     def _place(self) -> dict[str, Any]:

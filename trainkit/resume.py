@@ -211,7 +211,7 @@ def load_weights(trainer: Trainer, ckpt_path: str | os.PathLike[str]) -> None:
         return
     loaded = found.loaded
     seen = _ask_hooks(trainer, loaded)
-    parts = Parts([trainer.lightning_module], [], [], trainer.precision)
+    parts = Parts([trainer.lightning_module], [], [], trainer.precision, trainer.strategy)
     restore(parts, {"model": seen["state_dict"]}, loaded.state, loaded.manifest.aliases, wanted={"model"}, what=str(found.path))
     notice(f"weights of {found}.")
 

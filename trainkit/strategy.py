@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import PRECISIONS, Precision
+from trainkit.state.standin import StoredOptimizer
 
 __all__ = ["Strategy"]
 
@@ -241,6 +242,24 @@ class Strategy:
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value]."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
+        """The 2-norm of an optimizer's gradients where ``grad`` of its parameters has none; else ``None``. Collective."""
+        return None
+
+    def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
+        """What a checkpoint holds in the stead of parameters: ``id(parameter)`` → its master, or a scattered tensor."""
+        return {}
+
+    def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Give those parameters their values, which each process has whole."""
+
+    def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
+        """An optimizer as a checkpoint sees it, where its state is elsewhere; else ``None``."""
+        return None
+
+    def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
+        """Take over what has been loaded into what :meth:`stored_optimizer` has returned."""
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Tensors of all processes, stacked in front; with one process as they are.

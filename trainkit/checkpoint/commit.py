@@ -258,14 +258,15 @@ def _check_space(draft: Draft, target: Path) -> None:
 def _write(draft: Draft, partial: Path) -> dict[str, str]:
     """Write the draft's files; the digest of each."""
     digests = {}
-    for name, pieces in draft.files():
-        with _named(partial / name):
-            size, digests[name] = write_file(partial / name, pieces)
-        if size != draft.sizes[name]:
-            raise CheckpointWriteError(
-                f"{partial / name}: laid out with {draft.sizes[name]} bytes, but {size} were written. Fix: leave the tensors "
-                "as they are until the save has returned"
-            )
+    with contextlib.closing(draft.files()) as files:
+        for name, pieces in files:
+            with _named(partial / name):
+                size, digests[name] = write_file(partial / name, pieces)
+            if size != draft.sizes[name]:
+                raise CheckpointWriteError(
+                    f"{partial / name}: laid out with {draft.sizes[name]} bytes, but {size} were written. Fix: leave the "
+                    "tensors as they are until the save has returned"
+                )
     return digests
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -15,6 +15,7 @@ from trainkit.checkpoint import tagged
 from trainkit.checkpoint.dealing import deal
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import DIGEST, FORMAT_VERSION, MANIFEST, FileEntry, Manifest, digest_line, is_file_name
+from trainkit.checkpoint.scattered import Turns
 from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, tensor_problem
 from trainkit.errors import CheckpointError
 
@@ -80,6 +81,7 @@ class Draft:
         self._bytes: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorFile, Mapping[str, Tensor]]] = {}
         self._copies: Mapping[str, memoryview] | None = None
+        self._owned: list[list[Tensor]] = [[] for _ in range(ranks)]  # scattered ones, by the process that writes them
         self._rank, self._run_id = rank, str(content.about["run_id"])
         self.sizes: dict[str, int] = {}
         self.layout = ""
@@ -132,25 +134,39 @@ class Draft:
     def detach(self, buffers: HostBuffers) -> None:
         """Copy every tensor: afterwards changing the process's tensors changes nothing here.
 
-        The copies lie in ``buffers``: the draft is of use until the next one is detached into them.
+        The copies lie in ``buffers``: the draft is of use until the next one is detached into them. Tensors that no process has
+        whole are gathered, which all processes do together.
         """
-        self._copies = buffers.copy(self._tensors)
+        turns = Turns(self._rank, self._owned)
+        try:
+            self._copies = buffers.copy(self._tensors, turns.take)
+        finally:
+            turns.finish()
+        self._owned = []
         self._tensors = {name: (file, {}) for name, (file, _) in self._tensors.items()}
 
     def release(self) -> None:
         """Let tensors and copies go, after which there is nothing left to write: whoever keeps a draft keeps little."""
         self._copies = {}
         self._tensors = {}
+        self._owned = []
 
-    def files(self) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
-        """This process's files but for manifest and digest: name, and content piece by piece, to be read once."""
-        for name, data in self._bytes.items():
-            yield name, [data]
-        for name, (file, tensors) in self._tensors.items():
-            if self._copies is None:
-                yield name, _streamed(file, tensors)
-            else:
-                yield name, _copied(file, self._copies[name])
+    def files(self) -> Generator[tuple[str, Iterable[bytes | memoryview]], None, None]:
+        """This process's files but for manifest and digest: name, and content piece by piece, to be read once.
+
+        Where tensors are scattered, all processes read them at the same time, to the end or until this is closed.
+        """
+        turns = Turns(self._rank, self._owned)
+        try:
+            for name, data in self._bytes.items():
+                yield name, [data]
+            for name, (file, tensors) in self._tensors.items():
+                if self._copies is None:
+                    yield name, _streamed(file, tensors, turns)
+                else:
+                    yield name, _copied(file, self._copies[name])
+        finally:
+            turns.finish()
 
     def _add_state(self, state: dict[str, Any]) -> None:
         tensors: dict[str, Tensor] = {}
@@ -164,8 +180,11 @@ class Draft:
         """Lay out the files of a stem; ``groups``: rank → the tensors that it writes."""
         files, index = plan_files(stem, tensors, max_shard_size, groups.values())
         own = set(groups.get(self._rank, ()))
+        owners = {name: rank for rank, names in groups.items() for name in names}
         for file in files:
             self._check_name(file.name)
+            if file.entries:
+                self._owned[owners[file.entries[0].name]] += [tensors[entry.name] for entry in file.entries]
             self.sizes[file.name] = file.size
             if file.entries[0].name in own if file.entries else self._rank in groups:
                 self._tensors[file.name] = file, {entry.name: tensors[entry.name] for entry in file.entries}
@@ -188,10 +207,10 @@ class Draft:
             raise CheckpointError(f"two files of the checkpoint would be called {name!r}. Fix: rename one of them")
 
 
-def _streamed(file: TensorFile, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _streamed(file: TensorFile, tensors: Mapping[str, Tensor], turns: Turns) -> Iterator[bytes | memoryview]:
     yield file.header
     for entry in file.entries:
-        yield from chunks(entry, tensors[entry.name])
+        yield from chunks(entry, turns.take(tensors[entry.name]))
 
 
 def _copied(file: TensorFile, data: memoryview) -> Iterator[bytes | memoryview]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -31,11 +31,16 @@ class HostBuffers:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @torch.no_grad()
-    def copy(self, files: Mapping[str, tuple[TensorFile, Mapping[str, Tensor]]]) -> Mapping[str, memoryview]:
+    def copy(
+        self,
+        files: Mapping[str, tuple[TensorFile, Mapping[str, Tensor]]],
+        take: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> Mapping[str, memoryview]:
         """Copy every tensor of every file; changing the tensors afterwards changes nothing here.
 
         Args:
             files: file name → its layout, and its tensors by name.
+            take: gives the values of a tensor, of those of all files in their order.
 
         Returns:
             file name → the bytes of its data part. They are this object's memory: valid until the next ``copy`` or
@@ -50,7 +55,7 @@ class HostBuffers:
         for name, (file, tensors) in files.items():
             buffer = self._buffers[name]
             for entry in file.entries:
-                source = tensors[entry.name].detach()
+                source = take(tensors[entry.name]).detach()
                 check_unchanged(entry, source)  # copy_ would convert and broadcast
                 if entry.start < entry.end:
                     target = buffer[entry.start : entry.end].view(entry.dtype).view(entry.shape)

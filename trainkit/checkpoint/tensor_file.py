@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.checkpoint.scattered import is_scattered
 from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
 
@@ -97,7 +98,7 @@ def tensor_problem(tensor: Tensor) -> str | None:
         return "it is quantized; store its int_repr(), scale and zero point, or dequantize() it"
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}; store to_dense(), or its indices and values"
-    if tensor.is_meta:
+    if tensor.is_meta and not is_scattered(tensor):
         return "it is on the meta device, so it has no values; give it some with to_empty() and an initialization"
     if tensor.is_nested:
         return "it is a nested tensor; store unbind() of it"

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from trainkit.checkpoint.scattered import is_scattered
+
 __all__ = ["Fit", "castable", "place_of", "same_bits"]
 
 
@@ -102,7 +104,7 @@ class Fit:
         for name, target, source in self._pairs:
             if source.dtype != target.dtype:
                 casts[source.dtype, target.dtype] += 1
-                if target.is_floating_point() and not _all_finite(target) and _all_finite(source):
+                if target.is_floating_point() and not target.is_meta and not _all_finite(target) and _all_finite(source):
                     spilt.append(name)
         for (before, after), count in casts.items():
             notices.append(f"{count} tensors were cast from {_dtype(before)} to {_dtype(after)}")
@@ -118,7 +120,7 @@ class Fit:
         before = len(self.other)
         if target.shape != source.shape:
             self.other.append(f"{name}: shape {tuple(source.shape)} in the checkpoint, {tuple(target.shape)} in the model")
-        elif target.is_meta:
+        elif target.is_meta and not is_scattered(target):
             self.other.append(f"{name} is on the meta device and has no memory: module.to_empty(device=...) first")
         elif target.is_inference():
             self.other.append(f"{name} was made under torch.inference_mode() and cannot be changed: build the model outside it")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainkit.checkpoint.scattered import Scattered
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
 from trainkit.state.configs import has_adapters, model_configs
 from trainkit.state.described import copied
@@ -54,7 +55,12 @@ class ModelState:
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def capture_model(module: nn.Module, save: Literal["all", "trainable"] = "all", fingerprint: str | None = None) -> ModelState:
+def capture_model(
+    module: nn.Module,
+    save: Literal["all", "trainable"] = "all",
+    fingerprint: str | None = None,
+    standins: Mapping[int, Tensor] | None = None,
+) -> ModelState:
     """What is to be saved of a module; nothing is copied.
 
     Tied tensors (the same memory, shape and strides) are stored once, under the first name; views that only overlap are
@@ -65,6 +71,7 @@ def capture_model(module: nn.Module, save: Literal["all", "trainable"] = "all", 
         save: ``"trainable"``: only the parameters that require a gradient, and the buffers.
         fingerprint: for ``"trainable"``, what :func:`frozen_fingerprint` returned for the parameters that are frozen now;
             None: work it out.
+        standins: ``id(parameter)`` → what is stored in its stead: a master copy, or a scattered tensor.
 
     Raises:
         ConfigurationError: another ``save``.
@@ -72,12 +79,12 @@ def capture_model(module: nn.Module, save: Literal["all", "trainable"] = "all", 
     """
     if save not in ("all", "trainable"):
         raise ConfigurationError(f"save must be 'all' or 'trainable', not {save!r}.")
-    raw = module.state_dict()
+    raw = _with_standins(module, standins)
     names = cleaned(module, raw)
     state = ModelState(trained={n: p.requires_grad for n, p in _parameters(module).items()}, configs=model_configs(module))
     frozen: set[str] = set()
     if save == "trainable":
-        state.fingerprint = frozen_fingerprint(module) if fingerprint is None else fingerprint
+        state.fingerprint = frozen_fingerprint(module, standins) if fingerprint is None else fingerprint
         frozen = {name for name, trained in state.trained.items() if not trained}
     first: dict[Any, str] = {}
     for raw_name, value in raw.items():
@@ -96,7 +103,15 @@ def capture_model(module: nn.Module, save: Literal["all", "trainable"] = "all", 
     return state
 
 
-def plan_model(module: nn.Module, state: ModelState, *, strict: bool = True, what: str) -> Callable[[], list[str]]:
+def plan_model(
+    module: nn.Module,
+    state: ModelState,
+    *,
+    strict: bool = True,
+    what: str,
+    standins: Mapping[int, Tensor] | None = None,
+    take: Callable[[dict[nn.Parameter, Tensor]], None] = lambda values: None,
+) -> Callable[[], list[str]]:
     """Compare a captured state with a module; what is returned then loads it, in place.
 
     So everything that a checkpoint holds can be compared before anything is changed. Values are cast to the module's dtypes; a
@@ -108,6 +123,8 @@ def plan_model(module: nn.Module, state: ModelState, *, strict: bool = True, wha
         state: its tensors are copied from and may be on any device.
         strict: names that are missing or unexpected are an error; False: they are left as they are, which a notice says.
         what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
+        standins: as of :func:`capture_model`; their dtypes and shapes count.
+        take: called with the values of the parameters that have stand-ins.
 
     Returns:
         What loads; it returns what the user should know, one sentence each.
@@ -117,7 +134,7 @@ def plan_model(module: nn.Module, state: ModelState, *, strict: bool = True, wha
         CorruptCheckpointError: the state contradicts itself.
     """
     _check_sound(state, what)
-    raw = module.state_dict()
+    raw = _with_standins(module, standins)
     names = cleaned(module, raw)
     parameters = _parameters(module)
     frozen = {name for name, trained in state.trained.items() if not trained} if state.fingerprint is not None else set()
@@ -137,7 +154,7 @@ def plan_model(module: nn.Module, state: ModelState, *, strict: bool = True, wha
     fit.unexpected += [name for name in [*sources, *state.extra] if name not in here]
     fit.check_shared_memory()
     if state.fingerprint is not None and not fit.complaints():
-        _check_base(parameters, frozen, state.fingerprint, what)
+        _check_base(parameters, frozen, state.fingerprint, what, standins)
     if complaints := fit.complaints():
         raise StateMismatchError(
             f"{what} does not fit {type(module).__name__}:\n  " + "\n  ".join(complaints) + "\nNothing was changed. Build the "
@@ -151,20 +168,35 @@ def plan_model(module: nn.Module, state: ModelState, *, strict: bool = True, wha
         registered |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
         for name in fit.whole.keys() - registered:  # a module that loads it itself may keep what it is given
             values[name] = values[name].to(raw[name].device, copy=True)
+        taken: dict[nn.Parameter, Tensor] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if standins and id(parameter) in standins and name in values:
+                taken[parameter] = values.pop(name)
         _load(module, values, fit.narrow, raw, what)
+        take(taken)
         return fit.notices() + _set_trained(parameters, state.trained)
 
     return load
 
 
-def frozen_fingerprint(module: nn.Module) -> str:
+def _with_standins(module: nn.Module, standins: Mapping[int, Tensor] | None) -> Any:
+    """The module's state dict, with other tensors in the place of some parameters."""
+    raw = module.state_dict()
+    if standins:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) in standins and name in raw:
+                raw[name] = standins[id(parameter)]
+    return raw
+
+
+def frozen_fingerprint(module: nn.Module, standins: Mapping[int, Tensor] | None = None) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of the parameters that require no gradient, as 64 hex digits.
 
     It depends on which parameters are frozen: work it out again when that changes. All frozen bytes are read, at about a
     gigabyte a second.
     """
     parameters = _parameters(module)
-    return _fingerprint({name: p for name, p in parameters.items() if not p.requires_grad})
+    return _fingerprint({name: p for name, p in parameters.items() if not p.requires_grad}, standins)
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -178,12 +210,12 @@ def _belongs_to(name: str, parameters: set[str]) -> bool:
     return name in parameters or name.rpartition(".")[0] in parameters
 
 
-def _fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
+def _fingerprint(parameters: Mapping[str, nn.Parameter], standins: Mapping[int, Tensor] | None = None) -> str:
     whole = hashlib.sha256()
     digests: dict[int, str] = {}  # a tied parameter is read once
     for name, parameter in sorted(parameters.items()):
         if id(parameter) not in digests:
-            digests[id(parameter)] = _digest(parameter)
+            digests[id(parameter)] = _digest((standins or {}).get(id(parameter), parameter))
         whole.update(f"{name!r} {digests[id(parameter)]}\n".encode("utf-8", "surrogatepass"))
     return whole.hexdigest()
 
@@ -192,16 +224,26 @@ def _digest(tensor: Tensor) -> str:
     if is_lazy(tensor):
         return "not initialised"
     digest = hashlib.sha256()
+    if isinstance(tensor, Scattered):
+        values = tensor.collect(None)
+        assert values is not None
+        tensor = values
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for piece in data.split(_PIECE):
         digest.update(piece.cpu().numpy())
     return f"{tensor.dtype} {tuple(tensor.shape)} {digest.hexdigest()}"
 
 
-def _check_base(parameters: Mapping[str, nn.Parameter], frozen: set[str], fingerprint: str, what: str) -> None:
+def _check_base(
+    parameters: Mapping[str, nn.Parameter],
+    frozen: set[str],
+    fingerprint: str,
+    what: str,
+    standins: Mapping[int, Tensor] | None = None,
+) -> None:
     here = {name: parameters[name] for name in frozen if name in parameters}
     absent = sorted(frozen - set(here))
-    found = _fingerprint(here)
+    found = _fingerprint(here, standins)
     if absent or found != fingerprint:
         lacks = f" It lacks these that were frozen: {', '.join(absent)}." if absent else ""
         dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in here.values()})) or "none"

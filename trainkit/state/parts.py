@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from trainkit.rng import KEY_VERSION
 from trainkit.state.model import ModelState, capture_model, parameter_names, plan_model
 from trainkit.state.optimizer import capture_optimizer, plan_optimizer
 from trainkit.state.scheduler import capture_scheduler, restore_scheduler
+from trainkit.state.standin import StoredOptimizer
 from trainkit.strategy import Strategy
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 SaveMode = Literal["all", "trainable"]
+_PLAIN = Strategy(device="cpu")  # which keeps nothing elsewhere
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Parts:
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[Any]
     precision: Precision
+    strategy: Strategy = _PLAIN
 
 
 @dataclass
@@ -152,7 +156,8 @@ def capture(
     taken = Captured()
     models: list[dict[str, Any]] = []
     for number, model in enumerate(parts.models):
-        state = capture_model(model, save, (fingerprints or {}).get(number))
+        standins = parts.strategy.stored_weights(model)
+        state = capture_model(model, save, (fingerprints or {}).get(number), standins)
         stem = model_stem(number)
         taken.tensors[stem], taken.aliases[stem] = state.tensors, state.aliases
         models.append(
@@ -167,7 +172,10 @@ def capture(
     tensors = taken.tensors["optimizer"] = {}
     taken.state["optimizers"] = []
     for index, optimizer in enumerate(parts.optimizers):
-        own = capture_optimizer(optimizer, index, names)
+        stored = parts.strategy.stored_optimizer(optimizer)
+        own = capture_optimizer(
+            *((optimizer, index, names) if stored is None else (stored.optimizer, index, stored.names(names)))
+        )
         tensors.update(own.tensors)
         taken.state["optimizers"].append(own.described)
         taken.irregular += own.irregular
@@ -224,7 +232,8 @@ def restore(
             model_state = ModelState(
                 tensors=dict(tensors[stem]), aliases=dict(aliases.get(stem, {})), **{**own, "trained": trained}
             )
-            loads.append(plan_model(model, model_state, strict=strict, what=what))
+            standins, take = parts.strategy.stored_weights(model), parts.strategy.load_weights
+            loads.append(plan_model(model, model_state, strict=strict, what=what, standins=standins, take=take))
     if "optimizer" in wanted:
         _same_number("optimizers", parts.optimizers, state["optimizers"], what)
         names = parameter_names(parts.models)
@@ -235,7 +244,14 @@ def restore(
         }
         for index, (optimizer, described) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
             slots = tensors.get("optimizer", {})
-            loads.append(plan_optimizer(optimizer, index, names, slots, described, dtypes, what, keep=keep))
+            stored = parts.strategy.stored_optimizer(optimizer)
+            if stored is None:
+                loads.append(plan_optimizer(optimizer, index, names, slots, described, dtypes, what, keep=keep))
+                continue
+            own_names = stored.names(names)
+            stored.check(described, what)
+            plan = plan_optimizer(stored.optimizer, index, own_names, slots, described, dtypes, what, keep=True)
+            loads.append(partial(_load_stored, parts.strategy, optimizer, stored, plan))
     if "scheduler" in wanted:
         _same_number("schedulers", parts.schedulers, state["schedulers"], what)
     said = [text for load in loads for text in load()]
@@ -246,6 +262,12 @@ def restore(
         said += _restore_scaler(parts.precision, state.get("scaler"))
     for text in said:
         notice(text)
+
+
+def _load_stored(strategy: Strategy, optimizer: Optimizer, stored: StoredOptimizer, plan: Callable[[], list[str]]) -> list[str]:
+    said = plan()
+    strategy.load_optimizer(optimizer, stored)
+    return said
 
 
 def _same_number(kind: str, ours: Sequence[Any], theirs: Sequence[Any], what: str) -> None:

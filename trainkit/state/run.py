@@ -35,7 +35,7 @@ class Phase(str, Enum):
 def parts_of(trainer: Trainer) -> Parts:
     """What is trained."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    return Parts([trainer.lightning_module], trainer.optimizers, schedulers, trainer.precision)
+    return Parts([trainer.lightning_module], trainer.optimizers, schedulers, trainer.precision, trainer.strategy)
 
 
 def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""An optimizer as a checkpoint sees it, where a strategy keeps its state in parts over the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.errors import StateMismatchError
+from trainkit.state.names import ParameterNames
+
+__all__ = ["StoredOptimizer", "standin_of"]
+
+
+def standin_of(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of this shape and dtype on the CPU, whose memory nobody touches, so that the system does not give it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+class StoredOptimizer:
+    """A stand-in for an optimizer: of its class, with its options, with whole parameters and whole state.
+
+    Args:
+        original: the user's.
+        standins: ``id(parameter)`` → what stands in for it, for each parameter of the groups.
+
+    Attributes:
+        optimizer: what is saved and loaded; its state is empty.
+    """
+
+    def __init__(self, original: Optimizer, standins: Mapping[int, nn.Parameter]) -> None:
+        self._original, self.standins = original, standins
+        self.optimizer: Optimizer = object.__new__(type(original))
+        vars(self.optimizer).update({name: value for name, value in vars(original).items() if name != "step"})
+        self.optimizer.state = type(original.state)(dict)
+        self.optimizer.param_groups = [
+            {**group, "params": [standins[id(p)] for p in group["params"]]} for group in original.param_groups
+        ]
+
+    def names(self, names: Mapping[int, str]) -> ParameterNames:
+        """The names of the parameters, by the ids of the stand-ins."""
+        found = ParameterNames()
+        for group in self._original.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in names:
+                    standin, name = self.standins[id(parameter)], names[id(parameter)]
+                    found[id(standin)] = name
+                    found.parameters[name] = standin
+        return found
+
+    def check(self, described: Any, what: str) -> None:
+        """Refuse what cannot be held in parts.
+
+        Raises:
+            StateMismatchError: state that is not one number or of its parameter's shape, or that is the whole optimizer's.
+        """
+        if not isinstance(described, dict):
+            return  # which is said elsewhere
+        odd = [key for key in ("opaque", "entries", "more") if described.get(key)]
+        for name, about in (described.get("state") or {}).items():
+            if isinstance(about, dict):
+                odd += [f"{name}: {slot}" for key in ("irregular", "lists") for slot in about.get(key) or ()]
+        if odd:
+            raise StateMismatchError(
+                f"{what}: the optimizer's state cannot be divided over the processes as ZeRO does it: {', '.join(odd[:5])}. "
+                "Restore the rest without it: leave 'optimizer' out of restore={...}."
+            )
+
+    def take_options(self) -> None:
+        """Put the options that were loaded into the user's groups."""
+        for ours, theirs in zip(self._original.param_groups, self.optimizer.param_groups, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def state(self, parameter: Tensor) -> dict[str, Any]:
+        """What has been loaded for a parameter."""
+        found: dict[str, Any] = self.optimizer.state.get(self.standins[id(parameter)], {})
+        return found
