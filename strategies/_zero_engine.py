@@ -80,7 +80,7 @@ class Engine:
         self._norm: Tensor | None = None
         self._finished = self._begun = False
         self._local = local
-        self._single = False  # the window has had one backward pass, which was known to be its last
+        self._complete = False  # a backward pass has been told that it is the last one, and gradients are where they belong
         self._order: list[tuple[Any, ...]] = []  # the calls that reduce a gradient, of the backward pass that is under way
         self._last_order: list[tuple[Any, ...]] = []
         self._seen: set[int] = set()  # ids of the parameters that the window has gradients of
@@ -127,7 +127,7 @@ class Engine:
             self.discard()
         self._local = self._always_local or (uneven and self.stage < 3)
         self.zero._coalesce_grad_reduction = self._local
-        self._begun, self._finished, self._single, self._norm, self.clip = True, False, False, None, None
+        self._begun, self._finished, self._complete, self._norm, self.clip = True, False, False, None, None
         self._seen.clear()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +135,10 @@ class Engine:
         if self._local and self.stage < 3:
             return self.module(*args, **kwargs)
         return self._engine(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, after which no backward pass comes."""
+        return self._engine(*args, **kwargs) if self.stage == 3 else self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, first: bool, full: bool, **kwargs: Any) -> None:
         """The backward pass of a loss that is scaled to its share of the window.
@@ -155,10 +159,7 @@ class Engine:
                 f"backward({', '.join(sorted(unknown))}=...) does not work where ZeRO reduces gradients as they come. Use "
                 "manual optimization, or strategy='zero1' or 'ddp'."
             )
-        # where gradients are offloaded, DeepSpeed moves those of the last pass alone, unless it is told to finish later
-        self._single = first and full
-        self._engine.set_gradient_accumulation_boundary(self._single or (full and not self._offloaded))
-        self._order = []
+        self._engine.set_gradient_accumulation_boundary(self._completes(first, full))
         self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._after_pass(first)
 
@@ -185,15 +186,23 @@ class Engine:
                 "this one parameter by parameter. Return a loss at every step, and give a batch that shall not count the "
                 "weight 0 (batch_weight); it may be NaN then. Or use strategy='zero1' or 'ddp'."
             )
-        self._single = first and full
         self.zero.clear_backward_seen_flag()
-        self.zero.set_gradient_accumulation_boundary(self._single or (full and not self._offloaded))
-        self._order = []
+        self.zero.set_gradient_accumulation_boundary(self._completes(first, full))
         for parameter, *rest in list(self._last_order):
             parameter.grad = torch.zeros_like(parameter)
             self.zero.process_gradients(parameter, *rest)
         self.zero.overlapping_partition_gradients_reduce_epilogue()
         self._after_pass(first)
+
+    def _completes(self, first: bool, full: bool) -> bool:
+        """Whether the pass that comes is to bring the window's gradients to where they belong.
+
+        Where they are offloaded DeepSpeed would do so for the parameters of that pass alone, so it is told to do it later,
+        unless there is no other pass.
+        """
+        self._order = []
+        self._complete = full and (first or not self._offloaded)
+        return self._complete
 
     @contextmanager
     def _masked(self) -> Iterator[None]:
@@ -241,6 +250,8 @@ class Engine:
             self._reduce_all()
         elif self._offloaded:
             self._finish_offloaded()
+        elif self.stage < 3 and not self._complete:  # the last micro-batch had no loss
+            self.zero.finalize_gradient_accumulation_boundary()
 
     def _reduce_all(self) -> None:
         """Reduce the gradients that the processes have kept, zeros where one has none."""
@@ -271,11 +282,11 @@ class Engine:
         zero, unseen = self.zero, self._unseen()
         if self.stage == 3:
             missing = {parameter.ds_id for parameter in unseen if self._is_real(parameter)}  # type: ignore[attr-defined]
-            zero._offload_boundary_param_ids = missing if self._single else zero._offload_boundary_param_ids | missing
+            zero._offload_boundary_param_ids = missing if self._complete else zero._offload_boundary_param_ids | missing
             if zero._offload_boundary_param_ids:
                 zero.finalize_gradient_accumulation_boundary()
             return
-        if not self._single:
+        if not self._complete:
             zero.finalize_gradient_accumulation_boundary()
         for parameter in unseen:
             index = zero.grad_position.get(zero.get_param_id(parameter))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed import Pending
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import Precision
@@ -26,6 +25,7 @@ from trainkit.strategies._reduction import broadcast, mean
 from trainkit.strategies._zero_engine import BareEngine, Engine
 from trainkit.strategies._zero_model import Dispatch, ShardedModel, holder
 from trainkit.strategies._zero_sharding import Sharding, numel
+from trainkit.strategies._zero_window import EngineWindow
 from trainkit.strategies.zero_config import ZeROConfig
 from trainkit.strategy import Strategy
 
@@ -113,12 +113,10 @@ class ZeROStrategy(Strategy):
         self._models: list[ShardedModel] = []  # of loops that call them themselves
         self._dispatch: Dispatch | None = None  # training_step under automatic optimization
         self._engines: dict[int, Engine] = {}  # by the id of the user's optimizer
-        self._streamed: Engine | None = None  # the engine that the model is called through
+        self._learning: EngineWindow | None = None  # of the engine that the model is called through
         self._bare: BareEngine | None = None
         self._forward: Callable[..., Any] | None = None  # of an evaluation step in stage 3
         self._buffers = Buffers()
-        self._had_loss = self._engaged = False
-        self._said: Pending | None = None  # whether any process has had a loss in the window
 
     def join(self, wanted: Wanted) -> None:
         """See :meth:`trainkit.Strategy.join`."""
@@ -180,17 +178,15 @@ class ZeROStrategy(Strategy):
         return run
 
     def _training_step(self, run: Callable[..., Any], *args: Any) -> Any:
-        engine, window = self._streamed, self.window
-        if engine is None:  # nothing is learnt
-            return self._evaluation_step(run, *args) if self.stage == 3 else run(*args)
-        if window is not None and window.first:
-            self._begin_window(engine)
-        return engine.forward(run, *args)
+        if self._learning is not None:
+            return self._learning.step(run, *args)
+        return self._evaluation_step(run, *args) if self.stage == 3 else run(*args)  # nothing is learnt
 
     def _evaluation_step(self, run: Callable[..., Any], *args: Any) -> Any:
         """A step in which parameters are gathered and nothing is learnt."""
         if self._forward is None:
-            self._forward = self._streamed.forward if self._streamed is not None else self._without_optimizer()
+            learning = self._learning
+            self._forward = self._without_optimizer() if learning is None else learning.engine.evaluate
         return self._forward(run, *args)
 
     def _without_optimizer(self) -> Callable[..., Any]:
@@ -218,9 +214,9 @@ class ZeROStrategy(Strategy):
         engine = Engine(session, target, optimizer, config, local=local or (self.stage == 1 and not self.config.overlap_comm))
         self._engines[id(optimizer)] = engine
         if not local:
-            self._streamed = engine
+            self._learning = EngineWindow(engine, self.window, self.world)
             for model in self._models:
-                model.call = self._called
+                model.call = self._learning.call
         return optimizer
 
     def _target(self, trained: list[Tensor]) -> tuple[nn.Module, bool]:
@@ -240,63 +236,25 @@ class ZeROStrategy(Strategy):
             return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
         return {}
 
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """A prepared model, in a loop of the user's own."""
-        engine, window = self._streamed, self.window
-        assert engine is not None
-        if not torch.is_grad_enabled():
-            return engine.forward(*args, **kwargs) if self.stage == 3 else engine.module(*args, **kwargs)
-        if not self._engaged and (window is None or window.first):
-            self._begin_window(engine)
-        return engine.forward(*args, **kwargs)
-
-    def _begin_window(self, engine: Engine) -> None:
-        engine.begin_window(self.window is not None and self.window.uneven)
-        self._engaged, self._had_loss = True, False
-
     def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
         """See :meth:`trainkit.Strategy.backward`."""
         if loss is None:
             self.skip_backward(None)
-            return
-        engine = self._streamed
-        if engine is None:
-            for each in self._engines.values():
-                each.touched()
+        elif self._learning is not None:
+            self._learning.backward(loss, **kwargs)
+        else:
+            for engine in self._engines.values():
+                engine.touched()
             loss.backward(**kwargs)
-            return
-        self._had_loss = True
-        first, full = self._place()
-        self._say(full)
-        engine.backward(loss, first, full, **kwargs)
 
     def skip_backward(self, loss: Tensor | None) -> None:
         """See :meth:`trainkit.Strategy.skip_backward`."""
-        engine = self._streamed
-        if engine is None:
-            return
-        first, full = self._place()
-        if first and not self._engaged:
-            self._begin_window(engine)
-        self._had_loss = self._had_loss or loss is not None
-        self._say(full)
-        engine.backward_of_nothing(loss, first, full)
-
-    def _place(self) -> tuple[bool, bool]:
-        window = self.window
-        return (True, True) if window is None else (window.first, window.full)
-
-    def _say(self, full: bool) -> None:
-        """At the end of a window: tell the others whether there was a loss, on the way beside the gradients."""
-        if full:
-            self._engaged = False
-            self._said = self.world.begin_largest([self._had_loss]) if self.world.size > 1 else None
+        if self._learning is not None:
+            self._learning.skip(loss)
 
     def any_loss(self, had_loss: bool) -> bool:
         """See :meth:`trainkit.Strategy.any_loss`."""
-        if self._said is not None:
-            self._had_loss, self._said = bool(self._said.wait()[0]), None
-        return self._had_loss or had_loss
+        return had_loss if self._learning is None else self._learning.any_loss()
 
     def mean(self, value: Tensor) -> Tensor:
         """See :meth:`trainkit.Strategy.mean`."""
@@ -314,7 +272,7 @@ class ZeROStrategy(Strategy):
                 "optimizer.step(), or use strategy='ddp'."
             )
         engine = self._engines[id(optimizer)]
-        if engine is self._streamed and not self.any_loss(False):
+        if self._learning is not None and not self._learning.any_loss():
             engine.discard()
             updated = False
         else:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainkit.data.nested import map_tensors
 from trainkit.data.window import NOTHING
 from trainkit.errors import ConfigurationError
+from trainkit.fillers import fill_evaluation
 from trainkit.metrics import Scope
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
     hooks, module = trainer.hooks, trainer.lightning_module
     metrics.discard()
     metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
-    with _active(trainer, plan), _eval_mode(module), _no_gradients(trainer.inference_mode):
+    with _active(trainer, plan), _eval_mode(module), _no_gradients(trainer):
         hooks.run(f"on_{name}_start")
         hooks.run(f"on_{name}_epoch_start")
         rows = 0
@@ -65,6 +66,8 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches:
     batch_idx = -1
     for batch_idx, batch in enumerate(batches if alone else _in_rows(trainer, plan, index, batches)):
         if batch is NOTHING:
+            if trainer.strategy.sharded_parameters:
+                fill_evaluation(trainer, plan.loaders[index].filler(), batch_idx, index)
             continue
         metrics.stamp, metrics.batch = rows + batch_idx, batch
         for hook in before:
@@ -207,5 +210,7 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def _no_gradients(inference_mode: bool) -> AbstractContextManager[Any]:
-    return torch.inference_mode() if inference_mode else torch.no_grad()
+def _no_gradients(trainer: Trainer) -> AbstractContextManager[Any]:
+    # parameters that are gathered under inference_mode could not be trained afterwards
+    plain = trainer.inference_mode and not trainer.strategy.sharded_parameters
+    return torch.inference_mode() if plain else torch.no_grad()

@@ -99,7 +99,7 @@ def train_epoch(trainer: Trainer) -> None:
                 plan.backward(loss)
                 for hook in hooks.on_after_backward:
                     hook()
-            elif plan.several:
+            elif plan.several and working:
                 plan.backward(None)  # nothing, but the others wait for it
             if optimizer is not None and window.full and (has_loss or (plan.several and engine.any_loss())):
                 if hooks.on_before_optimizer_step:

@@ -12,7 +12,8 @@ from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of, evaluation_sources, find_source, training_source
 from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
-from trainkit.metrics import MetricResults, MetricStore
+from trainkit.fillers import fill_manual_step, fill_nothing, fill_step
+from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
 from trainkit.module_hooks import DataHooks
 from trainkit.optimizer import clear_gradients
@@ -79,7 +80,7 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
         window=True,
         weigh=module.batch_weight if weighed else None,
         sequential=bool(arguments.overfit_batches),
-        repeat_filler=not module.automatic_optimization,
+        repeat_filler=not module.automatic_optimization or trainer.strategy.sharded_parameters,
         **_transfer(trainer, Stage.TRAIN, 0),
     )
     _refuse_empty(loader, source, "training")
@@ -202,9 +203,10 @@ def finish_fit_plan(trainer: Trainer) -> None:
         _refuse_under_manual(trainer)
         engine.before_step = trainer.before_manual_step
         engine.averages_in_step = plan.several
-        plan.fill = partial(_fill, trainer)
+        plan.fill = partial(fill_manual_step, trainer)
         return
     plan.schedulers = configs
+    plan.fill = partial(fill_step if trainer.strategy.sharded_parameters else fill_nothing, trainer)
     if not optimizers:
         plan.automatic, plan.without_optimizer = False, True
         return
@@ -213,17 +215,6 @@ def finish_fit_plan(trainer: Trainer) -> None:
         plan.zero_grad = lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.batch_idx, optimizer)
     else:
         plan.zero_grad = partial(clear_gradients, optimizer)
-
-
-def _fill(trainer: Trainer, batch: Any, batch_idx: int) -> None:
-    """A step that counts for nothing: under manual optimization only the module's code tells what others wait for."""
-    outer = trainer.metrics
-    trainer.metrics = MetricStore(lambda metrics, for_step: None, MetricResults())
-    trainer.metrics.scope, trainer.metrics.batch = outer.scope, batch
-    try:
-        trainer.fit_plan.training_step(batch, batch_idx)
-    finally:
-        trainer.metrics = outer
 
 
 def _refuse_under_manual(trainer: Trainer) -> None:
@@ -301,6 +292,7 @@ def evaluation_plan(
             stage=own,
             index=index,
             sequential=bool(trainer.arguments.overfit_batches) and name == "validation",
+            repeat_filler=trainer.strategy.sharded_parameters,
             **_transfer(trainer, own, index),
         )
         _refuse_empty(loader, source, name)

@@ -212,7 +212,10 @@ class PreparedLoader(Positions):
         for m, batch in zip(count(first, step), raw):
             batch = transfer(batch, m)
             seed_generators(keys(m), generators)
-            yield batch if finish is None else finish(batch)
+            batch = batch if finish is None else finish(batch)
+            if self._repeat_filler:
+                self._last = batch
+            yield batch
 
     def _in_shared_windows(self, window: Window, raw: Iterator[Any], keys: KeyStream, start: int, begin: int) -> Iterator[Any]:
         """The micro-batches of this process in windows that all work on; one that counts nothing where it has none."""
@@ -238,7 +241,7 @@ class PreparedLoader(Positions):
             batch = piece.batch if self._device.type == "cuda" else self._transferred(piece).batch
             seed_generators(keys(piece.m), self._generators)
             if piece.filler:
-                batch = self._filler(keys) if self._repeat_filler else NOTHING
+                batch = self.filler() if self._repeat_filler else NOTHING
             elif self._finish is not None:
                 batch = self._finish(batch)
             if self._repeat_filler:
@@ -261,8 +264,12 @@ class PreparedLoader(Positions):
         left = None if rows is None else max(0, rows - start)
         return collected(raw, world, size, begin, rows=left, count=self._count, weigh=self._weigh)
 
-    def _filler(self, keys: KeyStream) -> Any:
-        """A batch to take part with: the last one again, or the first of the epoch."""
+    def filler(self) -> Any:
+        """A batch to take part with in what the others do: the last one again, or the first of the epoch.
+
+        Raises:
+            DataError: this process has no batch at all.
+        """
         if self._last is not NOTHING:
             return self._last
         batch = self._stream.spare(self._epoch)
@@ -272,7 +279,7 @@ class PreparedLoader(Positions):
                 "Give every process a part of the data."
             )
         batch = self._transfer(batch, 0)
-        seed_generators(keys(0), self._generators)
+        seed_generators(KeyStream(self._seed, self._stage, Purpose.FORWARD, self._epoch)(0), self._generators)
         return batch if self._finish is None else self._finish(batch)
 
     def close(self) -> None:
