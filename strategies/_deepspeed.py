@@ -8,7 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.launch.joining import alone
 
-__all__ = ["Session", "quiet", "require"]
+__all__ = ["Session", "imported", "quiet", "require"]
 
 # torch has given two collectives new names, and warns of the old ones, which DeepSpeed calls.
 _RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
@@ -53,7 +53,7 @@ class Session:
     def __init__(self, world: World, device: torch.device) -> None:
         local_rank = device.index if device.index is not None else world.local_rank
         self._stack = ExitStack()
-        self.package = _imported(device)
+        self.package = imported(device)
         if world.size == 1 and not dist.is_initialized():
             self._stack.enter_context(alone("nccl" if device.type == "cuda" else "gloo"))
             self._stack.callback(self._forget)
@@ -80,15 +80,16 @@ class Session:
 
     def close(self) -> None:
         """Give back what the run took."""
+        autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
+        autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None  # else the next run has it too
         self._stack.close()
 
 
-def _imported(device: torch.device) -> Any:
+def imported(device: torch.device) -> Any:
     """The package, for this kind of device: it chooses one when it is imported, and keeps it."""
     require()
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with quiet():
+    chosen = device.type == "cpu" and "DS_ACCELERATOR" not in os.environ
+    with quiet(), _variable("DS_ACCELERATOR", "cpu") if chosen else nullcontext():
         package = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what it says is said by the strategy, or of no use
     found = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()

@@ -33,7 +33,6 @@ class BareEngine:
     """
 
     def __init__(self, session: Session, module: nn.Module, config: dict[str, Any]) -> None:
-        self._session = session
         with quiet():
             self._engine, *_ = session.package.initialize(model=module, config=config)
 
@@ -66,14 +65,16 @@ class Engine:
     def __init__(
         self, session: Session, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], *, local: bool
     ) -> None:
-        self.shadow, self.module, self._session = Shadow(optimizer), module, session
-        with quiet():
+        self.shadow, self.module = Shadow(optimizer), module
+        before = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
+        with quiet(), self.shadow.handed_over():
             self._engine, *_ = session.package.initialize(model=module, optimizer=self.shadow.inner, config=config)
         self.zero: Any = self._engine.optimizer
-        self.shadow.restore(self.zero)
+        self.shadow.make_state(self.flats)
         zero_config = config["zero_optimization"]
         self.stage: int = zero_config["stage"]
         self._offloaded = bool(zero_config.get("offload_optimizer"))
+        self._before = before
         self._parameters = self.shadow.parameters
         self._always_local = local
         self.clip: float | None = None
@@ -104,6 +105,13 @@ class Engine:
             self._norms = zero.scaled_global_norm
             zero.scaled_global_norm = self._scaled_norm
         return reduce
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """This process's partitions of the masters, one for each group or part of one."""
+        zero, three = self.zero, "fp32_partitioned_groups_flat"
+        found: list[Tensor] = getattr(zero, three) if hasattr(zero, three) else zero.single_partition_of_fp32_groups
+        return found
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -344,6 +352,12 @@ class Engine:
             zero._offload_accumulated_param_ids = set()
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off the module."""
+        """Take DeepSpeed off the module, whose parameters have memory of their own again."""
         with quiet():
             self._engine.destroy()
+        for parameter, names in self._before:
+            for name in set(vars(parameter)) - names:
+                delattr(parameter, name)
+            if self.stage < 3:
+                parameter.data = parameter.data.clone()
+                parameter.grad = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,16 +80,27 @@ class Shadow:
         self._known = [p for group in optimizer.param_groups for p in group["params"]]
         self._flags = [p.requires_grad for p in self._known]
 
-    def restore(self, zero: Any) -> None:
-        """Undo what DeepSpeed does to an Adagrad: it puts another one in its place, with one group and default options."""
-        if zero.optimizer is self.inner:
-            return
-        zero.optimizer = self.inner
-        flats = zero.fp32_partitioned_groups_flat if hasattr(zero, "fp32_partitioned_groups_flat") else None
-        flats = zero.single_partition_of_fp32_groups if flats is None else flats
-        for flat in flats:
-            initial = self.optimizer.defaults["initial_accumulator_value"]
-            self.inner.state[flat] = {"step": torch.tensor(0.0), "sum": torch.full_like(flat, initial, requires_grad=False)}
+    @contextmanager
+    def handed_over(self) -> Iterator[None]:
+        """Within it DeepSpeed takes the inner optimizer over.
+
+        DeepSpeed puts another Adagrad in the place of one, with one group and default options; so it is not to see that.
+        """
+        kind = type(self.inner)
+        adagrad = isinstance(self.inner, torch.optim.Adagrad)
+        if adagrad:
+            self.inner.__class__ = Optimizer
+        try:
+            yield
+        finally:
+            self.inner.__class__ = kind
+
+    def make_state(self, flats: list[Tensor]) -> None:
+        """The state that an Adagrad has from the beginning, for the partitions."""
+        if isinstance(self.inner, torch.optim.Adagrad):
+            initial = self.inner.defaults["initial_accumulator_value"]
+            for flat in flats:
+                self.inner.state[flat] = {"step": torch.tensor(0.0), "sum": torch.full_like(flat, initial, requires_grad=False)}
 
     def refuse_changes(self) -> None:
         """Refuse groups and parameters that came later, and others to be trained: the partitions are made.

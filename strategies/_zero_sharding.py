@@ -18,6 +18,7 @@ __all__ = ["Sharding", "is_sharded", "numel"]
 _LEFT_IN_MODULES = (
     "_external_params",
     "_original_parameters",
+    "all_parameters",
     "applied_pre_backward_ref_cnt",
     "post_bwd_fn",
     "pre_bwd_fn",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -313,6 +314,10 @@ class ZeROStrategy(Strategy):
             ConfigurationError: always.
         """
         raise ConfigurationError(_NO_VALUES)
+
+    def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
+        """See :meth:`trainkit.Strategy.gathered_parameters`; masters do not follow what is modified."""
+        return self._sharding.gathered(module.parameters(), modified) if self.stage == 3 else nullcontext()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
         """See :meth:`trainkit.Strategy.gradient_norm`."""

@@ -110,13 +110,6 @@ def _within(value: int, total: int) -> int:
     return min(max(value, 0), total)
 
 
-def _flats(engine: Engine) -> list[Tensor]:
-    """The flat masters of this process, one for each group or part of one."""
-    zero = engine.zero
-    flats: list[Tensor] = zero.fp32_partitioned_groups_flat if engine.stage == 3 else zero.single_partition_of_fp32_groups
-    return flats
-
-
 def _shape(parameter: Any) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -148,7 +141,7 @@ def stored_weights(module: nn.Module, engines: list[Engine], device: torch.devic
     own = {id(parameter): parameter for parameter in module.parameters()}
     found: dict[int, Tensor] = {}
     for engine in engines:
-        flats = _flats(engine)
+        flats = engine.flats
         for parameter, spread in _spreads(engine, flats.__getitem__, device):
             if id(parameter) in own and (engine.stage == 3 or parameter.dtype != flats[0].dtype):
                 found[id(parameter)] = spread.scattered(flats[0].dtype)
@@ -164,9 +157,9 @@ def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[Engine], d
     loaded already, and masters that are copies of them follow.
     """
     for engine in engines:
-        if engine.stage < 3 and engine.parameters[0].dtype == _flats(engine)[0].dtype:
+        if engine.stage < 3 and engine.parameters[0].dtype == engine.flats[0].dtype:
             engine.zero.refresh_fp32_params()
-        for parameter, spread in _spreads(engine, _flats(engine).__getitem__, device):
+        for parameter, spread in _spreads(engine, engine.flats.__getitem__, device):
             if parameter in values:
                 spread.load(values[parameter])
     for parameter, value in values.items():
@@ -181,7 +174,7 @@ def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[Engine], d
 
 def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
     """The optimizer with whole state, which is gathered when it is written."""
-    flats = _flats(engine)
+    flats = engine.flats
     stored = StoredOptimizer(
         engine.shadow.optimizer,
         {
@@ -212,7 +205,7 @@ def load_optimizer(engine: Engine, stored: StoredOptimizer) -> None:
         StateMismatchError: parameters that share a part have different counters.
     """
     stored.take_options()
-    flats, state = _flats(engine), engine.shadow.inner.state
+    flats, state = engine.flats, engine.shadow.inner.state
     members: dict[int, list[tuple[dict[str, Any], Ranges, int, int]]] = {}
     for parameter, number, ranges, first, last in _positions(engine):
         members.setdefault(number, []).append((stored.state(parameter), ranges, first, last))

@@ -52,8 +52,9 @@ class Journal(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self._file.close()
-        if trainer.is_global_zero:
+        with trainer.strategy.gathered_parameters(module):
             parameters = {name: p.detach().double().tolist() for name, p in module.named_parameters()}
+        if trainer.is_global_zero:
             (self.folder / "parameters.json").write_text(json.dumps(parameters))
 
 

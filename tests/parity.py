@@ -131,7 +131,8 @@ class Recorder(Callback):
         self.record.rates.append(optimizer.param_groups[0]["lr"])
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.record.parameters.append([p.detach().clone() for p in module.parameters()])
+        with trainer.strategy.gathered_parameters(module):
+            self.record.parameters.append([p.detach().clone() for p in module.parameters()])
         self.record.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

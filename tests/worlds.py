@@ -40,6 +40,7 @@ _PRELOAD = [
     "trainkit",
     "trainkit.trainer",
     "trainkit.strategies.ddp",
+    "zero_cases",
     "pytest",
     "tiny",
 ]

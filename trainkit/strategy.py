@@ -243,6 +243,15 @@ class Strategy:
         """Clamp each element of the gradients to [-clip_value, clip_value]."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
+    def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
+        """Within it the module's parameters are whole on every process, where they are divided otherwise. Collective.
+
+        Args:
+            module: the user's, or a part of it.
+            modified: keep what rank 0 makes of the parameters; else changes are lost.
+        """
+        return _NULL
+
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
         """The 2-norm of an optimizer's gradients where ``grad`` of its parameters has none; else ``None``. Collective."""
         return None

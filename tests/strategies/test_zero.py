@@ -1,0 +1,229 @@
+"""ZeRO trains as DDP does: losses, gradient norms and parameters on the same global batches."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, Record, RegressionModule, trained
+from torch import nn
+from zero_cases import STAGES, NoLosses, Sometimes, Weighted, strategy
+
+from trainkit import Trainer
+from trainkit.errors import ConfigurationError, OptimizerError
+from trainkit.strategies import ZeROStrategy
+from trainkit.strategies._zero_optimizer import refuse_optimizer
+
+LIMITS = {"32-true": 2e-6, "bf16-mixed": 5e-3}
+
+
+@cache
+def expected(size: int, window: int, clip: float | None, precision: str) -> Record:
+    """The same by DDP, or on one process."""
+    return run("ddp" if size > 1 else "auto", size, window, clip, precision)
+
+
+def run(kind: str, size: int, window: int, clip: float | None, precision: str) -> Record:
+    arguments = {"max_epochs": 2, "precision": precision, "gradient_clip_val": clip, "log_every_n_steps": 1}
+    case = Case(samples=40, batch_size=2, window=window * size, arguments=arguments)
+    return trained(case, size, strategy=strategy(kind))
+
+
+def assert_same(record: Record, other: Record, limit: float) -> None:
+    assert record.losses.keys() == other.losses.keys()
+    assert len(record.losses) >= 20
+    for key, loss in other.losses.items():
+        assert record.losses[key] == pytest.approx(loss, rel=limit, abs=1e-9), key
+    assert record.ids == other.ids
+    assert record.rates == other.rates
+
+
+def covering() -> list[tuple[str, int, int, float | None, str]]:
+    """Each pair of values of any two of the five, by few combinations of all."""
+    values = (list(STAGES), [1, 2], [1, 4], [None, 1.0], ["32-true", "bf16-mixed"])
+    left = {((i, a), (j, b)) for i in range(5) for j in range(i + 1, 5) for a in values[i] for b in values[j]}
+    chosen = []
+    while left:
+        best = max(product(*values), key=lambda row: len(left & _pairs(row)))
+        left -= _pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def _pairs(row: tuple[Any, ...]) -> set[Any]:
+    return {((i, row[i]), (j, row[j])) for i in range(5) for j in range(i + 1, 5)}
+
+
+@pytest.mark.parametrize("kind, size, window, clip, precision", covering())
+def test_parity(kind: str, size: int, window: int, clip: float | None, precision: str) -> None:
+    record, other = run(kind, size, window, clip, precision), expected(size, window, clip, precision)
+    assert_same(record, other, LIMITS[precision])
+    assert ("grad_norm" in other.metrics) == (clip is not None)
+    assert record.metrics == pytest.approx(other.metrics, rel=LIMITS[precision])
+    if precision == "32-true":
+        for mine, theirs in zip(record.parameters[-1], other.parameters[-1], strict=True):
+            assert torch.allclose(mine, theirs, rtol=5e-6, atol=1e-6)
+
+
+def test_the_cases_cover_all_pairs() -> None:
+    rows = covering()
+    assert len(rows) < 25
+    assert all(any(row[0] == kind and row[1] == size for row in rows) for kind in STAGES for size in (1, 2))
+
+
+def test_the_comparison_can_fail() -> None:
+    other = expected(1, 1, None, "32-true")
+    worse = replace(other, losses={key: loss * (1 + 1e-5) for key, loss in other.losses.items()})
+    with pytest.raises(AssertionError):
+        assert_same(worse, other, LIMITS["32-true"])
+
+
+@pytest.mark.parametrize("kind", list(STAGES))
+@pytest.mark.parametrize("samples, window", [(21, 4), (21, 12), (50, 12)])
+def test_uneven_windows(kind: str, samples: int, window: int) -> None:
+    """The last windows have a short micro-batch, and fewer of them on some processes, or none."""
+    case = Case(samples=samples, window=window, arguments={"precision": "32-true", "gradient_clip_val": 1.0})
+    alone = trained(case, 1)
+    for size in (2,) if window == 4 or samples == 21 else (3,):
+        record = trained(case, size, strategy=strategy(kind))
+        assert record.losses == pytest.approx(alone.losses, rel=2e-6)
+
+
+@pytest.mark.parametrize("kind", list(STAGES))
+@pytest.mark.parametrize("window", [4, 12])
+def test_parameters_that_get_no_gradient(kind: str, window: int) -> None:
+    """Nothing of an earlier window is used for a layer that a window, or its first micro-batch, has not used."""
+    case = Case(samples=48, window=window, make=Sometimes, arguments={"precision": "32-true"})
+    alone = trained(case, 1)
+    for size in (1, 2):
+        record = trained(case, size, strategy=strategy(kind))
+        assert record.losses == pytest.approx(alone.losses, rel=2e-6)
+
+
+@pytest.mark.parametrize("kind", list(STAGES))
+def test_weights_of_zero(kind: str) -> None:
+    case = Case(samples=22, window=4, make=Weighted, arguments={"precision": "32-true"})
+    alone = trained(case, 1)
+    for size in (1, 2):
+        record = trained(case, size, strategy=strategy(kind))
+        assert record.losses == pytest.approx(alone.losses, rel=2e-6, nan_ok=True)
+        assert all(torch.isfinite(p).all() for p in record.parameters[-1])
+
+
+@pytest.mark.parametrize("kind", list(STAGES))
+def test_the_modules_are_given_back(kind: str) -> None:
+    """After a run a module is as another strategy leaves it: whole, without hooks, to be copied and trained again."""
+    linear, module = nn.functional.linear, RegressionModule()
+    trained_here(module, "auto")
+    attributes = {name: sorted(vars(part)) for name, part in module.named_modules()}
+    for _ in range(2):
+        trained_here(module, kind)
+        assert nn.functional.linear is linear
+        assert {name: sorted(vars(part)) for name, part in module.named_modules()} == attributes
+        assert [tuple(p.shape) for p in module.parameters()] == [(16, 6), (16,), (6, 16), (6,)]
+        assert not any(vars(p) for p in module.parameters())
+        again = copy.deepcopy(module)
+        x = torch.ones(2, 6)
+        assert torch.equal(again.eval().net(x), module.eval().net(x))
+        module.train()
+
+
+def trained_here(module: Any, kind: str, **arguments: Any) -> Trainer:
+    from parity import Noisy
+    from torch.utils.data import DataLoader
+
+    trainer = Trainer(
+        strategy=strategy(kind),
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **arguments,
+    )
+    trainer.fit(module, DataLoader(Noisy(8), 2), DataLoader(Noisy(5), 2))
+    return trainer
+
+
+def test_no_loss_on_a_stage_where_nobody_waits() -> None:
+    """Steps without a loss count as zero gradients in stages 1 and 2."""
+    case = Case(samples=48, window=4, make=NoLosses, arguments={"precision": "32-true"})
+    for kind in ("zero1", "zero2", "zero2-cpu"):
+        from worlds import run_world
+
+        alone = run_world(1, losses_of, case, "auto")[0]
+        both: dict[Any, float] = {}
+        for own in run_world(2, losses_of, case, kind):
+            both |= own
+        assert both == pytest.approx(alone, rel=2e-6)
+
+
+def losses_of(case: Case, kind: str) -> dict[Any, float]:
+    from parity import Recorder, train
+
+    class Lenient(Recorder):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if outputs is not None:
+                super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+    recorder = Lenient()
+    import parity
+
+    parity.Recorder = Lenient  # type: ignore[misc]
+    train(case, recorder, strategy=strategy(kind))
+    return recorder.record.losses
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"stage": 0}, "stage must be 1, 2 or 3, not 0. Without sharding: strategy='ddp'"),
+        ({"stage": 2, "offload_optimizer": "nvme"}, "NVMe works with stage 3 only, and this is stage 2"),
+        ({"stage": 1, "offload_params": "cpu"}, "in stage 3 only; this is stage 1"),
+        ({"offload_optimizer": "disk"}, "offload_optimizer must be None, 'cpu' or 'nvme', not 'disk'"),
+        ({"reduce_bucket_size": 0}, "reduce_bucket_size must be a number of elements ≥ 1"),
+        ({"timeout": -1}, "timeout must be a timedelta or seconds"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ZeROStrategy(**arguments)
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
+def test_optimizers_that_zero_would_change(kind: str) -> None:
+    optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(4, 4))])
+    with pytest.raises(OptimizerError, match=f"{kind} does not work under ZeRO"):
+        refuse_optimizer(optimizer)
+
+
+def test_such_an_optimizer_in_a_run() -> None:
+    module = RegressionModule(bias=False)
+    module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters())  # type: ignore[method-assign]
+    with pytest.raises(OptimizerError, match="Adafactor does not work under ZeRO"):
+        trained_here(module, "zero2")
+
+
+ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+
+
+class AnyOptimizer(RegressionModule):
+    """With an optimizer of torch's, in two groups."""
+
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.net.parameters()
+        groups = [{"params": [first], "lr": 0.02}, {"params": rest}]
+        return getattr(torch.optim, self.optimizer)(groups, lr=0.01)
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+@pytest.mark.parametrize("kind", ["zero1", "zero2-cpu", "zero3"])
+def test_elementwise_optimizers(optimizer: str, kind: str) -> None:
+    case = Case(samples=16, window=4, make=AnyOptimizer, options={"optimizer": optimizer}, arguments={"precision": "32-true"})
+    assert trained(case, 1, strategy=strategy(kind)).losses == pytest.approx(trained(case, 1).losses, rel=2e-5)
