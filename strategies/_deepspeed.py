@@ -8,7 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -88,9 +88,14 @@ class Session:
 def imported(device: torch.device) -> Any:
     """The package, for this kind of device: it chooses one when it is imported, and keeps it."""
     require()
-    chosen = device.type == "cpu" and "DS_ACCELERATOR" not in os.environ
-    with quiet(), _variable("DS_ACCELERATOR", "cpu") if chosen else nullcontext():
+    before = dict(os.environ)
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with quiet():
         package = importlib.import_module("deepspeed")
+    if device.type == "cpu":
+        for name in os.environ.keys() - before.keys():  # what was set above, and what DeepSpeed sets for CUDA
+            del os.environ[name]
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what it says is said by the strategy, or of no use
     found = importlib.import_module("deepspeed.accelerator").get_accelerator().device_name()
     if found != device.type:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.arguments import TrainerArguments
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import Precision
@@ -118,6 +119,11 @@ class ZeROStrategy(Strategy):
         self._bare: BareEngine | None = None
         self._forward: Callable[..., Any] | None = None  # of an evaluation step in stage 3
         self._buffers = Buffers()
+
+    def check_arguments(self, arguments: TrainerArguments) -> None:
+        """See :meth:`trainkit.Strategy.check_arguments`."""
+        if arguments.gradient_clip_algorithm == "value":
+            raise ConfigurationError(_NO_VALUES)
 
     def join(self, wanted: Wanted) -> None:
         """See :meth:`trainkit.Strategy.join`."""

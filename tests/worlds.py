@@ -40,7 +40,9 @@ _PRELOAD = [
     "trainkit",
     "trainkit.trainer",
     "trainkit.strategies.ddp",
-    "zero_cases",
+    "trainkit.strategies.zero",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # which takes over a second, and is imported late
     "pytest",
     "tiny",
 ]

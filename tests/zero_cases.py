@@ -9,11 +9,8 @@ from parity import RegressionModule
 from torch import Tensor, nn
 
 from trainkit.strategies import DDPStrategy, ZeROStrategy
-from trainkit.strategies._deepspeed import imported
 
 __all__ = ["STAGES", "NoLosses", "Plain", "Sometimes", "Weighted", "strategy"]
-
-imported(torch.device("cpu"))  # before processes are forked from one that has it
 
 # Stage, where the optimizer is, where parameters are. In a model as small as the tests' nothing would be divided in stage 3,
 # unless the smallest parameters are.

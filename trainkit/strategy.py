@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from trainkit.errors import ConfigurationError
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.state.standin import StoredOptimizer
+
+if TYPE_CHECKING:
+    from trainkit.arguments import TrainerArguments
 
 __all__ = ["Strategy"]
 
@@ -101,6 +104,13 @@ class Strategy:
             raise ConfigurationError(
                 f"{self!r} runs on one device, and {' and '.join(more)} asks for more. Use strategy='ddp', or devices=1."
             )
+
+    def check_arguments(self, arguments: TrainerArguments) -> None:
+        """Refuse arguments of the ``Trainer`` that ask for what cannot be done here, before any process is started.
+
+        Raises:
+            ConfigurationError: one does.
+        """
 
     def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
         """Take a precision.

@@ -155,7 +155,7 @@ class Trainer(Evaluating):
         self.arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         self.accumulate_grad_batches = self.arguments.accumulate_grad_batches
         wanted = read_wanted(accelerator, devices, num_nodes)
-        self.strategy = joined_strategy(strategy, wanted, sync_batchnorm, precision)
+        self.strategy = joined_strategy(strategy, wanted, sync_batchnorm, precision, self.arguments)
         self.accelerator = Accelerator(strategy=self.strategy)
         self.seed = self.accelerator.seed = self.strategy.world.from_main(resolve_seed(seed))
         self.seed_given, self.inference_mode = seed_was_given(seed), inference_mode

@@ -12,6 +12,7 @@ from trainkit.launch.wanted import Wanted
 from trainkit.registry import make_strategy
 
 if TYPE_CHECKING:
+    from trainkit.arguments import TrainerArguments
     from trainkit.precision import Precision
     from trainkit.strategy import Strategy
 
@@ -65,7 +66,11 @@ def _read_devices(devices: Any) -> tuple[int | None, tuple[int, ...] | None]:
 
 
 def joined_strategy(
-    strategy: str | Strategy, wanted: Wanted, sync_batchnorm: bool, precision: str | int | Precision | None = None
+    strategy: str | Strategy,
+    wanted: Wanted,
+    sync_batchnorm: bool,
+    precision: str | int | Precision | None = None,
+    arguments: TrainerArguments | None = None,
 ) -> Strategy:
     """The strategy, on its device, as one of the processes of the run.
 
@@ -74,6 +79,7 @@ def joined_strategy(
         wanted: where to run.
         sync_batchnorm: statistics over all processes.
         precision: that it is to have.
+        arguments: of the ``Trainer``, which must not ask for what the strategy cannot do.
 
     Raises:
         ConfigurationError: arguments that contradict each other or what is there.
@@ -88,6 +94,8 @@ def joined_strategy(
         _check_device(made, wanted)
         if sync_batchnorm:
             _synchronise(made)
+    if arguments is not None:
+        made.check_arguments(arguments)
     made.join(wanted)
     if precision is not None:
         made.use_precision(precision)

@@ -185,6 +185,7 @@ def losses_of(case: Case, kind: str) -> dict[Any, float]:
     [
         ({"stage": 0}, "stage must be 1, 2 or 3, not 0. Without sharding: strategy='ddp'"),
         ({"stage": 2, "offload_optimizer": "nvme"}, "NVMe works with stage 3 only, and this is stage 2"),
+        ({"stage": 3, "offload_optimizer": "nvme"}, "offload to NVMe is not in this version yet"),
         ({"stage": 1, "offload_params": "cpu"}, "in stage 3 only; this is stage 1"),
         ({"offload_optimizer": "disk"}, "offload_optimizer must be None, 'cpu' or 'nvme', not 'disk'"),
         ({"reduce_bucket_size": 0}, "reduce_bucket_size must be a number of elements ≥ 1"),
@@ -227,3 +228,8 @@ class AnyOptimizer(RegressionModule):
 def test_elementwise_optimizers(optimizer: str, kind: str) -> None:
     case = Case(samples=16, window=4, make=AnyOptimizer, options={"optimizer": optimizer}, arguments={"precision": "32-true"})
     assert trained(case, 1, strategy=strategy(kind)).losses == pytest.approx(trained(case, 1).losses, rel=2e-5)
+
+
+def test_clipping_by_value_is_refused_when_the_trainer_is_made() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be clipped by value under ZeRO.*gradient_clip_algorithm='norm'"):
+        Trainer(strategy="zero2", accelerator="cpu", gradient_clip_val=0.5, gradient_clip_algorithm="value")
