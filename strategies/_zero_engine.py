@@ -86,6 +86,7 @@ class Engine:
         self._last_order: list[tuple[Any, ...]] = []
         self._seen: set[int] = set()  # ids of the parameters that the window has gradients of
         self._reduce = self._intercept()
+        self.zero._coalesce_grad_reduction = local
 
     def _intercept(self) -> Callable[..., Any]:
         """Note which gradients are reduced, in which order, and give DeepSpeed the norm that is known already."""

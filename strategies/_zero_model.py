@@ -34,17 +34,17 @@ class ShardedModel(nn.Module):
 
     Attributes:
         module: the user's.
-        call: what a call of it does, until there is an engine the module's forward.
+        call: what a call of it does; ``None``, as long as there is no engine: the module's forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.call: Callable[..., Any] = module
+        self.call: Callable[..., Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's model's."""
-        return self.call(*args, **kwargs)
+        return (self.module if self.call is None else self.call)(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The user's model's."""

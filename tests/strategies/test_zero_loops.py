@@ -1,0 +1,196 @@
+"""ZeRO in loops of one's own, under manual optimization, and where nothing is learnt."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from parity import Noisy, RegressionModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from worlds import run_world
+from zero_cases import STAGES, strategy
+
+import trainkit
+from trainkit import Accelerator, Trainer, TrainModule
+from trainkit.errors import ConfigurationError
+
+SOME = ["zero1", "zero2", "zero2-cpu", "zero3", "zero3-both-cpu"]
+
+
+def own_loop(kind: str, precision: str, clip: bool) -> list[float]:
+    """Two epochs, the last window of which is short and uneven."""
+    trainkit.seed_everything(5)
+    accelerator = Accelerator(strategy=strategy(kind), precision=precision, gradient_accumulation_steps=2)
+    net = RegressionModule().net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model, prepared, loader = accelerator.prepare(net, optimizer, DataLoader(Noisy(21), 2, shuffle=True))
+    losses = []
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = (model(batch["x"].float()) - batch["y"].float()).square().mean()
+                accelerator.backward(loss)
+                if clip:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                prepared.step()
+                prepared.zero_grad()
+            if not accelerator.window.filler:
+                losses.append(float(loss))
+    return losses
+
+
+class Trained(RegressionModule):
+    """The same for a ``Trainer``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return (self.net(batch["x"].float()) - batch["y"].float()).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def quiet_trainer(kind: str, **arguments: Any) -> Trainer:
+    return Trainer(
+        strategy=strategy(kind),
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        seed=5,
+        **arguments,
+    )
+
+
+def by_trainer(kind: str, precision: str, clip: bool) -> list[float]:
+    module = Trained()
+    trainer = quiet_trainer(
+        kind, max_epochs=2, precision=precision, accumulate_grad_batches=2, gradient_clip_val=1.0 if clip else None
+    )
+    trainer.fit(module, DataLoader(Noisy(21), 2, shuffle=True))
+    return module.losses
+
+
+@cache
+def of_ddp(size: int, precision: str, clip: bool) -> list[list[float]]:
+    return run_world(size, own_loop, "ddp", precision, clip)
+
+
+@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize("size, precision, clip", [(1, "32-true", True), (2, "32-true", False), (2, "bf16-mixed", True)])
+def test_own_loop(kind: str, size: int, precision: str, clip: bool) -> None:
+    """As the Trainer, bit for bit, and as DDP."""
+    own = run_world(size, own_loop, kind, precision, clip)
+    assert own == run_world(size, by_trainer, kind, precision, clip)
+    for mine, other in zip(own, of_ddp(size, precision, clip), strict=True):
+        assert mine == pytest.approx(other, rel=2e-6 if precision == "32-true" else 5e-3)
+
+
+class Gan(TrainModule):
+    """Two optimizers, one of which is clipped; the generator's loss leaves gradients in the discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.discriminator = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.parameters():
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+        self.losses: list[tuple[float, float]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        x, y = batch["x"].float(), batch["y"].float()
+        of_generator, of_discriminator = self.optimizers()
+        made = self.discriminator(self.generator(x)).square().mean()
+        of_generator.zero_grad()
+        self.manual_backward(made)
+        self.clip_gradients(of_generator, 0.01)
+        of_generator.step()
+        told = (self.discriminator(y) - 1).square().mean() + self.discriminator(self.generator(x).detach()).square().mean()
+        of_discriminator.zero_grad()
+        self.manual_backward(told)
+        of_discriminator.step()
+        self.losses.append((float(made), float(told)))
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=0.01),
+            torch.optim.Adam(self.discriminator.parameters(), lr=0.02),
+        ]
+
+
+def gan(kind: str) -> list[tuple[float, float]]:
+    module = Gan()
+    quiet_trainer(kind, max_epochs=2).fit(module, DataLoader(Noisy(16), 2, shuffle=True))
+    return module.losses
+
+
+@pytest.mark.parametrize("kind", list(STAGES))
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gan(kind: str, size: int) -> None:
+    for mine, theirs in zip(run_world(size, gan, kind), run_world(size, gan, "ddp"), strict=True):
+        assert len(mine) == 16 // size
+        assert [x for pair in mine for x in pair] == pytest.approx([x for pair in theirs for x in pair], rel=2e-6)
+
+
+class Evaluated(RegressionModule):
+    """Predicts, and is tested."""
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch["x"].float())
+
+
+def evaluate(kind: str, samples: int) -> tuple[Any, ...]:
+    """Before and after a fit: a test, a prediction, and the validation within it."""
+    module, data = Evaluated(), DataLoader(Noisy(samples), 2)
+    trainer = quiet_trainer(kind, max_epochs=1, global_batch_size=4)
+    found: list[Any] = [trainer.test(module, data), [t.tolist() for t in trainer.predict(module, data)]]
+    trainer.fit(module, DataLoader(Noisy(16), 2), data)
+    found.append(float(trainer.callback_metrics["val_loss"]))
+    return (*found, trainer.test(module, data))
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-both-cpu"])
+@pytest.mark.parametrize("samples", [1, 7, 9])
+def test_evaluation(kind: str, samples: int) -> None:
+    """Exact on any data, also where a process has a batch less than another, or none."""
+    (expected,) = run_world(1, evaluate, "auto", samples)
+    for size in (1, 2):
+        for found in run_world(size, evaluate, kind, samples):
+            for mine, theirs in zip(found, expected, strict=True):
+                assert _numbers(mine) == pytest.approx(_numbers(theirs), rel=1e-5)
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [x for item in value for x in _numbers(item)] if isinstance(value, list) else [float(value)]
+
+
+def test_part_of_the_parameters_cannot_be_clipped() -> None:
+    accelerator = Accelerator(strategy=strategy("zero2"))
+    net = RegressionModule().net
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 6)).sum())
+    with pytest.raises(ConfigurationError, match="clipped for all parameters of an optimizer together"):
+        accelerator.clip_grad_norm_([next(net.parameters())], 1.0)
+    with pytest.raises(ConfigurationError, match="cannot be clipped by value under ZeRO"):
+        accelerator.clip_grad_value_(net.parameters(), 1.0)
+    with pytest.raises(ConfigurationError, match="ZeRO clips by the 2-norm"):
+        accelerator.clip_grad_norm_(net.parameters(), 1.0, norm_type=1.0)
+    optimizer.step()
+    accelerator.free_memory()
