@@ -123,7 +123,8 @@ class NonFiniteGuard(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         if self.action == "raise":
             self._read_pending()
-        findings = self._examine(optimizer, trainer.global_step + 1)
+        norm = trainer.strategy.gradient_norm(optimizer) if self._watch_gradients else None
+        findings = self._examine(optimizer, trainer.global_step + 1, norm)
         if self.action == "raise":
             self._pending = findings
         else:
@@ -150,11 +151,11 @@ class NonFiniteGuard(Callback):
         self._pending = _Findings(max(self._update, 1), losses, None, losses, None, [])
         self._read_pending()
 
-    def _examine(self, optimizer: Optimizer, update: int) -> _Findings | None:
-        """Compute, on the device, whether this update's loss and gradient are finite."""
+    def _examine(self, optimizer: Optimizer, update: int, norm: Tensor | None) -> _Findings | None:
+        """Compute, on the device, whether this update's loss and gradient are finite; ``norm``: all that is known of it."""
         losses, self._losses, self._update = self._losses, None, update
-        gradients, names = [], []
-        if self._watch_gradients:
+        gradients, names = ([], []) if norm is None else ([norm], ["all parameters together"])
+        if self._watch_gradients and norm is None:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:

@@ -101,10 +101,10 @@ class Engine:
         setattr(zero, name, noted)
         if self.stage == 3:
             self._norms = zero._get_norm_groups
-            zero._get_norm_groups = lambda: [self._scaled_norm()]
+            zero._get_norm_groups = lambda: [self._norm_for_step()]
         else:
             self._norms = zero.scaled_global_norm
-            zero.scaled_global_norm = self._scaled_norm
+            zero.scaled_global_norm = self._norm_for_step
         return reduce
 
     @property
@@ -309,17 +309,27 @@ class Engine:
         return bool(parameter.partition_numel() * rank < parameter.ds_numel)
 
     def norm(self) -> Tensor:
-        """The 2-norm of the window's gradients over all processes, without the loss scale; collective the first time."""
+        """The 2-norm of the window's gradients over all processes, without the loss scale; collective the first time.
+
+        Where a gradient is not finite it is infinite.
+        """
         scale: float = self.zero.loss_scale
         return self._scaled_norm() / scale
+
+    def _norm_for_step(self) -> Tensor:
+        """What DeepSpeed clips by. It would leave out an update whose gradients are not finite, and tell nobody: that is for
+        ``NonFiniteGuard`` to do.
+        """
+        norm = self._scaled_norm()
+        return torch.where(torch.isfinite(norm), norm, 0.0)
 
     def _scaled_norm(self) -> Tensor:
         if self._norm is None:
             self.finish()
             found = self._norms()
-            if isinstance(found, list):
-                found = torch.linalg.vector_norm(torch.stack([torch.as_tensor(one).float() for one in found]))
-            self._norm = torch.as_tensor(found, dtype=torch.float32)
+            groups = [torch.as_tensor(one, dtype=torch.float32) for one in (found if isinstance(found, list) else [found])]
+            norms = torch.stack([torch.where(one < 0, torch.inf, one) for one in groups])  # below 0: not finite
+            self._norm = torch.linalg.vector_norm(norms)
         return self._norm
 
     def step(self) -> bool:

@@ -87,7 +87,7 @@ def trainer() -> Any:
         should_log=True,
         should_stop=False,
         stage="fit",
-        strategy=SimpleNamespace(device=torch.device("cpu"), world=World()),
+        strategy=SimpleNamespace(device=torch.device("cpu"), world=World(), gradient_norm=lambda optimizer: None),
         world_size=1,
     )
 

@@ -15,7 +15,8 @@ from zero_cases import STAGES, strategy
 
 import trainkit
 from trainkit import Accelerator, Trainer, TrainModule
-from trainkit.errors import ConfigurationError
+from trainkit.callbacks import NonFiniteGuard
+from trainkit.errors import ConfigurationError, NonFiniteError
 
 SOME = ["zero1", "zero2", "zero2-cpu", "zero3", "zero3-both-cpu"]
 
@@ -179,6 +180,37 @@ def _numbers(value: Any) -> list[float]:
     if isinstance(value, dict):
         value = list(value.values())
     return [x for item in value for x in _numbers(item)] if isinstance(value, list) else [float(value)]
+
+
+class Broken(RegressionModule):
+    """The gradient of the third update is not finite, and its loss is."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == 2:
+            loss.register_hook(lambda gradient: gradient * torch.inf)
+        return loss
+
+
+def guarded(kind: str, action: str) -> tuple[str, int, bool]:
+    module, guard = Broken(), NonFiniteGuard(action=action)
+    trainer = quiet_trainer(kind, max_epochs=1, callbacks=guard)
+    said = ""
+    try:
+        trainer.fit(module, DataLoader(Noisy(16), 2))
+    except NonFiniteError as error:
+        said = str(error)
+    return said, guard.skipped_updates, all(bool(torch.isfinite(p).all()) for p in module.parameters())
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_gradients_that_are_not_finite(kind: str) -> None:
+    """They are used as under other strategies, and a guard sees them."""
+    for said, _, finite in run_world(1, guarded, kind, "raise"):
+        assert "Not finite in update 3: the gradient of all parameters together" in said
+        assert not finite
+    for said, skipped, finite in run_world(2, guarded, kind, "skip"):
+        assert (said, skipped, finite) == ("", 2, True)  # the count of updates stays, and so the fourth step does it too
 
 
 def test_part_of_the_parameters_cannot_be_clipped() -> None:
