@@ -363,7 +363,7 @@ class ZeROStrategy(Strategy):
             if engine is not None:
                 engine.close()
         if self._session is not None and self.stage == 3:
-            self._sharding.give_back(collective=True)
+            self._sharding.give_back(collective=not self.broken)
         if self._session is not None:
             self._session.close()
             self._session = None

@@ -100,13 +100,13 @@ class StateVerbs:
             raise ConfigurationError(
                 "save_model(safe_serialization=False) is not offered: a pickle can run code. Leave it out."
             )
-        state = capture_model(self._accelerator().unwrap_model(model))
+        inner = self._accelerator().unwrap_model(model)
+        state = capture_model(inner, standins=self._accelerator().strategy.stored_weights(inner))
         files = configurations(state.configs)
         world, size = self._accelerator().world, shard_size(max_shard_size)
 
         def write() -> None:
-            if world.is_main:
-                write_weights(Path(save_directory), state.tensors, files, max_shard_size=size)
+            write_weights(Path(save_directory), state.tensors, files, max_shard_size=size, rank=world.rank)
 
         together(world, write, CheckpointWriteError)
 

@@ -105,6 +105,7 @@ def running(
             yield
         status = "success"
     except BaseException as exception:
+        trainer.strategy.broken = trainer.world_size > 1
         ending = report_failure(trainer.strategy.world.channel, _ending(trainer, exception))
         if status != "none":
             _report(trainer, ending)
@@ -158,7 +159,7 @@ def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) ->
 
 def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None) -> None:
     """The trainer's state as it is before a run; first what the tear-down needs, whatever fails here."""
-    trainer.hooks = HookTable.nothing()
+    trainer.hooks, trainer.strategy.broken = HookTable.nothing(), False
     trainer.accelerator = Accelerator(strategy=trainer.strategy)
     trainer.accelerator.seed = trainer.seed
     trainer.attach(module, datamodule)

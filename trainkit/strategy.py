@@ -44,6 +44,7 @@ class Strategy:
         world: the processes of the run.
         joined: :meth:`join` has been called.
         window: the accumulation window of the ``Accelerator`` that uses the strategy.
+        broken: a run has failed on several processes, so that the others do not come to a collective at its end.
 
     Raises:
         ConfigurationError: the device is not there, or the precision does not work on it.
@@ -59,6 +60,7 @@ class Strategy:
     world: World = World()
     joined: bool = False
     window: Window | None = None
+    broken: bool = False
 
     def __init__(self, device: str | torch.device = "auto", precision: Precision | str | int | None = None) -> None:
         self.device = _available(device)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from parity import Noisy, RegressionModule
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from worlds import run_world
+from worlds import run_world, start_world
 from zero_cases import STAGES, strategy
 
 import trainkit
 from trainkit import Accelerator, Trainer, TrainModule
 from trainkit.callbacks import NonFiniteGuard
+from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import ConfigurationError, NonFiniteError
 
 SOME = ["zero1", "zero2", "zero2-cpu", "zero3", "zero3-both-cpu"]
@@ -213,6 +216,27 @@ def test_gradients_that_are_not_finite(kind: str) -> None:
         assert (said, skipped, finite) == ("", 2, True)  # the count of updates stays, and so the fourth step does it too
 
 
+class NoLossOnOne(RegressionModule):
+    """One process has no loss in its third step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 2 and self.global_rank == 1 else loss
+
+
+def fails() -> None:
+    quiet_trainer("zero3", max_epochs=1).fit(NoLossOnOne(), DataLoader(Noisy(16), 2))
+
+
+def test_a_step_that_cannot_be_without_a_loss() -> None:
+    """All processes end, and the one that it is about says why."""
+    first, second = start_world(2, fails).ends()
+    assert not first[0]
+    assert not second[0]
+    assert "training_step returned no loss under ZeRO-3" in second[1]
+    assert "give a batch that shall not count the weight 0" in second[1]
+
+
 def test_part_of_the_parameters_cannot_be_clipped() -> None:
     accelerator = Accelerator(strategy=strategy("zero2"))
     net = RegressionModule().net
@@ -226,3 +250,45 @@ def test_part_of_the_parameters_cannot_be_clipped() -> None:
         accelerator.clip_grad_norm_(net.parameters(), 1.0, norm_type=1.0)
     optimizer.step()
     accelerator.free_memory()
+
+
+def saved_and_loaded(kind: str, folder: str) -> None:
+    """A loop of one's own saves in the middle, and another goes on; weights for others too."""
+    trainkit.seed_everything(5)
+    losses: list[list[float]] = []
+    for start in (0, 4):
+        accelerator = Accelerator(strategy=strategy(kind))
+        net = RegressionModule().net
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        model, prepared = accelerator.prepare(net, optimizer)
+        if start:
+            accelerator.load_state(folder)
+        losses.append([])
+        for step in range(start, 8):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            torch.manual_seed(step)
+            loss = model(x).square().mean()
+            accelerator.backward(loss)
+            prepared.step()
+            prepared.zero_grad()
+            losses[-1].append(float(loss))
+            if step == 3 and not start:
+                accelerator.save_state(folder)
+                accelerator.save_model(model, f"{folder}-weights")
+        accelerator.free_memory()
+    assert losses[0][4:] == losses[1]
+
+
+@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize("size", [1, 2])
+def test_save_state_and_save_model(kind: str, size: int, run_dir: Path) -> None:
+    run_world(size, saved_and_loaded, kind, str(run_dir / "state"))
+    weights = load_file(run_dir / "state-weights" / "model.safetensors")
+    saved = open_checkpoint(run_dir / "state").read(["model"]).tensors["model"]
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
+        "0.weight": (16, 6),
+        "0.bias": (16,),
+        "3.weight": (6, 16),
+        "3.bias": (6,),
+    }
+    assert all(torch.equal(weights[name], tensor) for name, tensor in saved.items())

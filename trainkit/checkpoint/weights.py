@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainkit.checkpoint.tensor_file import chunks, plan_files, write_file
+from trainkit.checkpoint.scattered import Turns
+from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, write_file
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 
 __all__ = ["shard_size", "write_weights"]
@@ -38,11 +39,14 @@ def write_weights(
     *,
     max_shard_size: int = 5 * 10**9,
     stem: str = "model",
+    rank: int = 0,
 ) -> list[Path]:
     """Write tensors as ``<stem>.safetensors``, in several files with an index above a size, and other files beside them.
 
     Each file is complete under its name or not there: it is written beside it, synced and renamed. Files of an earlier call
     with the same stem are replaced; those that are left over are removed.
+
+    Of several processes the main one writes. Where tensors are scattered all of them call this, and take part in gathering.
 
     Returns:
         What was written.
@@ -52,11 +56,27 @@ def write_weights(
         UnsavableError: a tensor that the format cannot hold.
     """
     files, index = plan_files(stem, tensors, max_shard_size)
+    turns = Turns(rank, [[tensors[entry.name] for file in files for entry in file.entries]])
+    try:
+        return _write(folder, files, index, tensors, attachments, stem, turns) if rank == 0 else []
+    finally:
+        turns.finish()
+
+
+def _write(
+    folder: Path,
+    files: list[TensorFile],
+    index: bytes | None,
+    tensors: Mapping[str, Tensor],
+    attachments: Mapping[str, bytes],
+    stem: str,
+    turns: Turns,
+) -> list[Path]:
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
-            pieces = (piece for entry in file.entries for piece in chunks(entry, tensors[entry.name]))
+            pieces = (piece for entry in file.entries for piece in chunks(entry, turns.take(tensors[entry.name])))
             written.append(_replace(folder / file.name, [file.header], pieces))
         others = dict(attachments) if index is None else {f"{stem}.safetensors.index.json": index, **attachments}
         written += [_replace(folder / name, [content], ()) for name, content in others.items()]
