@@ -22,6 +22,7 @@ NOT_OURS = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
     "PYTEST_CURRENT_TEST",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by DeepSpeed, which accelerate imports where it is installed
     "TORCHINDUCTOR_CACHE_DIR",
     "WANDB_SERVICE",
 }

@@ -176,7 +176,7 @@ def test_val_check_interval(value: Any) -> None:
         ({"accelerator": None}, "unknown accelerator None"),
         ({"accelerator": "tpu"}, "is not in this version. Use 'auto', 'cpu', 'gpu' or 'mps'"),
         ({"strategy": "sngle"}, "Did you mean 'single'?"),
-        ({"strategy": "zero3"}, "strategy='auto'"),
+        ({"strategy": "xla"}, "strategy='auto'"),
         ({"logger": "tensorboard"}, "logger must be True, False, a Logger or a list of them, not 'tensorboard'"),
         ({"logger": [True]}, "not True"),
         ({"logger": 5}, "not 5"),

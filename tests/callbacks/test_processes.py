@@ -51,7 +51,7 @@ def setting() -> tuple[Any, Any]:
         sanity_checking=False,
         should_stop=False,
         stage="fit",
-        strategy=SimpleNamespace(device=torch.device("cpu"), world=world),
+        strategy=SimpleNamespace(device=torch.device("cpu"), world=world, gradient_norm=lambda optimizer: None),
         world_size=world.size,
     )
     return trainer, Module(world.rank)
