@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -17,6 +16,7 @@ from trainkit.distributed import World
 from trainkit.errors import LossError, ModuleError
 from trainkit.strategies._fixed_ddp import FixedDDP
 from trainkit.strategies._reduction import no_rows, sparse_parameters
+from trainkit.strategies._wrapped import Wrapped
 
 __all__ = ["PreparedModel", "Replica", "TrainingStep"]
 
@@ -259,7 +259,7 @@ class TrainingStep:
         self.replica.backward_of_nothing((self.witness.view(1), self._one * had_loss))
 
 
-class PreparedModel(nn.Module):
+class PreparedModel(Wrapped):
     """What a loop of one's own calls instead of its model: gradients are averaged in the backward pass.
 
     Parameters, buffers and state dict have the names that they have in the model, whose other attributes are there too.
@@ -273,8 +273,7 @@ class PreparedModel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.training = module.training
         self.replica = Replica(module, **options)
 
@@ -324,29 +323,3 @@ class PreparedModel(nn.Module):
                 "static_graph out, or give a loss at every step."
             )
         replica.backward_of_nothing()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's model's."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the user's model."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's model's."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's model's."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        copied: nn.Module = copy.deepcopy(self.module, memo)
-        return copied  # an average of weights, say, which learns nothing by itself
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainkit.errors import OptimizerError
+from trainkit.strategies._wrapped import Wrapped
 
 __all__ = ["Dispatch", "ShardedModel", "holder"]
 
@@ -29,48 +29,20 @@ class Dispatch(nn.Module):
         return run(*args)
 
 
-class ShardedModel(nn.Module):
+class ShardedModel(Wrapped):
     """A user's model as he calls it in a loop of his own.
 
     Attributes:
-        module: the user's.
         call: what a call of it does; ``None``, as long as there is no engine: the module's forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.call: Callable[..., Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's model's."""
         return (self.module if self.call is None else self.call)(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's model's."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the user's model."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's model's."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's model's."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        copied: nn.Module = copy.deepcopy(self.module, memo)
-        return copied
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
 
 def holder(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,15 +57,6 @@ class Sharding:
                 self._whole[id(parameter)] = parameter, dict(vars(parameter)), parameter.device
         with quiet():
             self._session.package.zero.Init(module=module, config_dict_or_path=self._config)
-
-    def building(self) -> AbstractContextManager[Any]:
-        """Within it, modules that are made are divided layer by layer."""
-        return self._building()
-
-    @contextmanager
-    def _building(self) -> Iterator[None]:
-        with quiet(), self._session.package.zero.Init(config_dict_or_path=self._config):
-            yield
 
     @contextmanager
     def gathered(self, parameters: Iterable[Tensor], changed: bool = False) -> Iterator[None]:

@@ -60,8 +60,8 @@ class ZeROConfig:
                 f"NVMe works with stage 3 only, and this is stage {self.stage}. Use ZeROStrategy(stage=3, ...), or "
                 "offload_optimizer='cpu'."
             )
-        if "nvme" in (self.offload_optimizer, self.offload_params):
-            raise ConfigurationError("offload to NVMe is not in this version yet. Use 'cpu'.")
+        if self.nvme_path is not None or "nvme" in (self.offload_optimizer, self.offload_params):
+            raise ConfigurationError("offload to NVMe is not in this version yet. Use 'cpu', without nvme_path.")
         if self.stage < 3 and self.offload_params is not None:
             raise ConfigurationError(
                 f"offload_params={self.offload_params!r}: parameters are divided, and can be offloaded, in stage 3 only; this "

@@ -121,7 +121,8 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         number = batch_idx * trainer.world_size + trainer.global_rank
-        self.record.losses[self._step, number] = float(outputs["loss"])
+        if outputs is not None:
+            self.record.losses[self._step, number] = float(outputs["loss"])
 
     def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
         if self.each_step:

@@ -137,7 +137,11 @@ def test_callbacks_that_say_the_same_twice() -> None:
         ({"accelerator": "tpu"}, UnsupportedArgumentError, "'tpu' is not in this version"),
         ({"devices": 0}, ConfigurationError, "devices must be"),
         ({"num_nodes": 0}, ConfigurationError, "num_nodes must be an integer ≥ 1, not 0"),
-        ({"strategy": Strategy("cpu"), "sync_batchnorm": True}, ConfigurationError, "sync_batchnorm=True concerns several"),
+        (
+            {"strategy": Strategy("cpu"), "sync_batchnorm": True},
+            ConfigurationError,
+            "sync_batchnorm=True works with strategy='ddp' only",
+        ),
         ({"gradient_clip_algorithm": "norms"}, UnknownNameError, "Did you mean 'norm'"),
         ({"gradient_clip_val": -1.0}, ConfigurationError, "gradient_clip_val"),
         ({"gradient_clip_val": float("nan")}, ConfigurationError, "gradient_clip_val"),

@@ -38,7 +38,7 @@ class Accelerator(GradientVerbs, StateVerbs):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
     Args:
-        strategy: ``"auto"`` (DDP if a launcher has started several processes, else one device), ``"ddp"``, or a
+        strategy: ``"auto"`` (DDP if a launcher has started several processes, else one device), ``"ddp"``, ``"zero1"``, … or a
             :class:`~trainkit.Strategy`.
         precision: one of the names of :class:`~trainkit.Precision` (default ``"32-true"``).
         gradient_accumulation_steps: micro-batches in an update.

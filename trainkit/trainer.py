@@ -49,7 +49,7 @@ class Trainer(Evaluating):
         devices: processes of a machine, one a device: a number, ``-1`` for all GPUs, or a list of GPUs. ``"auto"``: all GPUs in
             a script, one in a notebook, one process on the CPU.
         num_nodes: machines.
-        strategy: ``"auto"``, ``"ddp"``, or a :class:`~trainkit.Strategy`.
+        strategy: ``"auto"``, ``"ddp"``, ``"zero1"`` to ``"zero3"``, ``"zero3_offload"``, or a :class:`~trainkit.Strategy`.
         sync_batchnorm: BatchNorm takes its statistics over all processes (CUDA).
         precision: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, or a
             :class:`~trainkit.Precision`.

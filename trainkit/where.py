@@ -89,6 +89,8 @@ def joined_strategy(
         options: dict[str, Any] = {"sync_batchnorm": True} if sync_batchnorm and name.startswith("ddp") else {}
         device = _single_device(wanted) if name in ("auto", "single") else wanted.accelerator
         made = make_strategy(name, device=device, **options)
+        if sync_batchnorm and not options and name not in ("auto", "single"):
+            _synchronise(made)
     else:
         made = make_strategy(strategy)
         _check_device(made, wanted)
@@ -121,5 +123,5 @@ def _check_device(made: Strategy, wanted: Wanted) -> None:
 
 def _synchronise(made: Strategy) -> None:
     if not hasattr(made, "sync_batchnorm"):
-        raise ConfigurationError(f"sync_batchnorm=True concerns several processes, and {made!r} runs on one. Leave it out.")
+        raise ConfigurationError(f"sync_batchnorm=True works with strategy='ddp' only, and this is {made!r}. Leave it out.")
     made.sync_batchnorm = True
