@@ -18,7 +18,7 @@ from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.launch.joining import alone
 
-__all__ = ["Session", "imported", "quiet", "require"]
+__all__ = ["Session", "imported", "quiet", "require", "variable"]
 
 # torch has given two collectives new names, and warns of the old ones, which DeepSpeed calls.
 _RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
@@ -57,7 +57,7 @@ class Session:
         if world.size == 1 and not dist.is_initialized():
             self._stack.enter_context(alone("nccl" if device.type == "cuda" else "gloo"))
             self._stack.callback(self._forget)
-        self._stack.enter_context(_variable("LOCAL_RANK", str(local_rank)))  # DeepSpeed reads it now and again
+        self._stack.enter_context(variable("LOCAL_RANK", str(local_rank)))  # DeepSpeed reads it now and again
         with quiet():
             self._enter()
 
@@ -107,7 +107,8 @@ def imported(device: torch.device) -> Any:
 
 
 @contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
+def variable(name: str, value: str) -> Iterator[None]:
+    """Within it an environment variable has another value."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

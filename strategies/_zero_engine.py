@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.errors import ConfigurationError, LossError
+from trainkit.strategies._aio import checked
 from trainkit.strategies._deepspeed import Session, quiet
 from trainkit.strategies._zero_optimizer import Shadow
+from trainkit.strategies._zero_swap import InMemory, Part, gradient_partition, swapping
 
 __all__ = ["BareEngine", "Engine"]
 
@@ -33,7 +35,7 @@ class BareEngine:
     """
 
     def __init__(self, session: Session, module: nn.Module, config: dict[str, Any]) -> None:
-        with quiet():
+        with quiet(), checked():
             self._engine, *_ = session.package.initialize(model=module, config=config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,10 +69,13 @@ class Engine:
     ) -> None:
         self.shadow, self.module = Shadow(optimizer), module
         before = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
-        with quiet(), self.shadow.handed_over():
+        with quiet(), checked(), self.shadow.handed_over():
             self._engine, *_ = session.package.initialize(model=module, optimizer=self.shadow.inner, config=config)
         self.zero: Any = self._engine.optimizer
-        self.shadow.make_state(self.flats)
+        self._swap = swapping(self.zero)
+        for number, flat in enumerate(self.flats):
+            with self.resident(number):
+                self.shadow.make_state(flat)
         zero_config = config["zero_optimization"]
         self.stage: int = zero_config["stage"]
         self._offloaded = bool(zero_config.get("offload_optimizer"))
@@ -113,6 +118,23 @@ class Engine:
         zero, three = self.zero, "fp32_partitioned_groups_flat"
         found: list[Tensor] = getattr(zero, three) if hasattr(zero, three) else zero.single_partition_of_fp32_groups
         return found
+
+    def part(self, number: int, first: int, last: int, slot: str | None = None) -> Part:
+        """A range of this process's partition of the masters, or of the optimizer's state ``slot`` for them."""
+        flat = self.flats[number]
+        tensor = flat if slot is None else self.shadow.inner.state[flat][slot]
+        if self._swap is not None and self._swap.has(number):
+            return self._swap.part(tensor, number, first, last)
+        return InMemory(tensor, first, last)
+
+    @contextmanager
+    def resident(self, number: int) -> Iterator[None]:
+        """Within it a partition without optimizer state is in memory; state that it gets goes where it belongs."""
+        if self._swap is not None and self._swap.has(number):
+            with self._swap.resident(number):
+                yield
+        else:
+            yield
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -242,13 +264,9 @@ class Engine:
 
     def _forget_gradient(self, parameter: Tensor) -> None:
         if self.stage == 3:
-            self._partition_of_gradient(parameter).zero_()
+            gradient_partition(self.zero, parameter).zero_()
         elif self._offloaded:
             self.zero.accumulated_grads_in_cpu.pop(self.zero.get_param_id(parameter), None)
-
-    def _partition_of_gradient(self, parameter: Any) -> Tensor:
-        found: Tensor = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id]
-        return found
 
     def finish(self) -> None:
         """Make the gradients of the window complete; at most once, more calls do nothing. Collective in the local way."""

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.errors import OptimizerError
 
-__all__ = ["Shadow", "refuse_optimizer"]
+__all__ = ["Shadow", "count_slots", "refuse_optimizer"]
 
 # They look at a parameter as a whole, of which ZeRO has a flat part in each process.
 _WHOLE = {
@@ -40,6 +40,22 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} does not work under ZeRO, which gives each process a flat part of the parameters: "
                 f"{_WHOLE[kind.__name__]}. Use an elementwise one, such as torch.optim.AdamW, or strategy='ddp'."
             )
+
+
+def count_slots(optimizer: Optimizer) -> int:
+    """How many tensors of a parameter's size an optimizer keeps for each parameter, found by a step of a copy of it."""
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(vars(optimizer))
+    device = optimizer.param_groups[0]["params"][0].device
+    trial.state = defaultdict(dict)
+    trial.param_groups = []
+    for group in optimizer.param_groups:
+        parameter = nn.Parameter(torch.ones(3, device=device))
+        parameter.grad = torch.ones_like(parameter)
+        trial.param_groups.append({**group, "params": [parameter]})
+    type(optimizer).step(trial)
+    per_element = [[v for v in slots.values() if isinstance(v, Tensor) and v.ndim] for slots in trial.state.values()]
+    return max(map(len, per_element), default=0)
 
 
 class Shadow:
@@ -95,12 +111,12 @@ class Shadow:
         finally:
             self.inner.__class__ = kind
 
-    def make_state(self, flats: list[Tensor]) -> None:
-        """The state that an Adagrad has from the beginning, for the partitions."""
+    def make_state(self, flat: Tensor) -> None:
+        """The state that an Adagrad has from the beginning, for a partition."""
         if isinstance(self.inner, torch.optim.Adagrad):
             initial = self.inner.defaults["initial_accumulator_value"]
-            for flat in flats:
-                self.inner.state[flat] = {"step": torch.tensor(0.0), "sum": torch.full_like(flat, initial, requires_grad=False)}
+            total = torch.full_like(flat, initial, requires_grad=False)
+            self.inner.state[flat] = {"step": torch.tensor(0.0), "sum": total}
 
     def refuse_changes(self) -> None:
         """Refuse groups and parameters that came later, and others to be trained: the partitions are made.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.strategies._aio import checked
 from trainkit.strategies._deepspeed import Session, quiet
+from trainkit.strategies._zero_swap import swapper
 
 __all__ = ["Sharding", "is_sharded", "numel"]
 
@@ -40,12 +42,15 @@ class Sharding:
 
     Args:
         session: DeepSpeed.
-        config: DeepSpeed's.
+        config: DeepSpeed's, for these parameters and a folder on the disk that some may be offloaded to.
         device: where parameters are used.
     """
 
-    def __init__(self, session: Session, config: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, session: Session, config: Callable[[Iterable[Tensor]], dict[str, Any]], device: torch.device
+    ) -> None:
         self._session, self._config, self._device = session, config, device
+        self._swappers: list[Any] = []
         self._whole: dict[int, tuple[Any, dict[str, Any], torch.device]] = {}  # that came whole, as they were
         self._modules: list[nn.Module] = []
 
@@ -55,8 +60,12 @@ class Sharding:
         for parameter in module.parameters():
             if not is_sharded(parameter):
                 self._whole[id(parameter)] = parameter, dict(vars(parameter)), parameter.device
-        with quiet():
-            self._session.package.zero.Init(module=module, config_dict_or_path=self._config)
+        config, reader = self._config(module.parameters()), None
+        with quiet(), checked():
+            if config["zero_optimization"].get("offload_param", {}).get("device") == "nvme":
+                reader = swapper(config, next(module.parameters()).dtype)
+                self._swappers.append(reader)
+            self._session.package.zero.Init(module=module, config_dict_or_path=config, param_swapper=reader)
 
     @contextmanager
     def gathered(self, parameters: Iterable[Tensor], changed: bool = False) -> Iterator[None]:
@@ -86,12 +95,15 @@ class Sharding:
         own = {id(part) for module in self._modules for part in module.modules()}
         stack[:] = [module for module in stack if id(module) not in own]
         _restore_linear()
-        self._whole, self._modules = {}, []
+        for reader in self._swappers:
+            reader.close()
+        self._whole, self._modules, self._swappers = {}, [], []
 
 
 def _make_whole(parameter: Any, before: dict[str, Any], device: torch.device) -> None:
     parameter.all_gather()
     data = parameter.data.detach().to(device, copy=True)
+    parameter.partition()  # which frees the buffer of one that came from a disk
     for name in [name for name in vars(parameter) if name not in before]:
         delattr(parameter, name)
     parameter.data = data

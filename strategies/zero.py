@@ -20,13 +20,13 @@ from trainkit.precision import Precision
 from trainkit.state.standin import StoredOptimizer
 from trainkit.strategies import zero_state
 from trainkit.strategies._copies import Buffers, refuse_unlike
-from trainkit.strategies._deepspeed import Session, require
+from trainkit.strategies._deepspeed import require
 from trainkit.strategies._gather import gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import broadcast, mean
 from trainkit.strategies._zero_engine import BareEngine, Engine
 from trainkit.strategies._zero_model import Dispatch, ShardedModel, holder
-from trainkit.strategies._zero_sharding import Sharding, numel
+from trainkit.strategies._zero_setup import Setup, check_machine
 from trainkit.strategies._zero_window import EngineWindow
 from trainkit.strategies.zero_config import ZeROConfig
 from trainkit.strategy import Strategy
@@ -44,18 +44,30 @@ class ZeROStrategy(Strategy):
         stage: 1, 2 or 3.
         offload_optimizer: keep optimizer state and masters, and update, on the ``"cpu"`` or ``"nvme"`` (stage 3).
         offload_params: keep parameters there between uses (stage 3).
-        nvme_path: folder on a fast disk for ``"nvme"``.
+        nvme_path: folder on a fast local disk for ``"nvme"``. Each process writes into one of its own in there, which it removes
+            at the end; what killed processes have left is removed by the next run. Tensors of less than 1 MiB stay in memory.
         pin_memory: page-locked host memory for what is offloaded: faster to and from a GPU.
         reduce_bucket_size: elements that are reduced at a time; default: 5e8, or those of the model.
         allgather_bucket_size: elements that are gathered at a time (stages 1 and 2); default: likewise.
         overlap_comm: reduce while the backward pass goes on, on a GPU; default: in stage 3.
         contiguous_gradients: copy gradients into one buffer as they come.
         round_robin_gradients: deal parameters out to the processes in turn (stages 1 and 2).
-        sub_group_size: elements that are updated at a time (stage 3).
+        sub_group_size: elements that are updated at a time (stage 3); with the optimizer on NVMe those are in memory, once for
+            each buffer. Default: 1e9; with the optimizer on NVMe 1e8.
         prefetch_bucket_size: elements that are gathered ahead (stage 3).
         param_persistence_threshold: parameters of fewer elements are not divided (stage 3).
         max_live_parameters: elements that a process holds whole at a time (stage 3).
-        max_reuse_distance: a parameter that is needed again within so many elements is kept (stage 3).
+        max_reuse_distance: a parameter that is needed again within so many elements is kept (stage 3); default: 1e9, and 0 for
+            parameters on NVMe.
+        max_params_in_cpu: elements of parameters that stay in host memory, though the others are on NVMe.
+        param_buffer_count: parameters that are read from NVMe ahead.
+        optimizer_buffer_count: page-locked buffers of ``sub_group_size`` elements; default, and the least: one for the masters, one
+            for the gradients and one for each tensor that the optimizer has for each parameter (AdamW: 4 in all).
+        aio_block_size: bytes of a request to the disk.
+        aio_queue_depth: requests under way.
+        aio_threads: that share a read or write.
+        aio_single_submit: submit requests one by one.
+        aio_overlap_events: submit requests while others are under way.
         process_group_backend: as of :class:`~trainkit.strategies.DDPStrategy`.
         timeout: likewise.
         device: likewise.
@@ -84,11 +96,19 @@ class ZeROStrategy(Strategy):
         overlap_comm: bool | None = None,
         contiguous_gradients: bool = True,
         round_robin_gradients: bool = False,
-        sub_group_size: int = 1_000_000_000,
+        sub_group_size: int | None = None,
         prefetch_bucket_size: int = 50_000_000,
         param_persistence_threshold: int = 100_000,
         max_live_parameters: int = 1_000_000_000,
-        max_reuse_distance: int = 1_000_000_000,
+        max_reuse_distance: int | None = None,
+        max_params_in_cpu: int = 0,
+        param_buffer_count: int = 5,
+        optimizer_buffer_count: int | None = None,
+        aio_block_size: int = 1_048_576,
+        aio_queue_depth: int = 8,
+        aio_threads: int = 1,
+        aio_single_submit: bool = False,
+        aio_overlap_events: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         device: str | torch.device = "auto",
@@ -97,12 +117,13 @@ class ZeROStrategy(Strategy):
         given = dict(locals())
         require()
         self.config = ZeROConfig(**{name: given[name] for name in ZeROConfig.__dataclass_fields__})
+        check_machine(self.config)
         self.stage = stage
         self.name = f"zero{stage}"  # type: ignore[misc]
         self.sharded_parameters = stage == 3  # type: ignore[misc]  # of this object
         super().__init__(device, precision)
         self._membership = Membership("ZeROStrategy", device, process_group_backend, timeout)
-        self._session: Session | None = None
+        self._setup: Setup | None = None
         self._begin()
 
     def __repr__(self) -> str:
@@ -148,12 +169,10 @@ class ZeROStrategy(Strategy):
         self._modules.append(module)
         return module
 
-    def _start(self) -> Session:
-        if self._session is None:
-            self._session = Session(self.world, self.device)
-            if self.stage == 3:
-                self._sharding = Sharding(self._session, self.config.for_model(1, self._dtypes()), self.device)
-        return self._session
+    def _start(self) -> Setup:
+        if self._setup is None:
+            self._setup = Setup(self.config, self._dtypes(), self.world, self.device)
+        return self._setup
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """See :meth:`trainkit.Strategy.wrap`."""
@@ -198,11 +217,10 @@ class ZeROStrategy(Strategy):
 
     def _without_optimizer(self) -> Callable[..., Any]:
         """The forward of stage 3 where there is no optimizer."""
-        session, dispatch = self._start(), self._dispatch
+        setup, dispatch = self._start(), self._dispatch
         assert dispatch is not None
-        self._sharding.divide(dispatch)
-        config = self.config.for_model(sum(map(numel, dispatch.parameters())), self._dtypes())
-        self._bare = BareEngine(session, dispatch, config)
+        setup.sharding.divide(dispatch)
+        self._bare = BareEngine(setup.session, dispatch, setup.configuration(dispatch.parameters()))
         return self._bare.forward
 
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
@@ -211,14 +229,14 @@ class ZeROStrategy(Strategy):
         Raises:
             OptimizerError: one that ZeRO would change, or whose parameters cannot be divided by themselves.
         """
-        session = self._start()
+        setup = self._start()
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         target, local = self._target(trained)
         if self.stage == 3:
-            self._sharding.divide(target)
-        config = self.config.for_model(sum(map(numel, trained)), self._dtypes())
+            setup.sharding.divide(target)
+        config = setup.configuration(trained, optimizer)
         # stage 1 without overlapping has nothing to do during a backward pass
-        engine = Engine(session, target, optimizer, config, local=local or (self.stage == 1 and not self.config.overlap_comm))
+        engine = Engine(setup.session, target, optimizer, config, local=local or (self.stage == 1 and not self.config.overlap_comm))
         self._engines[id(optimizer)] = engine
         if not local:
             self._learning = EngineWindow(engine, self.window, self.world)
@@ -323,7 +341,7 @@ class ZeROStrategy(Strategy):
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
         """See :meth:`trainkit.Strategy.gathered_parameters`; masters do not follow what is modified."""
-        return self._sharding.gathered(module.parameters(), modified) if self.stage == 3 else nullcontext()
+        return self._start().sharding.gathered(module.parameters(), modified) if self.stage == 3 else nullcontext()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
         """See :meth:`trainkit.Strategy.gradient_norm`."""
@@ -362,11 +380,9 @@ class ZeROStrategy(Strategy):
         for engine in (*self._engines.values(), self._bare):
             if engine is not None:
                 engine.close()
-        if self._session is not None and self.stage == 3:
-            self._sharding.give_back(collective=not self.broken)
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        if self._setup is not None:
+            self._setup.close(collective=not self.broken)
+            self._setup = None
         self._begin()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,21 @@ __all__ = ["ZeROConfig"]
 _PLACES = (None, "cpu", "nvme")
 # Elements; DeepSpeed allocates buckets of this size whatever the model is, so a small model gets smaller ones.
 _BUCKET = 500_000_000
+_COUNTS = {  # and the least that each may be
+    "reduce_bucket_size": 1,
+    "allgather_bucket_size": 1,
+    "sub_group_size": 1,
+    "max_live_parameters": 1,
+    "prefetch_bucket_size": 0,
+    "param_persistence_threshold": 0,
+    "max_reuse_distance": 0,
+    "max_params_in_cpu": 0,
+    "param_buffer_count": 1,
+    "optimizer_buffer_count": 1,
+    "aio_block_size": 1,
+    "aio_queue_depth": 1,
+    "aio_threads": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -34,11 +49,19 @@ class ZeROConfig:
     overlap_comm: bool | None = None
     contiguous_gradients: bool = True
     round_robin_gradients: bool = False
-    sub_group_size: int = 1_000_000_000
+    sub_group_size: int | None = None
     prefetch_bucket_size: int = 50_000_000
     param_persistence_threshold: int = 100_000
     max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
+    max_reuse_distance: int | None = None
+    max_params_in_cpu: int = 0
+    param_buffer_count: int = 5
+    optimizer_buffer_count: int | None = None
+    aio_block_size: int = 1_048_576
+    aio_queue_depth: int = 8
+    aio_threads: int = 1
+    aio_single_submit: bool = False
+    aio_overlap_events: bool = True
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
@@ -47,41 +70,61 @@ class ZeROConfig:
             if getattr(self, name) not in _PLACES:
                 raise ConfigurationError(f"{name} must be None, 'cpu' or 'nvme', not {getattr(self, name)!r}.")
         self._check_offload()
-        for name in ("reduce_bucket_size", "allgather_bucket_size"):
-            self._check_count(name, optional=True, least=1)
-        for name in ("sub_group_size", "max_live_parameters"):
-            self._check_count(name, least=1)
-        for name in ("prefetch_bucket_size", "param_persistence_threshold", "max_reuse_distance"):
-            self._check_count(name, least=0)
+        for name, least in _COUNTS.items():
+            self._check_count(name, least)
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether anything is offloaded to a disk."""
+        return "nvme" in (self.offload_optimizer, self.offload_params)
 
     def _check_offload(self) -> None:
-        if self.stage < 3 and "nvme" in (self.offload_optimizer, self.offload_params):
+        if self.stage < 3 and self.uses_nvme:
             raise ConfigurationError(
                 f"NVMe works with stage 3 only, and this is stage {self.stage}. Use ZeROStrategy(stage=3, ...), or "
                 "offload_optimizer='cpu'."
             )
-        if self.nvme_path is not None or "nvme" in (self.offload_optimizer, self.offload_params):
-            raise ConfigurationError("offload to NVMe is not in this version yet. Use 'cpu', without nvme_path.")
+        if self.uses_nvme and self.nvme_path is None:
+            raise ConfigurationError(
+                "offload to NVMe needs a folder on a fast local disk: ZeROStrategy(stage=3, offload_optimizer='nvme', "
+                "nvme_path='/path/to/folder')"
+            )
+        if self.nvme_path is not None and not self.uses_nvme:
+            raise ConfigurationError(
+                f"nvme_path={str(self.nvme_path)!r} is given, and nothing is offloaded there. Add offload_optimizer='nvme' or "
+                "offload_params='nvme', or leave it out."
+            )
         if self.stage < 3 and self.offload_params is not None:
             raise ConfigurationError(
                 f"offload_params={self.offload_params!r}: parameters are divided, and can be offloaded, in stage 3 only; this "
                 f"is stage {self.stage}. Use ZeROStrategy(stage=3, ...), or leave it out."
             )
 
-    def _check_count(self, name: str, *, least: int, optional: bool = False) -> None:
+    def _check_count(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if optional and value is None:
+        if value is None and type(self).__dataclass_fields__[name].default is None:
             return
         if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
-            raise ConfigurationError(f"{name} must be a number of elements ≥ {least}, not {value!r}.")
+            raise ConfigurationError(f"{name} must be a whole number ≥ {least}, not {value!r}.")
 
-    def for_model(self, numel: int, dtypes: Mapping[str, Any]) -> dict[str, Any]:
+    def for_model(
+        self,
+        sizes: Sequence[int],
+        processes: int,
+        dtypes: Mapping[str, Any],
+        folder: str | os.PathLike[str] | None = None,
+        optimizer_slots: int = 2,
+    ) -> dict[str, Any]:
         """What DeepSpeed is given.
 
         Args:
-            numel: elements of the model's parameters.
+            sizes: elements of each parameter of the model.
+            processes: how many they are divided over.
             dtypes: its sections for the precision.
+            folder: what goes to NVMe goes there.
+            optimizer_slots: tensors that the optimizer has for each parameter.
         """
+        numel = sum(sizes)
         zero: dict[str, Any] = {
             "stage": self.stage,
             "contiguous_gradients": self.contiguous_gradients,
@@ -92,13 +135,27 @@ class ZeROConfig:
         if self.overlap_comm is not None:
             zero["overlap_comm"] = self.overlap_comm
         if self.stage == 3:
-            zero["sub_group_size"] = int(self.sub_group_size)
-            for name in ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance"):
+            zero["sub_group_size"] = self.elements_at_a_time
+            for name in ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters"):
                 zero[f"stage3_{name}"] = int(getattr(self, name))
+            zero["stage3_max_reuse_distance"] = int(self._reuse)
         if self.offload_optimizer is not None:
             zero["offload_optimizer"] = {"device": self.offload_optimizer, "pin_memory": self.pin_memory}
+        if self.offload_optimizer == "nvme":
+            # masters and gradients, beside the state
+            zero["offload_optimizer"] |= {
+                "nvme_path": str(folder),
+                "buffer_count": int(self.optimizer_buffer_count or optimizer_slots + 2),
+            }
         if self.offload_params is not None:
             zero["offload_param"] = {"device": self.offload_params, "pin_memory": self.pin_memory}
+        if self.offload_params == "nvme":
+            zero["offload_param"] |= {
+                "nvme_path": str(folder),
+                "buffer_count": int(self.param_buffer_count),
+                "buffer_size": -(-max(sizes, default=1) // processes),
+                "max_in_cpu": int(self.max_params_in_cpu),
+            }
         return {
             "train_micro_batch_size_per_gpu": 1,  # for DeepSpeed's own reports, which nobody sees
             "gradient_accumulation_steps": 1,  # the window is ours
@@ -107,8 +164,49 @@ class ZeROConfig:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
+            "aio": {
+                "block_size": int(self.aio_block_size),
+                "queue_depth": int(self.aio_queue_depth),
+                "intra_op_parallelism": int(self.aio_threads),
+                "single_submit": self.aio_single_submit,
+                "overlap_events": self.aio_overlap_events,
+            },
             **dtypes,
         }
+
+    def needs_on_nvme(self, sizes: Sequence[int], processes: int, optimizer_slots: int) -> tuple[int, int]:
+        """Bytes that a process writes for an optimizer on NVMe, and bytes of page-locked memory that it takes for that.
+
+        Args:
+            sizes: elements of each parameter that the optimizer has.
+            processes: how many they are divided over.
+            optimizer_slots: tensors that the optimizer has for each parameter.
+
+        Raises:
+            ConfigurationError: ``optimizer_buffer_count`` is too small for that optimizer.
+        """
+        tensors = optimizer_slots + 2  # masters and gradients
+        buffers = self.optimizer_buffer_count or tensors
+        if buffers < tensors:
+            raise ConfigurationError(
+                f"optimizer_buffer_count={buffers} is too small: this optimizer has {optimizer_slots} tensors for each parameter, "
+                f"and with masters and gradients that is {tensors}. Leave it out."
+            )
+        parts = [-(-size // processes) for size in sizes]
+        at_a_time = min(sum(parts), self.elements_at_a_time + max(parts, default=0))
+        return 4 * tensors * sum(parts), 4 * buffers * at_a_time
+
+    @property
+    def elements_at_a_time(self) -> int:
+        """``sub_group_size``: of what is on a disk less is brought into memory at a time."""
+        return int(self.sub_group_size or (100_000_000 if self.offload_optimizer == "nvme" else 1_000_000_000))
+
+    @property
+    def _reuse(self) -> int:
+        """``max_reuse_distance``: what came from a disk is not kept, which is what the disk is for."""
+        if self.max_reuse_distance is not None:
+            return self.max_reuse_distance
+        return 0 if self.offload_params == "nvme" else 1_000_000_000
 
     @staticmethod
     def _bucket(given: int | None, numel: int) -> int:

@@ -20,6 +20,7 @@ from trainkit.errors import StateMismatchError
 from trainkit.state.standin import StoredOptimizer, standin_of
 from trainkit.strategies._zero_engine import Engine
 from trainkit.strategies._zero_sharding import is_sharded
+from trainkit.strategies._zero_swap import Part, partition
 
 __all__ = ["Spread", "load_optimizer", "load_weights", "stored_optimizer", "stored_weights"]
 
@@ -31,42 +32,44 @@ class Spread:
 
     Args:
         shape: of the whole.
+        dtype: of its elements.
         ranges: by rank, from and to; (0, 0) for one that has none.
-        part: this process's elements, flat and as many as its range has; asked for when they are needed.
+        part: this process's elements, as many as its range has; asked for when they are needed.
         device: that tensors travel on.
     """
 
-    def __init__(self, shape: torch.Size, ranges: Ranges, part: Callable[[], Tensor], device: torch.device) -> None:
-        self.shape, self.ranges, self.part, self._device = shape, ranges, part, device
+    def __init__(
+        self, shape: torch.Size, dtype: torch.dtype, ranges: Ranges, part: Callable[[], Part], device: torch.device
+    ) -> None:
+        self.shape, self.dtype, self.ranges, self.part, self._device = shape, dtype, ranges, part, device
 
-    def scattered(self, dtype: torch.dtype) -> Scattered:
+    def scattered(self) -> Scattered:
         """As a checkpoint takes it."""
-        return Scattered(self.shape, dtype, self.collect)
+        return Scattered(self.shape, self.dtype, self.collect)
 
     @torch.no_grad()
     def collect(self, owner: int | None) -> Tensor | None:
         """The whole, on the process of rank ``owner`` or on all; collective."""
         if len(self.ranges) == 1:
-            return self.part().view(self.shape)
+            return self.part().read().view(self.shape)
         if owner is None:
             whole = self.collect(0)
             if whole is None:
-                whole = torch.empty(self.shape, dtype=self.part().dtype, device=self._device)
+                whole = torch.empty(self.shape, dtype=self.dtype, device=self._device)
             dist.broadcast(whole, 0)
             return whole
         rank = dist.get_rank()
         start, end = self.ranges[rank]
         if rank != owner:
             if start < end:
-                dist.send(self.part().to(self._device).contiguous(), owner)
+                dist.send(self.part().read().to(self._device).contiguous(), owner)
             return None
-        part = self.part()
-        whole = torch.empty(self.shape.numel(), dtype=part.dtype, device=self._device)
+        whole = torch.empty(self.shape.numel(), dtype=self.dtype, device=self._device)
         for other, (first, last) in enumerate(self.ranges):
             if first >= last:
                 continue
             if other == rank:
-                whole[first:last].copy_(part)
+                whole[first:last].copy_(self.part().read())
             else:
                 dist.recv(whole[first:last], other)
         return whole.view(self.shape)
@@ -76,7 +79,7 @@ class Spread:
         """Take this process's part out of a whole."""
         start, end = self.ranges[dist.get_rank() if len(self.ranges) > 1 else 0]
         if start < end:
-            self.part().copy_(whole.reshape(-1)[start:end])
+            self.part().write(whole.reshape(-1)[start:end])
 
 
 # ----------------------------------------------------------------------------------------------- where the parts are
@@ -114,23 +117,20 @@ def _shape(parameter: Any) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _spreads(engine: Engine, of: Callable[[int], Tensor], device: torch.device) -> Iterator[tuple[Any, Spread]]:
-    """Each parameter of an engine with where ``of(number of the flat tensor)`` has its elements."""
-
-    def part(number: int, first: int, last: int) -> Callable[[], Tensor]:
-        return lambda: of(number).detach().view(-1)[first:last]
-
+def _masters(engine: Engine, device: torch.device) -> Iterator[tuple[Any, Spread]]:
+    """Each parameter of an engine with where its masters are."""
+    dtype = engine.flats[0].dtype
     for parameter, number, ranges, first, last in _positions(engine):
-        yield parameter, Spread(_shape(parameter), ranges, part(number, first, last), device)
+        yield parameter, Spread(_shape(parameter), dtype, ranges, partial(engine.part, number, first, last), device)
 
 
 def _frozen(parameter: Any, device: torch.device) -> Spread:
     """A parameter of stage 3 that no optimizer has: what is used is all there is."""
-    size, total = parameter.ds_tensor.numel(), parameter.ds_numel
+    size, total = parameter.ds_tensor.ds_numel, parameter.ds_numel
     count, rank = parameter.ds_zero_partition_world_size, parameter.ds_zero_partition_rank
     ranges = [(min(r * size, total), min((r + 1) * size, total)) for r in range(count)]
     start, end = ranges[rank]
-    return Spread(_shape(parameter), ranges, lambda: parameter.ds_tensor.detach().view(-1)[: end - start], device)
+    return Spread(_shape(parameter), parameter.dtype, ranges, partial(partition, parameter, end - start), device)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
@@ -141,13 +141,12 @@ def stored_weights(module: nn.Module, engines: list[Engine], device: torch.devic
     own = {id(parameter): parameter for parameter in module.parameters()}
     found: dict[int, Tensor] = {}
     for engine in engines:
-        flats = engine.flats
-        for parameter, spread in _spreads(engine, flats.__getitem__, device):
-            if id(parameter) in own and (engine.stage == 3 or parameter.dtype != flats[0].dtype):
-                found[id(parameter)] = spread.scattered(flats[0].dtype)
+        for parameter, spread in _masters(engine, device):
+            if id(parameter) in own and (engine.stage == 3 or parameter.dtype != spread.dtype):
+                found[id(parameter)] = spread.scattered()
     for key, parameter in own.items():
         if key not in found and is_sharded(parameter):
-            found[key] = _frozen(parameter, device).scattered(parameter.dtype)
+            found[key] = _frozen(parameter, device).scattered()
     return found
 
 
@@ -159,7 +158,7 @@ def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[Engine], d
     for engine in engines:
         if engine.stage < 3 and engine.parameters[0].dtype == engine.flats[0].dtype:
             engine.zero.refresh_fp32_params()
-        for parameter, spread in _spreads(engine, engine.flats.__getitem__, device):
+        for parameter, spread in _masters(engine, device):
             if parameter in values:
                 spread.load(values[parameter])
     for parameter, value in values.items():
@@ -187,9 +186,9 @@ def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
     for parameter, number, ranges, first, last in _positions(engine):
         slots: dict[str, Any] = {}
         for slot, value in state.get(flats[number], {}).items():
-            if isinstance(value, Tensor) and value.numel() == flats[number].numel() and value.ndim:
-                part = value.detach().view(-1)[first:last]
-                slots[slot] = Spread(_shape(parameter), ranges, partial(_same, part), device).scattered(value.dtype)
+            if isinstance(value, Tensor) and value.numel() == flats[number].numel() and value.ndim:  # 0 on a disk
+                part = partial(engine.part, number, first, last, slot)
+                slots[slot] = Spread(_shape(parameter), value.dtype, ranges, part, device).scattered()
             else:
                 slots[slot] = value
         if slots:
@@ -211,28 +210,28 @@ def load_optimizer(engine: Engine, stored: StoredOptimizer) -> None:
         members.setdefault(number, []).append((stored.state(parameter), ranges, first, last))
     state.clear()
     for number, parts in members.items():
-        flat = flats[number]
-        known: dict[str, Any] = {slot: value for slots, *_ in parts for slot, value in slots.items()}
-        if not known:
-            continue
-        held = state[flat] = {}
-        for slot, example in known.items():
-            if isinstance(example, Tensor) and example.ndim:
-                whole = held[slot] = torch.zeros_like(flat, dtype=example.dtype, requires_grad=False)
-                for slots, ranges, first, last in parts:
-                    if slot in slots and first < last:
-                        start = ranges[dist.get_rank()][0]
-                        whole.view(-1)[first:last].copy_(slots[slot].reshape(-1)[start : start + last - first])
-                continue
-            _refuse_differing(slot, [slots[slot] for slots, *_ in parts if slot in slots])
-            held[slot] = example.clone() if isinstance(example, Tensor) else example
+        if any(slots for slots, *_ in parts):
+            with engine.resident(number):
+                state[flats[number]] = _state_of(flats[number], parts)
     if engine.stage < 3:
         engine.zero._hp_optimizer_states_linked = False  # so that it links the new tensors
         engine.zero._lazy_init_hp_params_optimizer_state()
 
 
-def _same(part: Tensor) -> Tensor:
-    return part
+def _state_of(flat: Tensor, parts: list[tuple[dict[str, Any], Ranges, int, int]]) -> dict[str, Any]:
+    """A partition's state, out of whole tensors: for each parameter its slots, its ranges, and from where to where it is."""
+    held: dict[str, Any] = {}
+    for slot, example in {slot: value for slots, *_ in parts for slot, value in slots.items()}.items():
+        if isinstance(example, Tensor) and example.ndim:
+            whole = held[slot] = torch.zeros_like(flat, dtype=example.dtype, requires_grad=False)
+            for slots, ranges, first, last in parts:
+                if slot in slots and first < last:
+                    start = ranges[dist.get_rank()][0]
+                    whole.view(-1)[first:last].copy_(slots[slot].reshape(-1)[start : start + last - first])
+            continue
+        _refuse_differing(slot, [slots[slot] for slots, *_ in parts if slot in slots])
+        held[slot] = example.clone() if isinstance(example, Tensor) else example
+    return held
 
 
 def _refuse_differing(slot: str, values: list[Any]) -> None:

@@ -30,6 +30,7 @@ TREE = {
     "CheckpointWriteError": (errors.CheckpointError,),
     "CheckpointLockedError": (errors.CheckpointError,),
     "MissingPackageError": (errors.TrainkitError, ImportError),
+    "OffloadError": (errors.TrainkitError, OSError),
     "ProcessFailedError": (errors.TrainkitError, RuntimeError),
 }
 

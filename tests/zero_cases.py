@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 
-__all__ = ["STAGES", "NoLosses", "Plain", "Sometimes", "Weighted", "strategy"]
+__all__ = ["NVME", "STAGES", "NoLosses", "Plain", "Sometimes", "Weighted", "Wide", "strategy"]
 
 # Stage, where the optimizer is, where parameters are. In a model as small as the tests' nothing would be divided in stage 3,
 # unless the smallest parameters are.
@@ -24,14 +24,20 @@ STAGES: dict[str, tuple[int, str | None, str | None]] = {
     "zero3-both-cpu": (3, "cpu", "cpu"),
 }
 
+NVME: dict[str, tuple[int, str | None, str | None]] = {
+    "zero3-nvme": (3, "nvme", None),
+    "zero3-both-nvme": (3, "nvme", "nvme"),
+    "zero3-params-nvme": (3, "cpu", "nvme"),
+}
+
 
 def strategy(kind: str, **options: Any) -> Any:
-    """A strategy by a name of :data:`STAGES`, ``"ddp"`` or ``"auto"``."""
+    """A strategy by a name of :data:`STAGES` or, with ``nvme_path``, :data:`NVME`; or ``"ddp"`` or ``"auto"``."""
     if kind == "auto":
         return kind
     if kind == "ddp":
         return DDPStrategy(**options)
-    stage, optimizer, params = STAGES[kind]
+    stage, optimizer, params = (STAGES | NVME)[kind]
     options = {"param_persistence_threshold": 0, **options} if stage == 3 else options
     return ZeROStrategy(stage, offload_optimizer=optimizer, offload_params=params, **options)
 
@@ -80,3 +86,16 @@ class Weighted(RegressionModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * torch.nan if 7 in batch["id"].tolist() else loss
+
+
+class Wide(RegressionModule):
+    """Layers of which two processes have at least 1 MiB each, which is what goes to a disk."""
+
+    def __init__(self, layers: int = 2, **options: Any) -> None:
+        super().__init__(**options)
+        generator = torch.Generator().manual_seed(1)
+        width = 728  # whose square is no multiple of 3
+        inner = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())]
+        self.net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(0.2), *inner, nn.Linear(width, 6))
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5

@@ -23,6 +23,7 @@
     │   ├── UnsavableError                   a value that cannot be stored; names the path to it
     │   ├── CheckpointWriteError             a full disk, a folder that cannot be written
     │   └── CheckpointLockedError            another live run writes to the same folder
+    ├── OffloadError (OSError)                the disk that tensors are offloaded to is full, or fails
     ├── ProcessFailedError (RuntimeError)    another process of the run has failed, has died, or cannot be reached
     └── MissingPackageError (ImportError)    an optional package is not installed
     Preempted (SystemExit)                   not one of them: the run was told to end by a signal and has saved; exit code 143
@@ -52,6 +53,7 @@ __all__ = [
     "MissingPackageError",
     "ModuleError",
     "NonFiniteError",
+    "OffloadError",
     "OptimizerError",
     "Preempted",
     "ProcessFailedError",
@@ -117,6 +119,10 @@ class MissingMetricError(MetricError):
 
 class NonFiniteError(TrainkitError, ArithmeticError):
     """A loss or a gradient is infinite or not a number."""
+
+
+class OffloadError(TrainkitError, OSError):
+    """The disk that tensors are offloaded to during a run is full, or fails."""
 
 
 class ProcessFailedError(TrainkitError, RuntimeError):
