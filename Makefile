@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow check format clean
+.PHONY: help demo test test-slow test-zero check format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -29,6 +29,10 @@ test: $(VENV)/.test ## install what the tests need and run them
 
 test-slow: $(VENV)/.test ## the tests marked slow, and those of how soon things happen, one after the other
 	$(PYTEST) -m "slow or prompt" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+
+test-zero: $(VENV)/.test ## the full grids of ZeRO; compiles a part of DeepSpeed the first time
+	$(RUN) tests/compile_extensions.py
+	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m zero tests/strategies $(ARGS)
 
 check: $(VENV)/.test ## ruff and mypy
 	$(RUN) -m ruff check .

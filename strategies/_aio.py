@@ -54,11 +54,18 @@ class _Handle:
         return int(self._handle.async_pwrite(buffer, path, offset))
 
     def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
-        """Begin to read a tensor from a file."""
+        """Begin to read a tensor from a file.
+
+        Raises:
+            OffloadError: there is no such file, or it is too short.
+        """
         marked = buffer.view(-1).view(torch.int32)[:: _ALIGNED // 4]
         marked.fill_(_MARK)
         self._reads.append((marked, path))
-        return int(self._handle.async_pread(buffer, path, offset))
+        result = int(self._handle.async_pread(buffer, path, offset))
+        if result != 0:
+            raise _unreadable(path)
+        return result
 
     def wait(self) -> int:
         """Wait for all that has begun.
@@ -70,11 +77,15 @@ class _Handle:
         reads, self._reads = self._reads, []
         for marked, path in reads:
             if bool((marked == _MARK).any()):
-                raise OffloadError(
-                    f"{path} could not be read back: the disk that is offloaded to has failed. Look at the system's log (dmesg); "
-                    "then give nvme_path on another disk, and resume from the last checkpoint."
-                )
+                raise _unreadable(path)
         return count
+
+
+def _unreadable(path: str) -> OffloadError:
+    return OffloadError(
+        f"{path} could not be read back: somebody has removed it, or the disk that is offloaded to has failed (see dmesg). "
+        "Resume from the last checkpoint; if the disk fails, with nvme_path on another one."
+    )
 
 
 def _allocate(path: str, size: int) -> None:
@@ -82,6 +93,8 @@ def _allocate(path: str, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that takes blocks when it writes them
+            return
         if error.errno != errno.ENOSPC:
             raise OffloadError(f"{path} cannot be written to: {error.strerror}.") from error
         raise OffloadError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import fcntl
@@ -67,32 +68,36 @@ def check_room(path: Path, on_disk: int, pinned: int, processes: int) -> None:
     free = shutil.disk_usage(path).free
     if on_disk * processes > free:
         raise ConfigurationError(
-            f"the offload to {path.parent} needs {_gib(on_disk * processes)} ({processes} processes with {_gib(on_disk)} each), "
-            f"and {_gib(free)} are free there. Free some, or give nvme_path on another disk."
+            f"the offload to {path.parent} needs {_size(on_disk * processes)} ({processes} processes with {_size(on_disk)} each), "
+            f"and {_size(free)} are free there. Free some, or give nvme_path on another disk."
         )
     if not _can_lock(pinned):
         raise ConfigurationError(
-            f"the offload to NVMe needs {_gib(pinned)} of page-locked memory in each process, and the system does not give that "
+            f"the offload to NVMe needs {_size(pinned)} of page-locked memory in each process, and the system does not give that "
             "much. Raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1), or make the buffers smaller by a "
             "smaller sub_group_size."
         )
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _can_lock(size: int) -> bool:
     """Whether so much memory can be page-locked: DeepSpeed's code crashes where it cannot."""
     system = ctypes.CDLL(None, use_errno=True)
-    with mmap.mmap(-1, max(size, _BLOCK)) as memory:
+    try:
+        memory = mmap.mmap(-1, max(size, _BLOCK))
+    except OSError:
+        return False
+    with memory:
         held = ctypes.c_char.from_buffer(memory)
         address = ctypes.c_void_p(ctypes.addressof(held))
-        locked = system.mlock(address, ctypes.c_size_t(size)) == 0
+        locked: bool = system.mlock(address, ctypes.c_size_t(size)) == 0
         if locked:
             system.munlock(address, ctypes.c_size_t(size))
-        del held
-    return bool(locked)
+        del held  # else the memory could not be given back
+    return locked
 
 
 class Folder:
@@ -116,14 +121,17 @@ class Folder:
             if _is(self._file, name):  # else another process has removed it before it was locked
                 break
             os.close(self._file)
-        self._lock = Path(name)
+        self._lock, self._process = Path(name), os.getpid()
         self.path = self._lock.with_suffix("")
         self.path.mkdir()
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Remove it, with what is in it."""
-        _remove(self._lock)
-        os.close(self._file)
+        atexit.unregister(self.close)
+        if os.getpid() == self._process:  # not one that was forked from it
+            _remove(self._lock)
+            os.close(self._file)
 
 
 def _is(descriptor: int, name: str) -> bool:

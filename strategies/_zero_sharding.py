@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,8 +62,10 @@ class Sharding:
             if not is_sharded(parameter):
                 self._whole[id(parameter)] = parameter, dict(vars(parameter)), parameter.device
         config, reader = self._config(module.parameters()), None
+        offload = config["zero_optimization"].get("offload_param", {})
         with quiet(), checked():
-            if config["zero_optimization"].get("offload_param", {}).get("device") == "nvme":
+            if offload.get("device") == "nvme":  # each reader empties its folder when it is made
+                offload["nvme_path"] = str(Path(offload["nvme_path"]) / f"parameters-{len(self._swappers)}")
                 reader = swapper(config, next(module.parameters()).dtype)
                 self._swappers.append(reader)
             self._session.package.zero.Init(module=module, config_dict_or_path=config, param_swapper=reader)

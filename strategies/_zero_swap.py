@@ -159,8 +159,8 @@ def partition(parameter: Any, count: int) -> Part:
     """The first ``count`` elements of this process's partition of a parameter, wherever it is."""
     held = parameter.ds_tensor
     if held.final_location == "nvme":
-        folder = parameter.nvme_swapper
-        return OnDisk(folder.get_path(parameter, True), held.dtype, 0, count)
+        disk = parameter.nvme_swapper  # the partition's own dtype is that of what stands in for it now
+        return OnDisk(disk.get_path(parameter, True), disk.dtype, 0, count)
     return InMemory(held, 0, count)
 
 

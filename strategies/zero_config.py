@@ -185,16 +185,16 @@ class ZeROConfig:
         Raises:
             ConfigurationError: ``optimizer_buffer_count`` is too small for that optimizer.
         """
-        tensors = optimizer_slots + 2  # masters and gradients
-        buffers = self.optimizer_buffer_count or tensors
-        if buffers < tensors:
+        least = optimizer_slots + 2  # masters and gradients
+        buffers = self.optimizer_buffer_count or least
+        if buffers < least:
             raise ConfigurationError(
                 f"optimizer_buffer_count={buffers} is too small: this optimizer has {optimizer_slots} tensors for each parameter, "
-                f"and with masters and gradients that is {tensors}. Leave it out."
+                f"and with masters and gradients that is {least}. Leave it out."
             )
         parts = [-(-size // processes) for size in sizes]
         at_a_time = min(sum(parts), self.elements_at_a_time + max(parts, default=0))
-        return 4 * tensors * sum(parts), 4 * buffers * at_a_time
+        return 4 * (optimizer_slots + 1) * sum(parts), 4 * buffers * at_a_time
 
     @property
     def elements_at_a_time(self) -> int:

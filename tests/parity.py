@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ class Noisy(Dataset[Any]):
 class RegressionModule(TrainModule):
     """A small network with dropout; its loss is the mean over what the masks leave."""
 
+    rates: ClassVar = {"adamw": 0.01, "sgd": 0.05}
+
     def __init__(self, optimizer: str = "sgd", schedule: bool = False, bias: bool = True) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
@@ -68,9 +70,9 @@ class RegressionModule(TrainModule):
     def configure_optimizers(self) -> Any:
         made: torch.optim.Optimizer
         if self.optimizer == "adamw":
-            made = torch.optim.AdamW(self.parameters(), lr=0.01)
+            made = torch.optim.AdamW(self.parameters(), lr=self.rates["adamw"])
         else:
-            made = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            made = torch.optim.SGD(self.parameters(), lr=self.rates["sgd"], momentum=0.9)
         if not self.schedule:
             return made
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(made, self.trainer.estimated_stepping_batches)

@@ -62,6 +62,7 @@ PUBLIC = {
         "MissingPackageError",
         "ModuleError",
         "NonFiniteError",
+        "OffloadError",
         "OptimizerError",
         "Preempted",
         "ProcessFailedError",

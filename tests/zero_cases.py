@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from parity import RegressionModule
@@ -32,13 +33,15 @@ NVME: dict[str, tuple[int, str | None, str | None]] = {
 
 
 def strategy(kind: str, **options: Any) -> Any:
-    """A strategy by a name of :data:`STAGES` or, with ``nvme_path``, :data:`NVME`; or ``"ddp"`` or ``"auto"``."""
+    """A strategy by a name of :data:`STAGES` or :data:`NVME`, ``"ddp"`` or ``"auto"``."""
     if kind == "auto":
         return kind
     if kind == "ddp":
         return DDPStrategy(**options)
     stage, optimizer, params = (STAGES | NVME)[kind]
     options = {"param_persistence_threshold": 0, **options} if stage == 3 else options
+    if kind in NVME:
+        options = {"nvme_path": Path.cwd(), **options}
     return ZeROStrategy(stage, offload_optimizer=optimizer, offload_params=params, **options)
 
 
@@ -89,7 +92,9 @@ class Weighted(RegressionModule):
 
 
 class Wide(RegressionModule):
-    """Layers of which two processes have at least 1 MiB each, which is what goes to a disk."""
+    """Layers of which two processes have at least 1 MiB each, which is what goes to a disk; one is not trained."""
+
+    rates: ClassVar = {"adamw": 1e-4, "sgd": 1e-4}
 
     def __init__(self, layers: int = 2, **options: Any) -> None:
         super().__init__(**options)
@@ -99,3 +104,4 @@ class Wide(RegressionModule):
         self.net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(0.2), *inner, nn.Linear(width, 6))
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
+        self.net[3].requires_grad_(False)

@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from parity import Case, Record, RegressionModule, trained
+from parity import Case, RegressionModule, trained
 from torch import nn
 from zero_cases import STAGES, NoLosses, Sometimes, Weighted, strategy
+from zero_parity import LIMITS, assert_parity, assert_same, expected
 
 from trainkit import Trainer
 from trainkit.errors import ConfigurationError, OptimizerError
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies._zero_optimizer import refuse_optimizer
-
-LIMITS = {"32-true": 2e-6, "bf16-mixed": 5e-3}
-
-
-@cache
-def expected(size: int, window: int, clip: float | None, precision: str) -> Record:
-    """The same by DDP, or on one process."""
-    return run("ddp" if size > 1 else "auto", size, window, clip, precision)
-
-
-def run(kind: str, size: int, window: int, clip: float | None, precision: str) -> Record:
-    arguments = {"max_epochs": 2, "precision": precision, "gradient_clip_val": clip, "log_every_n_steps": 1}
-    case = Case(samples=40, batch_size=2, window=window * size, arguments=arguments)
-    return trained(case, size, strategy=strategy(kind))
-
-
-def assert_same(record: Record, other: Record, limit: float) -> None:
-    assert record.losses.keys() == other.losses.keys()
-    assert len(record.losses) >= 20
-    for key, loss in other.losses.items():
-        assert record.losses[key] == pytest.approx(loss, rel=limit, abs=1e-9), key
-    assert record.ids == other.ids
-    assert record.rates == other.rates
 
 
 def covering() -> list[tuple[str, int, int, float | None, str]]:
@@ -61,13 +38,7 @@ def _pairs(row: tuple[Any, ...]) -> set[Any]:
 
 @pytest.mark.parametrize("kind, size, window, clip, precision", covering())
 def test_parity(kind: str, size: int, window: int, clip: float | None, precision: str) -> None:
-    record, other = run(kind, size, window, clip, precision), expected(size, window, clip, precision)
-    assert_same(record, other, LIMITS[precision])
-    assert ("grad_norm" in other.metrics) == (clip is not None)
-    assert record.metrics == pytest.approx(other.metrics, rel=LIMITS[precision])
-    if precision == "32-true":
-        for mine, theirs in zip(record.parameters[-1], other.parameters[-1], strict=True):
-            assert torch.allclose(mine, theirs, rtol=5e-6, atol=1e-6)
+    assert_parity(kind, size, window, clip, precision)
 
 
 def test_the_cases_cover_all_pairs() -> None:
@@ -165,11 +136,13 @@ def test_no_loss_on_a_stage_where_nobody_waits(kind: str) -> None:
     [
         ({"stage": 0}, "stage must be 1, 2 or 3, not 0. Without sharding: strategy='ddp'"),
         ({"stage": 2, "offload_optimizer": "nvme"}, "NVMe works with stage 3 only, and this is stage 2"),
-        ({"stage": 3, "nvme_path": "/tmp"}, "offload to NVMe is not in this version yet"),
-        ({"stage": 3, "offload_optimizer": "nvme"}, "offload to NVMe is not in this version yet"),
+        ({"stage": 3, "nvme_path": "/tmp"}, "nvme_path='/tmp' is given, and nothing is offloaded there"),
+        ({"stage": 3, "offload_optimizer": "nvme"}, "needs a folder on a fast local disk: .* nvme_path='/path/to/folder'"),
+        ({"stage": 3, "offload_params": "nvme", "nvme_path": "/none"}, "nvme_path='/none' is no folder. Make it"),
         ({"stage": 1, "offload_params": "cpu"}, "in stage 3 only; this is stage 1"),
         ({"offload_optimizer": "disk"}, "offload_optimizer must be None, 'cpu' or 'nvme', not 'disk'"),
-        ({"reduce_bucket_size": 0}, "reduce_bucket_size must be a number of elements ≥ 1"),
+        ({"reduce_bucket_size": 0}, "reduce_bucket_size must be a whole number ≥ 1, not 0"),
+        ({"aio_queue_depth": None}, "aio_queue_depth must be a whole number ≥ 1, not None"),
         ({"timeout": -1}, "timeout must be a timedelta or seconds"),
     ],
 )

@@ -1,0 +1,25 @@
+"""Compile what ``make test-zero`` needs, or name what is missing."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from trainkit.errors import MissingPackageError
+from trainkit.strategies._deepspeed import imported
+from trainkit.strategies._extensions import load, require_async_io
+
+
+def main() -> None:
+    """Before the tests, which run beside each other."""
+    try:
+        require_async_io()
+    except MissingPackageError as error:
+        sys.exit(str(error))
+    imported(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    load("AsyncIOBuilder", "pin_memory", "async_io")
+
+
+if __name__ == "__main__":
+    main()

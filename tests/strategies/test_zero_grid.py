@@ -1,0 +1,69 @@
+"""The full grids of ZeRO, NVMe among them; a part runs in ``test_zero.py`` and ``test_zero_state.py`` wherever others do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from elastic import killed, parameters, resumed, undisturbed
+from parity import Case, RegressionModule
+from replicas import together
+from zero_cases import NVME, STAGES, Wide, strategy
+from zero_parity import assert_parity
+from zero_resume import ADAMW, assert_portable, case, save
+
+pytestmark = pytest.mark.zero
+
+KINDS = [*STAGES, "zero3-nvme", "zero3-both-nvme"]
+SOURCES = [("auto", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3-both-cpu", 2), ("zero3-both-nvme", 2)]
+TARGETS = [("auto", 1), ("ddp", 2), ("ddp", 3)]
+TARGETS += [(kind, size) for kind in ("zero1", "zero2", "zero3", "zero3-both-cpu", "zero3-both-nvme") for size in (1, 2)]
+TARGETS += [("zero2", 3), ("zero3", 3)]
+
+
+def made(*kinds: str) -> type:
+    """What is trained: something large where a disk is to be used."""
+    return Wide if any(kind in NVME for kind in kinds) else RegressionModule
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_parity(kind: str, size: int, window: int, clip: float | None, precision: str) -> None:
+    assert_parity(kind, size, window, clip, precision, made(kind))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("kind, size", SOURCES)
+def test_portability(kind: str, size: int, precision: str, run_dir: Path) -> None:
+    """Saved under one configuration, resumed under each."""
+    for make in (RegressionModule, Wide):
+        targets = [target for target in TARGETS if made(kind, target[0]) is make]
+        source = run_dir / make.__name__
+        if targets:
+            together(size, {"save": (save, case(precision, make), kind, source)})
+        for other, count in targets:
+            if precision != "bf16-true":
+                assert_portable(source, other, count, precision, make)
+            elif kind.startswith("zero"):  # others have no masters
+                assert_portable(source, other, count, precision, make, exact=other.startswith("zero"))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
+    """Killed by SIGKILL and gone on with, bit for bit; nothing is left on the disk."""
+    whole, broken = run_dir / "whole", run_dir / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    arguments = {"precision": precision, "gradient_clip_val": 1.0}
+    small = Case(samples=35, make=made(kind), options=ADAMW, arguments=arguments)
+    expected = undisturbed(small, whole, 2, strategy=strategy(kind))
+    killed(small, broken, 2, 0, (1, 2), strategy=strategy(kind))
+    assert (len([*Path.cwd().glob("trainkit-swap-*")]) > 0) == (kind in NVME)
+    assert resumed(small, broken, 2, 1, strategy=strategy(kind)) == expected
+    assert all(torch.equal(a, b) for a, b in zip(parameters(broken), parameters(whole), strict=True))
+    assert not [*Path.cwd().glob("trainkit-swap-*")]
