@@ -15,6 +15,7 @@ from trainkit.data.nested import move
 from trainkit.data.window import Window
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
+from trainkit.gradient_norm import total_norm
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.state.standin import StoredOptimizer
@@ -249,7 +250,10 @@ class Strategy:
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients down to ``max_norm`` where their norm is larger; returns the norm before."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        listed = list(parameters)
+        norm = total_norm([p.grad for p in listed if p.grad is not None], norm_type)
+        torch.nn.utils.clip_grads_with_norm_(listed, max_norm, norm)
+        return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value]."""

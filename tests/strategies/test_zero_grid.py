@@ -9,7 +9,7 @@ import torch
 from elastic import killed, parameters, resumed, undisturbed
 from parity import Case, RegressionModule
 from replicas import together
-from zero_cases import NVME, STAGES, Wide, strategy
+from zero_cases import NVME, STAGES, Calm, Wide, strategy
 from zero_parity import assert_parity
 from zero_resume import ADAMW, assert_portable, case, save
 
@@ -22,9 +22,11 @@ TARGETS += [(kind, size) for kind in ("zero1", "zero2", "zero3", "zero3-both-cpu
 TARGETS += [("zero2", 3), ("zero3", 3)]
 
 
-def made(*kinds: str) -> type:
+def made(precision: str, *kinds: str) -> type:
     """What is trained: something large where a disk is to be used."""
-    return Wide if any(kind in NVME for kind in kinds) else RegressionModule
+    if any(kind in NVME for kind in kinds):
+        return Wide
+    return RegressionModule if precision == "32-true" else Calm
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -33,15 +35,15 @@ def made(*kinds: str) -> type:
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_parity(kind: str, size: int, window: int, clip: float | None, precision: str) -> None:
-    assert_parity(kind, size, window, clip, precision, made(kind))
+    assert_parity(kind, size, window, clip, precision, made(precision, kind))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("kind, size", SOURCES)
 def test_portability(kind: str, size: int, precision: str, run_dir: Path) -> None:
     """Saved under one configuration, resumed under each."""
-    for make in (RegressionModule, Wide):
-        targets = [target for target in TARGETS if made(kind, target[0]) is make]
+    for make in (made(precision), Wide):
+        targets = [target for target in TARGETS if made(precision, kind, target[0]) is make]
         source = run_dir / make.__name__
         if targets:
             together(size, {"save": (save, case(precision, make), kind, source)})
@@ -60,7 +62,7 @@ def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
     whole.mkdir()
     broken.mkdir()
     arguments = {"precision": precision, "gradient_clip_val": 1.0}
-    small = Case(samples=35, make=made(kind), options=ADAMW, arguments=arguments)
+    small = Case(samples=35, make=made(precision, kind), options=ADAMW, arguments=arguments)
     expected = undisturbed(small, whole, 2, strategy=strategy(kind))
     killed(small, broken, 2, 0, (1, 2), strategy=strategy(kind))
     assert (len([*Path.cwd().glob("trainkit-swap-*")]) > 0) == (kind in NVME)
