@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,8 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.max_depth == 0 or not trainer.is_global_zero:
             return
-        print(summarize(module, self.max_depth, precision=trainer.precision), flush=True)
+        divided = trainer.strategy.stored_weights(module) if trainer.strategy.sharded_parameters else None
+        print(summarize(module, self.max_depth, precision=trainer.precision, standins=divided), flush=True)
 
 
 @dataclass
@@ -144,7 +145,13 @@ class Summary:
         return [f"{number:<10}{what}" for number, what in lines]
 
 
-def summarize(module: nn.Module, max_depth: int = 1, *, precision: Precision | None = None) -> Summary:
+def summarize(
+    module: nn.Module,
+    max_depth: int = 1,
+    *,
+    precision: Precision | None = None,
+    standins: Mapping[int, Tensor] | None = None,
+) -> Summary:
     """Count a module's parameters, layer by layer.
 
     Args:
@@ -152,6 +159,8 @@ def summarize(module: nn.Module, max_depth: int = 1, *, precision: Precision | N
             arguments of ``forward``) that is not None, one forward is run for the sizes.
         max_depth: how deeply nested layers are listed; -1 lists all, 0 none.
         precision: what that forward runs in; None for float32.
+        standins: ``id(parameter)`` → a tensor of its shape, for parameters of which no process has the whole; then no forward
+            is run.
 
     Returns:
         The summary; print it.
@@ -164,13 +173,23 @@ def summarize(module: nn.Module, max_depth: int = 1, *, precision: Precision | N
     listed = {
         name: layer for name, layer in module.named_modules() if name and (max_depth == -1 or name.count(".") < max_depth)
     }
-    summary = Summary([_line(name, layer) for name, layer in listed.items()])
-    _count(module, summary)
-    own = sum(_numel(parameter) for parameter in module.parameters(recurse=False))
+
+    def size(parameter: Tensor) -> int:
+        whole = (standins or {}).get(id(parameter), parameter)
+        return 0 if isinstance(whole, UninitializedParameter) else whole.numel()
+
+    summary = Summary(
+        [
+            LayerSummary(n, type(layer).__name__, sum(map(size, layer.parameters())), layer.training)
+            for n, layer in listed.items()
+        ]
+    )
+    _count(module, summary, size)
+    own = sum(size(parameter) for parameter in module.parameters(recurse=False))
     if own and max_depth != 0:
         summary.layers.append(LayerSummary("(no layer)", "parameters", own, None))
     example = getattr(module, "example_input_array", None)
-    if example is not None and listed:
+    if example is not None and listed and not standins:
         sizes = _sizes(module, listed, example, precision or Precision("32-true"))
         for line in summary.layers:
             line.in_size, line.out_size = sizes.get(line.name, (None, None))
@@ -186,29 +205,21 @@ def readable_count(number: int) -> str:
     return str(number) if units[0] == "" else f"{value:.1f} {units[0]}"
 
 
-def _line(name: str, layer: nn.Module) -> LayerSummary:
-    return LayerSummary(name, type(layer).__name__, sum(map(_numel, layer.parameters())), layer.training)
-
-
-def _count(module: nn.Module, summary: Summary) -> None:
+def _count(module: nn.Module, summary: Summary, size: Callable[[Tensor], int]) -> None:
     for parameter in module.parameters():
         if isinstance(parameter, UninitializedParameter):
             summary.uninitialized += 1
             continue
         if parameter.requires_grad:
-            summary.trainable += parameter.numel()
+            summary.trainable += size(parameter)
         else:
-            summary.non_trainable += parameter.numel()
-        summary.size_bytes += parameter.numel() * parameter.element_size()
+            summary.non_trainable += size(parameter)
+        summary.size_bytes += size(parameter) * parameter.element_size()
     names = sum(1 for _ in module.named_parameters(remove_duplicate=False))
     summary.shared = names - sum(1 for _ in module.named_parameters())
     modes = [layer.training for layer in module.modules() if layer is not module]
     summary.modules_in_train_mode = sum(modes)
     summary.modules_in_eval_mode = len(modes) - sum(modes)
-
-
-def _numel(parameter: Tensor) -> int:
-    return 0 if isinstance(parameter, UninitializedParameter) else parameter.numel()
 
 
 def _sizes(

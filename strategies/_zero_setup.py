@@ -53,7 +53,8 @@ class Setup:
         if config.nvme_path is not None:
             load("AsyncIOBuilder", "pin_memory", "async_io")
             self._folder = Folder(config.nvme_path)
-        self.sharding = Sharding(self.session, self.configuration, device)
+        dtype = torch.bfloat16 if "bf16" in dtypes else torch.float32
+        self.sharding = Sharding(self.session, self.configuration, device, dtype)
 
     def configuration(self, parameters: Iterable[Tensor], optimizer: Optimizer | None = None) -> dict[str, Any]:
         """DeepSpeed's, for these parameters and the optimizer of an engine.
@@ -61,15 +62,15 @@ class Setup:
         Raises:
             ConfigurationError: an optimizer on NVMe needs more room than there is.
         """
-        sizes, size = [numel(parameter) for parameter in parameters], self._world.size
+        sizes = [numel(parameter) for parameter in parameters]
         if self._folder is None:
-            return self._config.for_model(sizes, size, self._dtypes)
+            return self._config.for_model(sizes, self._dtypes)
         if optimizer is None or self._config.offload_optimizer != "nvme":
-            return self._config.for_model(sizes, size, self._dtypes, self._folder.path)
+            return self._config.for_model(sizes, self._dtypes, self._folder.path)
         slots = count_slots(optimizer)
-        on_disk, pinned = self._config.needs_on_nvme(sizes, size, slots)
+        on_disk, pinned = self._config.needs_on_nvme(sizes, self._world.size, slots)
         check_room(self._folder.path, on_disk, pinned, self._world.local_size)
-        return self._config.for_model(sizes, size, self._dtypes, self._folder.path, slots)
+        return self._config.for_model(sizes, self._dtypes, self._folder.path, slots)
 
     def close(self, collective: bool) -> None:
         """Give back what the run took, after its engines are closed.

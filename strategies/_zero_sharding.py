@@ -6,14 +6,15 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.errors import ModuleError
 from trainkit.strategies._aio import checked
 from trainkit.strategies._deepspeed import Session, quiet
-from trainkit.strategies._zero_swap import swapper
+from trainkit.strategies._zero_swap import partition, swapper
 
 __all__ = ["Sharding", "is_sharded", "numel"]
 
@@ -45,12 +46,17 @@ class Sharding:
         session: DeepSpeed.
         config: DeepSpeed's, for these parameters and a folder on the disk that some may be offloaded to.
         device: where parameters are used.
+        dtype: of parameters.
     """
 
     def __init__(
-        self, session: Session, config: Callable[[Iterable[Tensor]], dict[str, Any]], device: torch.device
+        self,
+        session: Session,
+        config: Callable[[Iterable[Tensor]], dict[str, Any]],
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
-        self._session, self._config, self._device = session, config, device
+        self._session, self._config, self._device, self._dtype = session, config, device, dtype
         self._swappers: list[Any] = []
         self._whole: dict[int, tuple[Any, dict[str, Any], torch.device]] = {}  # that came whole, as they were
         self._modules: list[nn.Module] = []
@@ -61,14 +67,59 @@ class Sharding:
         for parameter in module.parameters():
             if not is_sharded(parameter):
                 self._whole[id(parameter)] = parameter, dict(vars(parameter)), parameter.device
-        config, reader = self._config(module.parameters()), None
+        divided: list[Any] = [parameter for parameter in module.parameters() if is_sharded(parameter)]
+        made = self._init(module.parameters(), self._session.package.zero.Init, module=module)
+        for parameter in divided:
+            if parameter.nvme_swapper is None:  # it comes from an earlier run, or goes to no disk
+                self._place(parameter, made)
+
+    def _place(self, parameter: Any, made: Any) -> None:
+        """Put a partition where those are that are made now."""
+        held, reader = parameter.ds_tensor, made.param_swapper
+        parameter.nvme_swapper = reader
+        if reader is not None and reader.swappable_tensor(numel=held.ds_numel):
+            buffer = reader.get_buffer(parameter, held.ds_numel)
+            held.data, held.final_location = buffer.copy_(held.data).data, "nvme"
+            reader.swap_out_and_release([parameter])
+        elif not parameter.ds_persist:
+            held.data = held.data.to("cpu" if reader is not None else made.remote_device)
+
+    def _init(self, parameters: Iterable[Tensor], make: Callable[..., Any], **options: Any) -> Any:
+        """What divides parameters, with a reader of its own where they go to a disk."""
+        config, reader = self._config(parameters), None
         offload = config["zero_optimization"].get("offload_param", {})
         with quiet(), checked():
             if offload.get("device") == "nvme":  # each reader empties its folder when it is made
                 offload["nvme_path"] = str(Path(offload["nvme_path"]) / f"parameters-{len(self._swappers)}")
-                reader = swapper(config, next(module.parameters()).dtype)
+                reader = swapper(config, self._dtype)
                 self._swappers.append(reader)
-            self._session.package.zero.Init(module=module, config_dict_or_path=config, param_swapper=reader)
+            return make(config_dict_or_path=config, param_swapper=reader, **options)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Within it each layer is divided as soon as it is made, with rank 0's values.
+
+        Raises:
+            ModuleError: a parameter was changed after that, which is lost.
+        """
+        kind: Any = self._session.package.zero.Init
+
+        class Watching(kind):  # type: ignore[misc]
+            divided: ClassVar[dict[int, tuple[Any, int]]] = {}
+
+            def _partition(self, param_list: list[Any], *args: Any, **kwargs: Any) -> None:
+                super()._partition(param_list, *args, **kwargs)
+                self.divided.update({id(p): (p, p._version) for p in param_list})
+
+        with quiet(), self._init([], Watching, tensor_overrides=set()):
+            yield
+        changed = sum(parameter._version != version for parameter, version in Watching.divided.values())
+        if changed:
+            raise ModuleError(
+                f"configure_model has changed {changed} parameters after their layers were made. In stage 3 a layer is divided as "
+                "soon as it is made, and what is written into it later is lost. Initialise in the layer's own __init__, or with "
+                "self.apply(function), which gets each layer whole."
+            )
 
     @contextmanager
     def gathered(self, parameters: Iterable[Tensor], changed: bool = False) -> Iterator[None]:
@@ -87,10 +138,14 @@ class Sharding:
 
         Args:
             collective: the other processes do so too; else nothing is gathered, and parameters stay divided.
+
+        What was divided when it was made stays divided over several processes.
         """
-        if collective:
-            for parameter, before, device in self._whole.values():
-                _make_whole(parameter, before, device)
+        for parameter, before, device in self._whole.values() if collective else ():
+            _make_whole(parameter, before, device)
+        for parameter in {id(p): p for module in self._modules for p in module.parameters()}.values():
+            if is_sharded(parameter):
+                self._keep(parameter)
         for module in self._modules:
             for part in module.modules():
                 _clean(part)
@@ -101,6 +156,17 @@ class Sharding:
         for reader in self._swappers:
             reader.close()
         self._whole, self._modules, self._swappers = {}, [], []
+
+
+    def _keep(self, parameter: Any) -> None:
+        """A parameter that no process has had whole: it stays divided, in memory, where there are several processes."""
+        if parameter.ds_zero_partition_world_size == 1:
+            _make_whole(parameter, {}, self._device)
+        elif parameter.ds_tensor.final_location == "nvme":
+            held = parameter.ds_tensor
+            held.data = partition(parameter, held.ds_numel).read()
+            held.final_location, held.status = None, type(held.status).AVAILABLE
+        parameter.nvme_swapper = None
 
 
 def _make_whole(parameter: Any, before: dict[str, Any], device: torch.device) -> None:

@@ -167,24 +167,30 @@ def partition(parameter: Any, count: int) -> Part:
 # --------------------------------------------------------------------------------------------------- buffers on demand
 
 
-class _Chunks:
-    """Page-locked buffers of one size, of which there are as many as are asked for; it looks like one long tensor."""
+_FAR = 2**40  # elements from one buffer to the next, as DeepSpeed sees them: more than any parameter has
 
-    def __init__(self, handle: Any, example: Tensor, size: int) -> None:
-        self._handle, self._example, self._size = handle, example, size
-        self._chunks: list[Tensor] = []
+
+class _Buffers:
+    """Page-locked buffers, as many and as large as are asked for; to DeepSpeed it looks like one long tensor."""
+
+    def __init__(self, handle: Any, dtype: torch.dtype) -> None:
+        self._handle, self._example = handle, torch.empty(1, dtype=dtype)
+        self._made: dict[int, Tensor] = {}
 
     def narrow(self, dimension: int, start: int, length: int) -> Tensor:
-        """The first ``length`` elements of the buffer that begins at ``start``."""
-        while len(self._chunks) * self._size <= start:
-            self._chunks.append(self._handle.new_cpu_locked_tensor(self._size, self._example))
-        return self._chunks[start // self._size].narrow(dimension, 0, length)
+        """The first ``length`` elements of the buffer that begins at ``start``, which nobody uses."""
+        number = start // _FAR
+        if number in self._made and self._made[number].numel() < length:
+            self._handle.free_cpu_locked_tensor(self._made.pop(number))
+        if number not in self._made:
+            self._made[number] = self._handle.new_cpu_locked_tensor(length, self._example)
+        return self._made[number].narrow(dimension, 0, length)
 
     def free(self) -> None:
         """Give the memory back."""
-        for chunk in self._chunks:
-            self._handle.free_cpu_locked_tensor(chunk)
-        self._chunks = []
+        for buffer in self._made.values():
+            self._handle.free_cpu_locked_tensor(buffer)
+        self._made = {}
 
 
 def swapper(config: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -203,10 +209,11 @@ def swapper(config: dict[str, Any], dtype: torch.dtype) -> Any:
     class Growing(room.AsyncPartitionedParameterSwapper):  # type: ignore[misc]
         def _configure_aio(self, ds_config: Any) -> None:
             wanted = ds_config.zero_config.offload_param
-            ahead, wanted.buffer_count = wanted.buffer_count, 1
+            ahead, wanted.buffer_count, wanted.buffer_size = wanted.buffer_count, 1, 1
             super()._configure_aio(ds_config)
             self.aio_read_handle.free_cpu_locked_tensor(self.buffers)
-            self.buffers: Any = _Chunks(self.aio_read_handle, torch.empty(1, dtype=self.dtype), self.aligned_elements_per_buffer)
+            self.buffers: Any = _Buffers(self.aio_read_handle, self.dtype)
+            self.elements_per_buffer = self.aligned_elements_per_buffer = _FAR
             self.available_buffer_ids, self._made = [*range(ahead)], ahead  # those are what is read ahead
 
         def _make(self, count: int) -> None:

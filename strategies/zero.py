@@ -151,6 +151,10 @@ class ZeROStrategy(Strategy):
         self.world, self.device = self._membership.join(wanted, self.device)
         self.joined = True
 
+    def building(self) -> AbstractContextManager[Any]:
+        """See :meth:`trainkit.Strategy.building`; in stage 3 no process ever has the whole model."""
+        return self._start().sharding.building() if self.stage == 3 else nullcontext()
+
     def prepare_module(self, module: nn.Module) -> nn.Module:
         """The module on the device, with rank 0's parameters and buffers."""
         self._start()

@@ -110,7 +110,6 @@ class ZeROConfig:
     def for_model(
         self,
         sizes: Sequence[int],
-        processes: int,
         dtypes: Mapping[str, Any],
         folder: str | os.PathLike[str] | None = None,
         optimizer_slots: int = 2,
@@ -119,7 +118,6 @@ class ZeROConfig:
 
         Args:
             sizes: elements of each parameter of the model.
-            processes: how many they are divided over.
             dtypes: its sections for the precision.
             folder: what goes to NVMe goes there.
             optimizer_slots: tensors that the optimizer has for each parameter.
@@ -153,7 +151,6 @@ class ZeROConfig:
             zero["offload_param"] |= {
                 "nvme_path": str(folder),
                 "buffer_count": int(self.param_buffer_count),
-                "buffer_size": -(-max(sizes, default=1) // processes),
                 "max_in_cpu": int(self.max_params_in_cpu),
             }
         return {

@@ -11,7 +11,7 @@ import torch
 from parity import Case, Recorder, RegressionModule, train, trained
 from replicas import together
 from torch import Tensor
-from zero_cases import strategy
+from zero_cases import Wide, strategy
 
 from trainkit import Callback
 from trainkit.checkpoint import open_checkpoint
@@ -68,8 +68,9 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 @cache
 def undisturbed(precision: str, make: type) -> dict[Any, float]:
-    """The losses after the tenth update, of one process."""
-    losses = trained(case(precision, make), 1).losses
+    """The losses after the tenth update: of one process, or where that has no masters, of two under ZeRO."""
+    alone = precision != "bf16-true"
+    losses = trained(case(precision, make), 1 if alone else 2, strategy=strategy("auto" if alone else "zero2")).losses
     return {key: loss for key, loss in losses.items() if key[0] >= 10}
 
 
@@ -95,7 +96,7 @@ def assert_portable(
     assert saved.keys() == again.keys()
     for name, tensor in saved.items():
         assert torch.equal(again[name], tensor if exact else tensor.to(again[name].dtype)), name
-        assert tensor.dtype == torch.float32
+        assert tensor.dtype == torch.float32 or (precision == "bf16-true" and make is Wide and "net.3." in name)  # is frozen
         assert tensor.abs().sum() > 0
     if exact:
         expected = undisturbed(precision, make)

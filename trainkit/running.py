@@ -192,7 +192,7 @@ def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
         trainer.datamodule.setup(stage)
     trainer.hooks.run("setup", stage)
     if not module.__dict__.pop("_built", False):  # by load_from_checkpoint
-        with trainer.precision.init_context():
+        with trainer.strategy.building(), trainer.precision.init_context():
             module.configure_model()
     trainer.wrapped_module = trainer.strategy.prepare_module(module)
 

@@ -146,6 +146,10 @@ class Strategy:
             return (torch.mps._get_default_mps_generator(),)
         return ()
 
+    def building(self) -> AbstractContextManager[Any]:
+        """Within it ``configure_model`` makes the module's layers; which may be divided as soon as they are made."""
+        return _NULL
+
     def prepare_module(self, module: nn.Module) -> nn.Module:
         """The module on the device, in the precision's dtype, wrapped if the strategy wraps."""
         self.precision.convert_module(module)
