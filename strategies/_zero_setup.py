@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from trainkit.distributed import World
 from trainkit.strategies._deepspeed import Session
 from trainkit.strategies._extensions import load, require_async_io
 from trainkit.strategies._nvme import Folder, check_path, check_room
+from trainkit.strategies._transformers import told_transformers
 from trainkit.strategies._zero_optimizer import count_slots
 from trainkit.strategies._zero_sharding import Sharding, numel
 from trainkit.strategies.zero_config import ZeROConfig
@@ -48,6 +50,7 @@ class Setup:
 
     def __init__(self, config: ZeROConfig, dtypes: dict[str, Any], world: World, device: torch.device) -> None:
         self._config, self._dtypes, self._world = config, dtypes, world
+        self._stack = ExitStack()
         self.session = Session(world, device)
         self._folder: Folder | None = None
         if config.nvme_path is not None:
@@ -72,12 +75,17 @@ class Setup:
         check_room(self._folder.path, on_disk, pinned, self._world.local_size)
         return self._config.for_model(sizes, self._dtypes, self._folder.path, slots)
 
+    def tell_transformers(self) -> None:
+        """Let it know of stage 3 until the run ends: in a loop of his own a user may generate at any time."""
+        self._stack.enter_context(told_transformers())
+
     def close(self, collective: bool) -> None:
         """Give back what the run took, after its engines are closed.
 
         Args:
             collective: as of :meth:`Sharding.give_back`.
         """
+        self._stack.close()
         self.sharding.give_back(collective)
         if self._folder is not None:
             self._folder.close()

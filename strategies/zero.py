@@ -24,6 +24,7 @@ from trainkit.strategies._deepspeed import require
 from trainkit.strategies._gather import gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import broadcast, mean
+from trainkit.strategies._transformers import told_transformers
 from trainkit.strategies._zero_engine import BareEngine, Engine
 from trainkit.strategies._zero_model import Dispatch, ShardedModel, holder
 from trainkit.strategies._zero_setup import Setup, check_machine
@@ -182,6 +183,8 @@ class ZeROStrategy(Strategy):
         """See :meth:`trainkit.Strategy.wrap`."""
         model = ShardedModel(module)
         self._models.append(model)
+        if self.stage == 3:
+            self._start().tell_transformers()
         return model
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -217,7 +220,8 @@ class ZeROStrategy(Strategy):
         if self._forward is None:
             learning = self._learning
             self._forward = self._without_optimizer() if learning is None else learning.engine.evaluate
-        return self._forward(run, *args)
+        with told_transformers():
+            return self._forward(run, *args)
 
     def _without_optimizer(self) -> Callable[..., Any]:
         """The forward of stage 3 where there is no optimizer."""

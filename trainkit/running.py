@@ -191,7 +191,8 @@ def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
     if trainer.datamodule is not None:
         trainer.datamodule.setup(stage)
     trainer.hooks.run("setup", stage)
-    if not module.__dict__.pop("_built", False):  # by load_from_checkpoint
+    built = module.__dict__.pop("_built", False)  # by load_from_checkpoint
+    if not built and getattr(module.configure_model, "__func__", None) is not TrainModule.configure_model:
         with trainer.strategy.building(), trainer.precision.init_context():
             module.configure_model()
     trainer.wrapped_module = trainer.strategy.prepare_module(module)

@@ -87,7 +87,9 @@ def trainer() -> Any:
         should_log=True,
         should_stop=False,
         stage="fit",
-        strategy=SimpleNamespace(device=torch.device("cpu"), world=World(), gradient_norm=lambda optimizer: None),
+        strategy=SimpleNamespace(
+            device=torch.device("cpu"), world=World(), gradient_norm=lambda optimizer: None, sharded_parameters=False
+        ),
         world_size=1,
     )
 

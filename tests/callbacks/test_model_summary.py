@@ -241,3 +241,14 @@ def test_a_fit_is_the_same_with_an_example(make_trainer, capsys) -> None:
         weights.append(module.layer.weight.detach())
     assert torch.equal(*weights)
     assert "[2, 4]   | [2, 1]" in capsys.readouterr().out
+
+
+def test_parameters_of_which_no_process_has_the_whole() -> None:
+    """They are counted by what stands in for them, and no forward is run."""
+    module = nn.Sequential(nn.Linear(3, 4))
+    module.example_input_array = torch.ones(1, 3)
+    whole = {id(p): torch.empty(p.shape, device="meta") for p in module.parameters()}
+    expected = str(summarize(nn.Sequential(nn.Linear(3, 4))))
+    for parameter in module.parameters():
+        parameter.data = torch.empty(0)
+    assert str(summarize(module, standins=whole)) == expected

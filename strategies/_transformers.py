@@ -1,0 +1,51 @@
+"""Telling ``transformers`` that parameters are divided: then its ``generate`` keeps the processes in step, and what it loads
+goes where it belongs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+__all__ = ["told_transformers"]
+
+_ROOM = "transformers.integrations.deepspeed"
+
+
+class _Stage3:
+    """What ``transformers`` asks of a configuration of DeepSpeed."""
+
+    config: ClassVar[dict[str, Any]] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+    def is_zero3(self) -> bool:
+        """Yes."""
+        return True
+
+
+_STAGE3 = _Stage3()
+
+
+@contextmanager
+def told_transformers(first: bool = False) -> Iterator[None]:
+    """Within it ``transformers`` knows of stage 3, if it has been imported.
+
+    Args:
+        first: it may be imported within, so it is now, if it is installed.
+    """
+    if first and importlib.util.find_spec("transformers") is not None:
+        importlib.import_module(_ROOM)
+    room: Any = sys.modules.get(_ROOM)
+    if room is None:
+        yield
+        return
+    before = room._hf_deepspeed_config_weak_ref
+    room._hf_deepspeed_config_weak_ref = weakref.ref(_STAGE3)
+    try:
+        yield
+    finally:
+        room._hf_deepspeed_config_weak_ref = before

@@ -1,0 +1,187 @@
+"""Models as users have them under ZeRO: of ``transformers``, with tied weights, with frozen ones, with LoRA adapters."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, Noisy, RegressionModule, train, trained
+from replicas import together
+from torch import Tensor
+from torch.utils.data import DataLoader
+from worlds import run_world
+from zero_cases import strategy
+from zero_resume import assert_portable, case, save, tensors
+
+from trainkit import Trainer
+from trainkit.errors import ModuleError
+
+pytestmark = pytest.mark.zero  # for the time that they take
+
+
+def tokens_of(batch: dict[str, Tensor]) -> Tensor:
+    """Six tokens of a sample."""
+    return (batch["x"] * 10).abs().long() % 50
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config
+
+    return GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
+
+
+class Language(RegressionModule):
+    """A GPT-2, whose output layer is its embedding."""
+
+    rates = {"adamw": 1e-3, "sgd": 1e-2}  # noqa: RUF012
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.net = self.make()
+
+    def make(self) -> Any:
+        from transformers import GPT2LMHeadModel
+
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            return GPT2LMHeadModel(gpt2())
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        tokens = tokens_of(batch)
+        return self.net(input_ids=tokens, labels=tokens).loss
+
+
+class Translation(Language):
+    """A T5, one embedding of which is in three places."""
+
+    def make(self) -> Any:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 50}
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1))
+
+
+class Adapted(Language):
+    """The GPT-2 frozen, with LoRA adapters; all of them are used in each step."""
+
+    def make(self) -> Any:
+        from peft import LoraConfig, get_peft_model
+
+        base = super().make()
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
+            torch.manual_seed(3)
+            adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1))
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name:  # which begins as zeros, so that the adapters would learn nothing at first
+                    parameter.data.normal_(std=0.1)
+        return adapted
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+SOME = [(Language, "zero3", 2), (Language, "zero1", 2), (Translation, "zero3", 2), (Translation, "zero2-cpu", 1)]
+SOME += [(Adapted, "zero2", 2), (Adapted, "zero3-both-cpu", 2)]
+
+
+@pytest.mark.parametrize("make, kind, size", SOME)
+def test_the_same_training(make: type, kind: str, size: int) -> None:
+    which = Case(
+        samples=24, make=make, options={"optimizer": "adamw"}, arguments={"precision": "32-true", "gradient_clip_val": 1.0}
+    )
+    record, other = trained(which, size, strategy=strategy(kind)), trained(which, 1)
+    assert record.losses.keys() == other.losses.keys()
+    assert record.losses == pytest.approx(other.losses, rel=2e-5)
+    assert len(record.parameters[-1]) == len(other.parameters[-1])
+    for mine, theirs in zip(record.parameters[-1], other.parameters[-1], strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "make, kind, other", [(Language, "zero3", "zero1"), (Translation, "zero2", "zero3"), (Adapted, "zero3", "ddp")]
+)
+def test_checkpoints(make: type, kind: str, other: str, run_dir: Path) -> None:
+    together(2, {"save": (save, case(make=make), kind, run_dir / "saved")})
+    tied = ("wte.weight", "shared.weight", "lm_head.weight")
+    stored = [name for name in tensors(run_dir / "saved") if name.startswith("model/") and name.endswith(tied)]
+    assert len(stored) == (0 if make is Adapted else 1)  # of adapters the base is not saved
+    assert_portable(run_dir / "saved", other, 2, make=make)
+
+
+class BuiltLanguage(Language):
+    """The GPT-2, made by ``configure_model`` as ``transformers`` can make it layer by layer."""
+
+    def make(self) -> Any:
+        return None
+
+    def configure_model(self) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.net = self.net or AutoModelForCausalLM.from_config(gpt2())
+
+
+class Late(BuiltLanguage):
+    """Made as it is outside of it: it is initialised when all its layers are there."""
+
+    def configure_model(self) -> None:
+        self.net = Language.make(self)
+
+
+def test_configure_model() -> None:
+    """The same on any number of processes; ``transformers`` itself draws first values in another order for stage 3."""
+    which = Case(samples=24, make=BuiltLanguage, arguments={"precision": "32-true"})
+    losses = trained(which, 2, strategy=strategy("zero3")).losses
+    assert losses == pytest.approx(trained(which, 1, strategy=strategy("zero3-both-cpu")).losses, rel=2e-5)
+    assert max(losses.values()) < 4.5  # what a model says that knows nothing is log(50) = 3.9
+
+
+def test_configure_model_with_a_class() -> None:
+    with pytest.raises(ModuleError, match="changed .* parameters after .*AutoModelForCausalLM.from_config"):
+        train(Case(samples=24, make=Late, arguments={"precision": "32-true"}), strategy=strategy("zero3"))
+
+
+class Speaking(Language):
+    """Generates at the end of each epoch: outputs of other lengths on each process, and other numbers of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[list[int]] = []
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        tokens = tokens_of(batch)
+        length = 2 + int(batch["id"][0]) % 5
+        said = self.net.generate(tokens[:, :2], max_new_tokens=length, do_sample=False, pad_token_id=0)
+        self.said += said.tolist()
+        self.log("length", float(said.shape[1]))
+
+
+def speak(kind: str) -> list[list[int]]:
+    module = Speaking()
+    Trainer(
+        strategy=strategy(kind),
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        seed=3,
+        global_batch_size=4,
+    ).fit(module, DataLoader(Noisy(8), 2), DataLoader(Noisy(5), 1))
+    return module.said
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-both-cpu"])
+def test_generation_keeps_in_step(kind: str) -> None:
+    """Five samples on two processes, each with an output of its own length."""
+    expected = speak("auto")
+    assert len({len(said) for said in expected}) > 2
+    first, second = run_world(2, speak, kind)
+    assert sorted(first[:3] + second[:2]) == sorted(expected)
