@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainkit.errors import OffloadError
 
-__all__ = ["checked"]
+__all__ = ["checked", "unreadable", "unwritable"]
 
 _ROOMS = ("optimizer_utils", "partitioned_param_swapper")
 _ALIGNED = 4096  # bytes that a read or write is a multiple of: disks have blocks of 512 or of 4096, and DeepSpeed takes 1024
@@ -64,7 +64,7 @@ class _Handle:
         self._reads.append((marked, path))
         result = int(self._handle.async_pread(buffer, path, offset))
         if result != 0:
-            raise _unreadable(path)
+            raise unreadable(path)
         return result
 
     def wait(self) -> int:
@@ -77,14 +77,25 @@ class _Handle:
         reads, self._reads = self._reads, []
         for marked, path in reads:
             if bool((marked == _MARK).any()):
-                raise _unreadable(path)
+                raise unreadable(path)
         return count
 
 
-def _unreadable(path: str) -> OffloadError:
+def unreadable(path: str) -> OffloadError:
+    """What to raise where a file cannot be read."""
     return OffloadError(
         f"{path} could not be read back: somebody has removed it, or the disk that is offloaded to has failed (see dmesg). "
         "Resume from the last checkpoint; if the disk fails, with nvme_path on another one."
+    )
+
+
+def unwritable(path: str, error: OSError, size: int = 0) -> OffloadError:
+    """What to raise where ``size`` bytes cannot be written."""
+    if error.errno != errno.ENOSPC:
+        return OffloadError(f"{path} cannot be written to: {error.strerror}.")
+    return OffloadError(
+        f"no room for {size / 2**20:.1f} MiB in {os.path.dirname(path)}: the disk that is offloaded to is full. Free some, or "
+        "give nvme_path on another disk, and resume from the last checkpoint."
     )
 
 
@@ -95,12 +106,7 @@ def _allocate(path: str, size: int) -> None:
     except OSError as error:
         if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that takes blocks when it writes them
             return
-        if error.errno != errno.ENOSPC:
-            raise OffloadError(f"{path} cannot be written to: {error.strerror}.") from error
-        raise OffloadError(
-            f"no room for {size / 2**20:.1f} MiB in {os.path.dirname(path)}: the disk that is offloaded to is full. Free some, or "
-            "give nvme_path on another disk, and resume from the last checkpoint."
-        ) from error
+        raise unwritable(path, error, size) from error
     finally:
         os.close(descriptor)
 

@@ -61,7 +61,8 @@ def _links(compiler: str) -> bool:
 def _comes_compiled(name: str) -> bool:
     """Whether DeepSpeed has been installed with it."""
     found = importlib.util.find_spec("deepspeed")
-    assert found is not None and found.origin is not None
+    assert found is not None
+    assert found.origin is not None
     return any(Path(found.origin).parent.glob(f"ops/*/{name}_op*.so"))
 
 

@@ -68,14 +68,14 @@ def check_room(path: Path, on_disk: int, pinned: int, processes: int) -> None:
     free = shutil.disk_usage(path).free
     if on_disk * processes > free:
         raise ConfigurationError(
-            f"the offload to {path.parent} needs {_size(on_disk * processes)} ({processes} processes with {_size(on_disk)} each), "
-            f"and {_size(free)} are free there. Free some, or give nvme_path on another disk."
+            f"the offload to {path.parent} needs {_size(on_disk * processes)} ({processes} processes with {_size(on_disk)} "
+            f"each), and {_size(free)} are free there. Free some, or give nvme_path on another disk."
         )
     if not _can_lock(pinned):
         raise ConfigurationError(
-            f"the offload to NVMe needs {_size(pinned)} of page-locked memory in each process, and the system does not give that "
-            "much. Raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1), or make the buffers smaller by a "
-            "smaller sub_group_size."
+            f"the offload to NVMe needs {_size(pinned)} of page-locked memory in each process, and the system does not give "
+            "that much. Raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1), or make the buffers smaller "
+            "by a smaller sub_group_size."
         )
 
 

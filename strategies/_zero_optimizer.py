@@ -42,18 +42,27 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
             )
 
 
+def _copy(optimizer: Optimizer) -> Optimizer:
+    """Another optimizer of the same kind, without state and hooks, and with the same groups as long as it gets no others."""
+    made: Optimizer = object.__new__(type(optimizer))
+    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})  # a scheduler's wrapper
+    made.state = defaultdict(dict)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(made, name, OrderedDict())  # the user's are called once for each step, not for each part of it
+    return made
+
+
 def count_slots(optimizer: Optimizer) -> int:
     """How many tensors of a parameter's size an optimizer keeps for each parameter, found by a step of a copy of it."""
-    trial = object.__new__(type(optimizer))
-    vars(trial).update(vars(optimizer))
+    trial = _copy(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
-    trial.state = defaultdict(dict)
     trial.param_groups = []
     for group in optimizer.param_groups:
         parameter = nn.Parameter(torch.ones(3, device=device))
         parameter.grad = torch.ones_like(parameter)
         trial.param_groups.append({**group, "params": [parameter]})
-    type(optimizer).step(trial)
+    with torch.random.fork_rng(devices=[]):
+        trial.step()
     per_element = [[v for v in slots.values() if isinstance(v, Tensor) and v.ndim] for slots in trial.state.values()]
     return max(map(len, per_element), default=0)
 
@@ -76,8 +85,7 @@ class Shadow:
     def __init__(self, optimizer: Optimizer) -> None:
         refuse_optimizer(optimizer)
         self.optimizer = optimizer
-        inner = object.__new__(type(optimizer))
-        vars(inner).update({name: value for name, value in vars(optimizer).items() if name != "step"})  # a scheduler's wrapper
+        inner = _copy(optimizer)
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for group in optimizer.param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
@@ -88,9 +96,6 @@ class Shadow:
                 f"{type(optimizer).__name__} has no parameter that requires a gradient, so there is nothing to train."
             )
         inner.param_groups = [theirs for _, theirs in self._pairs]
-        inner.state = defaultdict(dict)
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(inner, name, OrderedDict())  # the user's are called once for each step, not for each part of it
         self.inner = inner
         self.parameters: list[Tensor] = [p for _, theirs in self._pairs for p in theirs["params"]]
         self._known = [p for group in optimizer.param_groups for p in group["params"]]

@@ -85,8 +85,9 @@ class Setup:
         Args:
             collective: as of :meth:`Sharding.give_back`.
         """
-        self._stack.close()
-        self.sharding.give_back(collective)
-        if self._folder is not None:
-            self._folder.close()
-        self.session.close()
+        with ExitStack() as rest:  # which is done whatever fails
+            rest.callback(self.session.close)
+            if self._folder is not None:
+                rest.callback(self._folder.close)
+            self._stack.close()
+            self.sharding.give_back(collective)

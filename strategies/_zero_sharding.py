@@ -117,10 +117,10 @@ class Sharding:
         changed = sum(parameter._version != version for parameter, version in Watching.divided.values())
         if changed:
             raise ModuleError(
-                f"configure_model has changed {changed} parameters after their layers were made. In stage 3 a layer is divided as "
-                "soon as it is made, and what is written into it later is lost. Initialise in the layer's own __init__, or with "
-                "self.apply(function), which gets each layer whole; make a model of transformers by from_pretrained or "
-                "AutoModelForCausalLM.from_config."
+                f"configure_model has changed {changed} parameters after their layers were made. In stage 3 a layer is "
+                "divided as soon as it is made, and what is written into it later is lost. Initialise in the layer's own "
+                "__init__, or with self.apply(function), which gets each layer whole; make a model of transformers by "
+                "from_pretrained or AutoModelForCausalLM.from_config."
             )
 
     @contextmanager
@@ -158,7 +158,6 @@ class Sharding:
         for reader in self._swappers:
             reader.close()
         self._whole, self._modules, self._swappers = {}, [], []
-
 
     def _keep(self, parameter: Any) -> None:
         """A parameter that no process has had whole: it stays divided, in memory, where there are several processes."""

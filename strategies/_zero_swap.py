@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from trainkit.strategies._aio import unreadable, unwritable
 
 __all__ = ["InMemory", "OnDisk", "Part", "Swap", "gradient_partition", "partition", "swapper", "swapping"]
 
@@ -65,24 +66,37 @@ class OnDisk:
         self._path, self._dtype, self._first, self._count = path, dtype, first, last - first
 
     def read(self) -> Tensor:
-        """See :meth:`Part.read`."""
+        """See :meth:`Part.read`.
+
+        Raises:
+            OffloadError: the file has gone, or cannot be read.
+        """
         found = torch.empty(self._count, dtype=self._dtype)
-        with open(self._path, "rb", buffering=0) as file:
-            file.seek(self._first * found.element_size())
-            left = memoryview(found.view(torch.uint8).numpy())  # type: ignore[arg-type]
-            while left:
-                count = file.readinto(left)
-                if not count:
-                    raise EOFError(f"{self._path} is shorter than what was written to it.")
-                left = left[count:]
+        left = memoryview(found.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        try:
+            with open(self._path, "rb", buffering=0) as file:
+                file.seek(self._first * found.element_size())
+                while left and (count := file.readinto(left)):
+                    left = left[count:]
+        except OSError as error:
+            raise unreadable(self._path) from error
+        if left:
+            raise unreadable(self._path)
         return found
 
     def write(self, values: Tensor) -> None:
-        """See :meth:`Part.write`."""
+        """See :meth:`Part.write`.
+
+        Raises:
+            OffloadError: the file has gone, or the disk is full.
+        """
         given = values.detach().reshape(-1).to("cpu", self._dtype).contiguous()
-        with open(self._path, "r+b") as file:
-            file.seek(self._first * given.element_size())
-            file.write(given.view(torch.uint8).numpy().data)
+        try:
+            with open(self._path, "r+b") as file:
+                file.seek(self._first * given.element_size())
+                file.write(given.view(torch.uint8).numpy().data)
+        except OSError as error:
+            raise unwritable(self._path, error) from error
 
 
 class Swap:
@@ -117,15 +131,12 @@ class Swap:
         """Whether a sub-group is on the disk; small ones are not."""
         return bool(self._zero._swappable_optimizer_subgroup(number))
 
-    def numel(self, number: int) -> int:
-        """How many elements its tensors have, which look empty while they are on the disk."""
-        return int(self._zero.fp16_partitioned_groups_flat_numel[number])
-
-    def part(self, tensor: Tensor, number: int, first: int, last: int) -> OnDisk:
+    def part(self, tensor: Tensor, number: int, first: int, last: int) -> Part:
         """A range of a sub-group's masters or of a tensor of its state."""
-        info = self._info(number)
-        path = next(held.swap_path for held in info.tensors if held.compute_tensor is tensor)
-        return OnDisk(path, tensor.dtype, first, last)
+        for held in self._info(number).tensors:
+            if held.compute_tensor is tensor:
+                return OnDisk(held.swap_path, tensor.dtype, first, last)
+        return InMemory(tensor, first, last)
 
     @contextmanager
     def resident(self, number: int) -> Iterator[None]:

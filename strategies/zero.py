@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ from trainkit.strategies._zero_engine import BareEngine, Engine
 from trainkit.strategies._zero_model import Dispatch, ShardedModel, holder
 from trainkit.strategies._zero_setup import Setup, check_machine
 from trainkit.strategies._zero_window import EngineWindow
-from trainkit.strategies.zero_config import ZeROConfig
+from trainkit.strategies.zero_config import NO_VALUES, ZeROConfig
 from trainkit.strategy import Strategy
 
 __all__ = ["ZeROStrategy"]
@@ -45,8 +45,8 @@ class ZeROStrategy(Strategy):
         stage: 1, 2 or 3.
         offload_optimizer: keep optimizer state and masters, and update, on the ``"cpu"`` or ``"nvme"`` (stage 3).
         offload_params: keep parameters there between uses (stage 3).
-        nvme_path: folder on a fast local disk for ``"nvme"``. Each process writes into one of its own in there, which it removes
-            at the end; what killed processes have left is removed by the next run. Tensors of less than 1 MiB stay in memory.
+        nvme_path: folder on a fast local disk for ``"nvme"``. Each process writes into one of its own in there, which it
+            removes at the end; what killed processes have left is removed by the next run. Tensors below 1 MiB stay in memory.
         pin_memory: page-locked host memory for what is offloaded: faster to and from a GPU.
         reduce_bucket_size: elements that are reduced at a time; default: 5e8, or those of the model.
         allgather_bucket_size: elements that are gathered at a time (stages 1 and 2); default: likewise.
@@ -62,8 +62,8 @@ class ZeROStrategy(Strategy):
             parameters on NVMe.
         max_params_in_cpu: elements of parameters that stay in host memory, though the others are on NVMe.
         param_buffer_count: parameters that are read from NVMe ahead.
-        optimizer_buffer_count: page-locked buffers of ``sub_group_size`` elements; default, and the least: one for the masters, one
-            for the gradients and one for each tensor that the optimizer has for each parameter (AdamW: 4 in all).
+        optimizer_buffer_count: page-locked buffers of ``sub_group_size`` elements; default, and the least: one for the masters,
+            one for the gradients and one for each tensor that the optimizer has for each parameter (AdamW: 4 in all).
         aio_block_size: bytes of a request to the disk.
         aio_queue_depth: requests under way.
         aio_threads: that share a read or write.
@@ -145,7 +145,7 @@ class ZeROStrategy(Strategy):
     def check_arguments(self, arguments: TrainerArguments) -> None:
         """See :meth:`trainkit.Strategy.check_arguments`."""
         if arguments.gradient_clip_algorithm == "value":
-            raise ConfigurationError(_NO_VALUES)
+            raise ConfigurationError(NO_VALUES)
 
     def join(self, wanted: Wanted) -> None:
         """See :meth:`trainkit.Strategy.join`."""
@@ -244,7 +244,9 @@ class ZeROStrategy(Strategy):
             setup.sharding.divide(target)
         config = setup.configuration(trained, optimizer)
         # stage 1 without overlapping has nothing to do during a backward pass
-        engine = Engine(setup.session, target, optimizer, config, local=local or (self.stage == 1 and not self.config.overlap_comm))
+        engine = Engine(
+            setup.session, target, optimizer, config, local=local or (self.stage == 1 and not self.config.overlap_comm)
+        )
         self._engines[id(optimizer)] = engine
         if not local:
             self._learning = EngineWindow(engine, self.window, self.world)
@@ -345,7 +347,7 @@ class ZeROStrategy(Strategy):
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError(_NO_VALUES)
+        raise ConfigurationError(NO_VALUES)
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
         """See :meth:`trainkit.Strategy.gathered_parameters`; masters do not follow what is modified."""
@@ -385,16 +387,11 @@ class ZeROStrategy(Strategy):
 
     def teardown(self) -> None:
         """Take DeepSpeed off the modules. Process groups stay: others may use them."""
-        for engine in (*self._engines.values(), self._bare):
-            if engine is not None:
-                engine.close()
-        if self._setup is not None:
-            self._setup.close(collective=not self.broken)
-            self._setup = None
-        self._begin()
-
-
-_NO_VALUES = (
-    "gradients cannot be clipped by value under ZeRO: no process has whole ones. Clip by norm: "
-    "Trainer(gradient_clip_val=1.0, gradient_clip_algorithm='norm')"
-)
+        with ExitStack() as rest:  # which is done whatever fails
+            rest.callback(self._begin)
+            if self._setup is not None:
+                rest.callback(self._setup.close, collective=not self.broken)
+                self._setup = None
+            for engine in (*self._engines.values(), self._bare):
+                if engine is not None:
+                    engine.close()

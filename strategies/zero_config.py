@@ -9,7 +9,12 @@ from typing import Any
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["ZeROConfig"]
+__all__ = ["NO_VALUES", "ZeROConfig"]
+
+NO_VALUES = (
+    "gradients cannot be clipped by value under ZeRO: no process has whole ones. Clip by norm: "
+    "Trainer(gradient_clip_val=1.0, gradient_clip_algorithm='norm')"
+)
 
 _PLACES = (None, "cpu", "nvme")
 # Elements; DeepSpeed allocates buckets of this size whatever the model is, so a small model gets smaller ones.
@@ -186,8 +191,8 @@ class ZeROConfig:
         buffers = self.optimizer_buffer_count or least
         if buffers < least:
             raise ConfigurationError(
-                f"optimizer_buffer_count={buffers} is too small: this optimizer has {optimizer_slots} tensors for each parameter, "
-                f"and with masters and gradients that is {least}. Leave it out."
+                f"optimizer_buffer_count={buffers} is too small: this optimizer has {optimizer_slots} tensors for each "
+                f"parameter, and with masters and gradients that is {least}. Leave it out."
             )
         parts = [-(-size // processes) for size in sizes]
         at_a_time = min(sum(parts), self.elements_at_a_time + max(parts, default=0))

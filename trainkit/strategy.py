@@ -151,7 +151,18 @@ class Strategy:
         return _NULL
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
-        """The module on the device, in the precision's dtype, wrapped if the strategy wraps."""
+        """The module on the device, in the precision's dtype, wrapped if the strategy wraps.
+
+        Raises:
+            ConfigurationError: parameters are divided over processes, as DeepSpeed leaves them.
+        """
+        divided = sum(hasattr(parameter, "ds_id") for parameter in module.parameters())
+        if divided:
+            raise ConfigurationError(
+                f"{divided} parameters are divided by ZeRO-3: configure_model has made them in an earlier run on several "
+                f"processes, or deepspeed.zero.Init. Go on with strategy='zero3', or start from a checkpoint: "
+                f"{type(module).__name__}.load_from_checkpoint(path)"
+            )
         self.precision.convert_module(module)
         odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != self.precision.parameter_dtype}
         if odd:

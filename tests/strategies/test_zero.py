@@ -17,7 +17,7 @@ from zero_parity import LIMITS, assert_parity, assert_same, expected
 from trainkit import Trainer
 from trainkit.errors import ConfigurationError, OptimizerError
 from trainkit.strategies import ZeROStrategy
-from trainkit.strategies._zero_optimizer import refuse_optimizer
+from trainkit.strategies._zero_optimizer import count_slots, refuse_optimizer
 
 
 def covering() -> list[tuple[str, int, int, float | None, str]]:
@@ -182,6 +182,18 @@ class AnyOptimizer(RegressionModule):
 def test_elementwise_optimizers(optimizer: str, kind: str) -> None:
     case = Case(samples=16, window=4, make=AnyOptimizer, options={"optimizer": optimizer}, arguments={"precision": "32-true"})
     assert trained(case, 1, strategy=strategy(kind)).losses == pytest.approx(trained(case, 1).losses, rel=2e-5)
+
+
+def test_how_many_tensors_an_optimizer_keeps() -> None:
+    """Found by a step of a copy, of which nobody learns."""
+    parameter = nn.Parameter(torch.ones(4))
+    plain, adam = torch.optim.SGD([parameter], lr=0.1), torch.optim.AdamW([parameter], amsgrad=True)
+    adam.register_step_post_hook(lambda *_: pytest.fail("a hook was called"))
+    assert (count_slots(plain), count_slots(adam)) == (0, 3)
+    assert count_slots(torch.optim.Rprop([{"params": [parameter]}, {"params": [nn.Parameter(torch.ones(2))]}])) == 2
+    assert torch.equal(parameter, torch.ones(4))
+    assert parameter.grad is None
+    assert not adam.state
 
 
 def test_clipping_by_value_is_refused_when_the_trainer_is_made() -> None:

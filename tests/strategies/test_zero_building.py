@@ -14,7 +14,7 @@ from zero_cases import Wide, strategy
 from zero_resume import ADAMW, assert_portable, case, save, tensors
 
 from trainkit import Callback, Trainer
-from trainkit.errors import ModuleError
+from trainkit.errors import ConfigurationError, ModuleError
 
 
 class Built(RegressionModule):
@@ -78,6 +78,22 @@ def divided() -> tuple[int, list[int], bool]:
     train(which, watch, strategy=strategy("zero3"))
     left = [p.numel() for p in module.parameters()]
     return watch.setup, left, len(train(which, strategy=strategy("zero3")).losses) > 0
+
+
+def test_what_stays_divided_is_for_stage_3() -> None:
+    """Another strategy would train nothing."""
+    for said in run_world(2, elsewhere):
+        assert said.startswith("4 parameters are divided by ZeRO-3: configure_model has made them in an earlier run")
+        assert said.endswith("Go on with strategy='zero3', or start from a checkpoint: Built.load_from_checkpoint(path)")
+
+
+def elsewhere() -> str:
+    module = Built()
+    which = Case(samples=12, make=lambda: module, arguments={"precision": "32-true"})
+    train(which, strategy=strategy("zero3"))
+    with pytest.raises(ConfigurationError) as caught:
+        train(which, strategy=strategy("ddp"))
+    return str(caught.value)
 
 
 class Late(Built):

@@ -152,6 +152,17 @@ def test_a_file_that_is_removed_while_training_goes_on() -> None:
         train(Case(samples=12, make=Wide, arguments=ALONE), Remove(), strategy=strategy("zero3-nvme"))
 
 
+def test_the_folder_goes_though_the_disk_fails() -> None:
+    class Remove(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            for name in files(Path.cwd()) if batch_idx == 2 else ():
+                (Path.cwd() / name).unlink()
+
+    with pytest.raises(OffloadError, match="could not be read back: somebody has removed it"):
+        train(Case(samples=12, make=Wide, arguments=ALONE), Remove(), strategy=strategy("zero3-both-nvme"))
+    assert not [*Path.cwd().iterdir()]
+
+
 def test_too_few_buffers() -> None:
     with pytest.raises(ConfigurationError, match=r"optimizer_buffer_count=3 is too small: this optimizer has 2 .* that is 4"):
         train(
