@@ -287,7 +287,7 @@ def main(rank=None):
             raise ValueError("boom")
         member.step()
     member.run(work)
-    sys.stdout.write(f"rank {{member.rank}} is done\n")  # in one piece, also where nothing is buffered
+    sys.stdout.write(f"rank {{member.rank}} is done\\n")  # in one piece, also where nothing is buffered
 
 if __name__ == "__main__":
     {start}
