@@ -73,7 +73,7 @@ class Engine:
             self._engine, *_ = session.package.initialize(model=module, optimizer=self.shadow.inner, config=config)
         self.zero: Any = self._engine.optimizer
         self._swap = swapping(self.zero)
-        for number, flat in enumerate(self.flats):
+        for number, flat in enumerate(self.flats if self.shadow.begins_with_state else ()):
             with self.resident(number):
                 self.shadow.make_state(flat)
         zero_config = config["zero_optimization"]

@@ -108,20 +108,23 @@ class Shadow:
         DeepSpeed puts another Adagrad in the place of one, with one group and default options; so it is not to see that.
         """
         kind = type(self.inner)
-        adagrad = isinstance(self.inner, torch.optim.Adagrad)
-        if adagrad:
+        if self.begins_with_state:
             self.inner.__class__ = Optimizer
         try:
             yield
         finally:
             self.inner.__class__ = kind
 
+    @property
+    def begins_with_state(self) -> bool:
+        """Whether it has state before its first step, as an Adagrad has."""
+        return isinstance(self.inner, torch.optim.Adagrad)
+
     def make_state(self, flat: Tensor) -> None:
-        """The state that an Adagrad has from the beginning, for a partition."""
-        if isinstance(self.inner, torch.optim.Adagrad):
-            initial = self.inner.defaults["initial_accumulator_value"]
-            total = torch.full_like(flat, initial, requires_grad=False)
-            self.inner.state[flat] = {"step": torch.tensor(0.0), "sum": total}
+        """That state, for a partition."""
+        initial = self.inner.defaults["initial_accumulator_value"]
+        total = torch.full_like(flat, initial, requires_grad=False)
+        self.inner.state[flat] = {"step": torch.tensor(0.0), "sum": total}
 
     def refuse_changes(self) -> None:
         """Refuse groups and parameters that came later, and others to be trained: the partitions are made.
