@@ -34,6 +34,20 @@ _COUNTS = {  # and the least that each may be
     "aio_queue_depth": 1,
     "aio_threads": 1,
 }
+_BLOCK = 4096  # bytes
+_ONLY = {  # where options are used that are not used everywhere
+    "stage 3": (
+        "sub_group_size",
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+    ),
+    "stages 1 and 2": ("allgather_bucket_size", "round_robin_gradients"),
+    "NVMe": ("aio_block_size", "aio_queue_depth", "aio_threads", "aio_single_submit", "aio_overlap_events"),
+    "offload_params='nvme'": ("max_params_in_cpu", "param_buffer_count"),
+    "offload_optimizer='nvme'": ("optimizer_buffer_count",),
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,30 @@ class ZeROConfig:
         self._check_offload()
         for name, least in _COUNTS.items():
             self._check_count(name, least)
+
+        self._check_used()
+        if self.aio_block_size % _BLOCK:
+            raise ConfigurationError(
+                f"aio_block_size must be a multiple of {_BLOCK} bytes, which disks are read and written in, not "
+                f"{self.aio_block_size}."
+            )
+
+    def _check_used(self) -> None:
+        """Refuse options that nothing would look at."""
+        holds = {
+            "stage 3": self.stage == 3,
+            "stages 1 and 2": self.stage < 3,
+            "NVMe": self.uses_nvme,
+            "offload_params='nvme'": self.offload_params == "nvme",
+            "offload_optimizer='nvme'": self.offload_optimizer == "nvme",
+        }
+        for where, names in _ONLY.items():
+            for name in names:
+                if not holds[where] and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ConfigurationError(
+                        f"{name}={getattr(self, name)!r} is for {where}, and this is ZeROStrategy(stage={self.stage}, "
+                        f"offload_optimizer={self.offload_optimizer!r}, offload_params={self.offload_params!r}). Leave it out."
+                    )
 
     @property
     def uses_nvme(self) -> bool:

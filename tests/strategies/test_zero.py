@@ -143,6 +143,11 @@ def test_no_loss_on_a_stage_where_nobody_waits(kind: str) -> None:
         ({"offload_optimizer": "disk"}, "offload_optimizer must be None, 'cpu' or 'nvme', not 'disk'"),
         ({"reduce_bucket_size": 0}, "reduce_bucket_size must be a whole number ≥ 1, not 0"),
         ({"aio_queue_depth": None}, "aio_queue_depth must be a whole number ≥ 1, not None"),
+        ({"stage": 2, "aio_queue_depth": 16}, "aio_queue_depth=16 is for NVMe, and this is ZeROStrategy.stage=2"),
+        ({"stage": 2, "sub_group_size": 10}, "sub_group_size=10 is for stage 3, and this is .* Leave it out"),
+        ({"stage": 3, "round_robin_gradients": True}, "round_robin_gradients=True is for stages 1 and 2"),
+        ({"stage": 3, "optimizer_buffer_count": 5}, "optimizer_buffer_count=5 is for offload_optimizer='nvme'"),
+        ({"stage": 3, "max_params_in_cpu": 5}, "max_params_in_cpu=5 is for offload_params='nvme'"),
         ({"timeout": -1}, "timeout must be a timedelta or seconds"),
     ],
 )

@@ -142,25 +142,39 @@ def test_parameters_are_gathered_all_at_once() -> None:
     assert all(torch.equal(p, own + 1.0) for p, own in zip(net.parameters(), before, strict=True))
 
 
-def test_a_file_that_is_removed_while_training_goes_on() -> None:
+@pytest.mark.parametrize("kind", ["zero3-nvme", "zero3-both-nvme"])
+def test_a_file_that_is_removed_while_training_goes_on(kind: str) -> None:
+    """It is said, and the folder goes."""
+
     class Remove(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             for name in files(Path.cwd()) if batch_idx == 2 else ():
                 (Path.cwd() / name).unlink()
 
     with pytest.raises(OffloadError, match="could not be read back: somebody has removed it"):
-        train(Case(samples=12, make=Wide, arguments=ALONE), Remove(), strategy=strategy("zero3-nvme"))
-
-
-def test_the_folder_goes_though_the_disk_fails() -> None:
-    class Remove(Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            for name in files(Path.cwd()) if batch_idx == 2 else ():
-                (Path.cwd() / name).unlink()
-
-    with pytest.raises(OffloadError, match="could not be read back: somebody has removed it"):
-        train(Case(samples=12, make=Wide, arguments=ALONE), Remove(), strategy=strategy("zero3-both-nvme"))
+        train(Case(samples=12, make=Wide, arguments=ALONE), Remove(), strategy=strategy(kind))
     assert not [*Path.cwd().iterdir()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"aio_threads": 2, "aio_block_size": 65536, "aio_queue_depth": 2},
+        {"aio_overlap_events": False, "aio_single_submit": True},
+        {"max_params_in_cpu": 10**9, "param_buffer_count": 1},
+        {"max_params_in_cpu": 600_000, "sub_group_size": 300_000, "optimizer_buffer_count": 7},
+    ],
+)
+def test_options(options: dict[str, Any]) -> None:
+    """However the disk is used, the losses are the same."""
+    which = Case(samples=24, make=Wide, options={"layers": 3, "optimizer": "adamw"}, arguments=ALONE)
+    record = trained(which, 1, strategy=strategy("zero3-both-nvme", **options))
+    assert record.losses == pytest.approx(trained(which, 1).losses, rel=2e-5)
+
+
+def test_a_block_that_no_disk_has() -> None:
+    with pytest.raises(ConfigurationError, match="aio_block_size must be a multiple of 4096 bytes, .* not 1000"):
+        strategy("zero3-nvme", aio_block_size=1000)
 
 
 def test_too_few_buffers() -> None:
