@@ -54,8 +54,11 @@ class Setup:
         self.session = Session(world, device)
         self._folder: Folder | None = None
         if config.nvme_path is not None:
-            load("AsyncIOBuilder", "pin_memory", "async_io")
-            self._folder = Folder(config.nvme_path)
+            with ExitStack() as failed:
+                failed.callback(self.session.close)
+                load("AsyncIOBuilder", "pin_memory", "async_io")
+                self._folder = Folder(config.nvme_path)
+                failed.pop_all()
         dtype = torch.bfloat16 if "bf16" in dtypes else torch.float32
         self.sharding = Sharding(self.session, self.configuration, device, dtype)
 

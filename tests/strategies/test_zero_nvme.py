@@ -16,7 +16,7 @@ from worlds import run_world
 from zero_cases import NVME, Wide, strategy
 
 import trainkit
-from trainkit import Accelerator, Callback
+from trainkit import Accelerator, Callback, Trainer
 from trainkit.errors import ConfigurationError, OffloadError
 
 pytestmark = pytest.mark.zero
@@ -175,6 +175,26 @@ def test_options(options: dict[str, Any]) -> None:
 def test_a_block_that_no_disk_has() -> None:
     with pytest.raises(ConfigurationError, match="aio_block_size must be a multiple of 4096 bytes, .* not 1000"):
         strategy("zero3-nvme", aio_block_size=1000)
+
+
+@pytest.mark.parametrize("kind", ["zero3-nvme", "zero3-both-nvme"])
+def test_an_evaluation_alone(kind: str) -> None:
+    quiet: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    expected = Trainer(strategy="auto", **quiet).validate(Wide(), DataLoader(Noisy(6), 2), verbose=False)
+    assert Trainer(strategy=strategy(kind), **quiet).validate(Wide(), DataLoader(Noisy(6), 2), verbose=False) == [
+        pytest.approx(expected[0], rel=1e-6)
+    ]
+    assert not [*Path.cwd().iterdir()]
+
+
+def test_what_cannot_be_compiled_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("the compiler failed")
+
+    monkeypatch.setattr("trainkit.strategies._zero_setup.load", fail)
+    with pytest.raises(RuntimeError, match="the compiler failed"):
+        train(Case(samples=12, make=Wide, arguments=ALONE), strategy=strategy("zero3-nvme"))
+    assert not torch.distributed.is_initialized()
 
 
 def test_too_few_buffers() -> None:
