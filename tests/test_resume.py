@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,22 @@ def test_hooks_see_and_change_the_checkpoint() -> None:
     assert mine["tuple"] == (1, 2)
     assert mine["tensor"].tolist() == [0, 1, 2]
     assert same(parameters_of(module), parameters_of(trainer.model))
+
+
+def test_no_memory_is_kept_for_the_checkpoint() -> None:
+    seen: list[Any] = []
+
+    class Watch(Callback):
+        def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            seen.extend(weakref.ref(tensor) for tensor in checkpoint["state_dict"].values())
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen[:] = [reference() for reference in seen]
+
+    saved()
+    saving(Watch(), max_epochs=2).fit(Adam(), tiny_loader(), ckpt_path="last")
+    assert seen
+    assert all(tensor is None for tensor in seen)
 
 
 def test_state_of_callbacks_and_data() -> None:

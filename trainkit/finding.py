@@ -18,6 +18,7 @@ from trainkit.registry import load_callback
 from trainkit.state.parts import model_stems
 
 if TYPE_CHECKING:
+    from trainkit.strategy import Strategy
     from trainkit.trainer import Trainer
 
 __all__ = ["WORDS", "Found", "checkpoint_folders", "find_checkpoint", "newest_of"]
@@ -67,11 +68,11 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str], folders
         CheckpointNotFoundError: there is none.
         CorruptCheckpointError: the one that was named is bad, or all are.
     """
-    world = trainer.strategy.world
+    strategy, world = trainer.strategy, trainer.strategy.world
     if ckpt_path in ("auto", "last"):
-        return _newest(world, str(ckpt_path), folders, whole)
+        return _newest(strategy, str(ckpt_path), folders, whole)
     named = together(world, lambda: os.fspath(_named(trainer, ckpt_path, folders)) if world.is_main else None)[0]
-    return _read(world, Path(named), whole)
+    return _read(strategy, Path(named), whole)
 
 
 def _named(trainer: Trainer, ckpt_path: str | os.PathLike[str], folders: list[Path]) -> Path:
@@ -86,7 +87,7 @@ def _named(trainer: Trainer, ckpt_path: str | os.PathLike[str], folders: list[Pa
     return path
 
 
-def _read(world: World, path: Path, whole: bool) -> Found:
+def _read(strategy: Strategy, path: Path, whole: bool) -> Found:
     """Read a checkpoint on all processes."""
 
     def stems(manifest: Manifest) -> set[str] | None:
@@ -97,7 +98,7 @@ def _read(world: World, path: Path, whole: bool) -> Found:
             )
         return None if whole else model_stems(manifest.files) | {"state"}
 
-    return Found(path, read_together(path, world, stems))
+    return Found(path, read_together(path, strategy.world, stems, mapped=strategy.sharded_state))
 
 
 def _resumable(manifest: Manifest | None) -> bool:
@@ -122,11 +123,11 @@ def _listed(world: World, folders: list[Path]) -> tuple[list[_Listed], str]:
     return [_Listed(Path(path), *rest) for path, *rest in rows], where
 
 
-def newest_of(world: World, run_id: str, since: int, folders: list[Path]) -> Found | None:
+def newest_of(strategy: Strategy, run_id: str, since: int, folders: list[Path]) -> Found | None:
     """The newest good checkpoint of a run that it can go on from; bad ones are named.
 
     Args:
-        world: the processes.
+        strategy: of the run.
         run_id: the run.
         since: only those of a higher save counter.
         folders: where to look.
@@ -135,14 +136,14 @@ def newest_of(world: World, run_id: str, since: int, folders: list[Path]) -> Fou
         CorruptCheckpointError: there are some, and all are bad.
     """
     bad: list[str] = []
-    listed, where = _listed(world, folders)
+    listed, where = _listed(strategy.world, folders)
     for one in listed:
         own = one.run_id == run_id and one.counter > since and (one.problem is not None or one.resumable)
         if not own and one.run_id is not None:
             continue
         try:
             if one.problem is None:
-                return _read(world, one.path, whole=True)
+                return _read(strategy, one.path, whole=True)
             problem = one.problem
         except CorruptCheckpointError as error:
             problem = str(error)
@@ -157,10 +158,10 @@ def newest_of(world: World, run_id: str, since: int, folders: list[Path]) -> Fou
     return None
 
 
-def _newest(world: World, word: str, folders: list[Path], whole: bool) -> Found | None:
+def _newest(strategy: Strategy, word: str, folders: list[Path], whole: bool) -> Found | None:
     bad: list[str] = []
     weights: list[str] = []
-    listed, where = _listed(world, folders)
+    listed, where = _listed(strategy.world, folders)
     for one in listed:
         if one.problem is not None:
             bad.append(one.problem)
@@ -169,7 +170,7 @@ def _newest(world: World, word: str, folders: list[Path], whole: bool) -> Found 
             weights.append(str(one.path))
             continue
         try:
-            read = _read(world, one.path, whole)
+            read = _read(strategy, one.path, whole)
         except CorruptCheckpointError as error:
             bad.append(str(error))
             continue

@@ -13,7 +13,6 @@ from torch import Tensor
 from trainkit.checkpoint.reader import Loaded
 from trainkit.console import notice, warn
 from trainkit.data.order import ORDER_VERSION
-from trainkit.distributed import World
 from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameError, nearest
 from trainkit.finding import WORDS, Found, checkpoint_folders, find_checkpoint, newest_of
 from trainkit.rng import KEY_VERSION
@@ -21,6 +20,7 @@ from trainkit.state.parts import Parts, check_names, restore, shown
 from trainkit.state.run import parts_of, restore_loop, restore_run
 
 if TYPE_CHECKING:
+    from trainkit.strategy import Strategy
     from trainkit.trainer import Trainer
 
 __all__ = ["PARTS", "Found", "begin_resume", "check_restore", "checkpoint_folders", "load_weights", "restore_fit"]
@@ -70,7 +70,7 @@ def begin_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wan
         if trainer.fast_dev_run and wanted - {"model"}:
             wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
         elif before is not None:
-            trainer.found = _restarted(world, before, folders)
+            trainer.found = _restarted(trainer.strategy, before, folders)
         if trainer.found is not None:
             wanted |= set(PARTS)
         elif ckpt_path is not None:
@@ -103,10 +103,10 @@ def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: s
                 )
 
 
-def _restarted(world: World, before: str, folders: list[Path]) -> Found | None:
+def _restarted(strategy: Strategy, before: str, folders: list[Path]) -> Found | None:
     """What a run goes on from whose processes were started anew: the newest that it has saved since the job began."""
     run_id, _, since = before.partition(" ")
-    found = newest_of(world, run_id, int(since or 0), folders)
+    found = newest_of(strategy, run_id, int(since or 0), folders)
     if found is None:
         notice(
             "the processes were started anew, and no checkpoint was saved since the job began: the run starts as it did the "

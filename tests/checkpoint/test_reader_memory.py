@@ -28,7 +28,7 @@ def peak():
 ordinary, *paths = sys.argv[1:]
 open_checkpoint(ordinary).read()  # what is loaded on first use
 for path in paths:
-    for action in (Checkpoint.read, Checkpoint.verify):
+    for action in (Checkpoint.read, Checkpoint.verify, lambda checkpoint: checkpoint.read(mapped=True)):
         child = os.fork()
         if child == 0:
             before, said = peak(), "read"
@@ -43,11 +43,12 @@ for path in paths:
 
 
 def measure(ordinary: Path, *paths: Path) -> list[tuple[str, int]]:
-    """What was raised by reading, and the memory that took; the same for verifying, then for the next checkpoint."""
+    """What was raised by reading, and the memory that took; the same for verifying, and for reading with tensors
+    that stay on the disk; then for the next checkpoint."""
     done = run_python("-W", "ignore", "-c", MEASURE, str(ordinary), *map(str, paths))
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 2 * len(paths), done.stderr
+    assert len(lines) == 3 * len(paths), done.stderr
     return [(said, int(grown)) for said, grown in lines]
 
 
@@ -74,7 +75,7 @@ def file_of_tensors(path: Path, size: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of the memory is read from /proc")
 @pytest.mark.parametrize("kinds", [["tuples"], pytest.param([*LARGE], marks=pytest.mark.slow)])
 def test_memory_is_bounded(run_dir: Path, kinds: list[str]) -> None:
-    """At most 64 MiB + 40 × the JSON + the files of tensors, whatever is in them."""
+    """At most 64 MiB + 40 × the JSON + the files of tensors that are read, whatever is in them."""
     paths = {kind: make(run_dir / kind) for kind in ("ordinary", "tensors", "manifest", *kinds)}
     file_of_tensors(paths["tensors"] / "model.safetensors", 200 * 2**20)
     seal(paths["tensors"], lambda manifest: manifest.update(aliases={}))
@@ -85,7 +86,7 @@ def test_memory_is_bounded(run_dir: Path, kinds: list[str]) -> None:
         seal(paths[kind])
     measured = measure(paths["ordinary"], *paths.values())
     for number, (kind, path) in enumerate(paths.items()):
-        for action, (said, grown) in zip(("read", "verify"), measured[2 * number : 2 * number + 2], strict=True):
+        for action, (said, grown) in zip(("read", "verify", "map"), measured[3 * number : 3 * number + 3], strict=True):
             assert said == ("CorruptCheckpointError" if kind == "manifest" else "read"), (kind, action)
             files = {name: (path / name).stat().st_size for name in names(path)}
             json_size = files[MANIFEST] + files["state.json"]

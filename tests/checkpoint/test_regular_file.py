@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,44 @@ import pytest
 import torch
 from checkpoints import complaint
 
-from trainkit.checkpoint.regular_file import read_file
+from trainkit.checkpoint.regular_file import _NORESERVE, map_file, read_file
 from trainkit.errors import CheckpointError
 
 NAME = "the checkpoint/file"
 
 
 def refused(path: str, size: int = 4, digest: str = hashlib.sha256(b"data").hexdigest()) -> str:
-    return complaint(lambda: read_file(Path(path), size, digest, NAME), NAME)
+    """What is said of a file, which is the same whether it is read or mapped."""
+    said = {complaint(lambda way=way: way(Path(path), size, digest, NAME), NAME) for way in (read_file, map_file)}  # type: ignore[misc]
+    assert len(said) == 1
+    return said.pop()
 
 
-def test_a_file_is_read_whole() -> None:
+@pytest.mark.parametrize("way", [read_file, map_file])
+def test_a_file_is_read_whole(way: Callable[..., memoryview]) -> None:
     for size in (0, 1, 100, 2**20, 3 * 2**20 + 1):
         data = os.urandom(size)
         Path("file").write_bytes(data)
-        assert bytes(read_file(Path("file"), size, hashlib.sha256(data).hexdigest(), "x")) == data
+        assert bytes(way(Path("file"), size, hashlib.sha256(data).hexdigest(), "x")) == data
+
+
+def test_what_is_written_into_a_mapped_file_is_not_on_the_disk() -> None:
+    Path("file").write_bytes(b"data")
+    mapped = map_file(Path("file"), 4, None, "x")
+    mapped[:2] = b"--"
+    assert Path("file").read_bytes() == b"data"
+    Path("file").unlink()
+    assert bytes(mapped) == b"--ta"
+
+
+@pytest.mark.skipif(not _NORESERVE, reason="the system's number for it is not known")
+def test_a_file_larger_than_the_memory_can_be_mapped() -> None:
+    size = 2**42
+    Path("file").touch()
+    os.truncate("file", size)  # which takes no space
+    mapped = map_file(Path("file"), size, None, "x")
+    mapped[size - 1] = 1
+    assert mapped[size - 2 :] == b"\0\1"
 
 
 def test_what_is_not_the_file_that_was_written_is_refused() -> None:
@@ -49,11 +73,12 @@ def test_a_file_that_does_not_fit_into_memory_is_named(monkeypatch: pytest.Monke
         read_file(Path("file"), 4, "0" * 64, "f")
 
 
-def test_what_another_process_has_verified_is_not_hashed_again() -> None:
+@pytest.mark.parametrize("way", [read_file, map_file])
+def test_what_another_process_has_verified_is_not_hashed_again(way: Callable[..., memoryview]) -> None:
     Path("file").write_bytes(b"data")
-    assert bytes(read_file(Path("file"), 4, None, "x")) == b"data"
+    assert bytes(way(Path("file"), 4, None, "x")) == b"data"
     with pytest.raises(CheckpointError, match="^f: 4 bytes, but 3 were written"):
-        read_file(Path("file"), 3, None, "f")
+        way(Path("file"), 3, None, "f")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
@@ -92,7 +117,7 @@ def test_an_exchange_between_looking_and_opening_is_found(kind: str, monkeypatch
         return found
 
     monkeypatch.setattr(os, "lstat", exchange)
-    message = refused("file")
+    message = complaint(lambda: read_file(Path("file"), 4, hashlib.sha256(b"data").hexdigest(), NAME), NAME)
     assert ("was exchanged" if kind == "pipe" else "cannot be read") in message
 
 

@@ -45,10 +45,11 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_everybody_has_everything(checkpoint: Path, size: int) -> None:
+def test_everybody_has_everything(checkpoint: Path, size: int, mapped: bool) -> None:
     alone = open_checkpoint(checkpoint).read()
-    for loaded in values(in_threads(size, lambda team: read_together(checkpoint, team))):
+    for loaded in values(in_threads(size, lambda team: read_together(checkpoint, team, mapped=mapped))):
         assert loaded.manifest.to_bytes() == alone.manifest.to_bytes()
         for stem, tensors in TENSORS.items():
             assert all(loaded.tensors[stem][name].equal(tensor) for name, tensor in tensors.items())
@@ -70,12 +71,13 @@ def test_only_what_is_asked_for(checkpoint: Path, hashed: list[str]) -> None:
     assert all(name.startswith("model") for name in hashed)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "state.json", "config.json", "manifest.json"])
-def test_damage_is_everybodys(checkpoint: Path, name: str) -> None:
+def test_damage_is_everybodys(checkpoint: Path, name: str, mapped: bool) -> None:
     data = bytearray((checkpoint / name).read_bytes())
     data[-2] ^= 1
     (checkpoint / name).write_bytes(data)
-    ends = in_threads(3, lambda team: read_together(checkpoint, team))
+    ends = in_threads(3, lambda team: read_together(checkpoint, team, mapped=mapped))
     assert {type(end) for end in ends} == {CorruptCheckpointError}
     assert len({str(end) for end in ends}) == 1
     assert name in str(ends[0])

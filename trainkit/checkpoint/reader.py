@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.place import MOST_NAMED, has_our_files, identity, is_checkpoint, nothing_at, some
-from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file, regular_file
+from trainkit.checkpoint.regular_file import map_file, not_regular, read_file, read_small_file, regular_file
 from trainkit.checkpoint.tagged import MAX_JSON_BYTES, loads, strict_json
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
@@ -81,13 +81,15 @@ class Checkpoint:
         """What it has tensors or state of, for ``read``: ``"model"``, ``"optimizer"``, ``"state"``, …"""
         return sorted({*self._stems(), "state"})
 
-    def read(self, stems: Collection[str] | None = None) -> Loaded:
+    def read(self, stems: Collection[str] | None = None, *, mapped: bool = False) -> Loaded:
         """The content. Every file is read once and verified, all of them before anything is returned.
 
         Memory: that of the tensors, and while ``state.json`` is decoded up to 40 times its size.
 
         Args:
             stems: what to read, of ``stems``; everything if None, which verifies the attachments too.
+            mapped: leave the values of models and optimizers on the disk until they are used, which needs no memory of their
+                size. They must not be kept: as long as they are used their files must stay as they are.
 
         Raises:
             StateMismatchError: a stem that the checkpoint has not.
@@ -96,7 +98,7 @@ class Checkpoint:
         """
         wanted = self._wanted(stems)
         with self._undisturbed():
-            loaded = self._load(wanted, self._content)
+            loaded = self._load(wanted, self._mapped if mapped else self._content)
             if stems is None:
                 self._check_attachments()
         return loaded
@@ -186,6 +188,13 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self._what(name)}: its {entry.size:,} bytes do not fit into the memory that is free"
             ) from None
+
+    def _mapped(self, name: str, verified: bool = False) -> memoryview:
+        """The same without the values of a model or an optimizer in memory."""
+        if not name.endswith(_TENSORS) or name.startswith("state"):
+            return self._content(name, verified)
+        entry = self.manifest.files[name]
+        return map_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name))
 
     def _outline(self, name: str) -> memoryview:
         """The same for who wants no values: of a file of tensors the header alone, before memory that nobody has touched."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
+import platform
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -14,9 +16,11 @@ import torch
 
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["not_regular", "read_file", "read_small_file", "regular_file"]
+__all__ = ["map_file", "not_regular", "read_file", "read_small_file", "regular_file"]
 
 _PIECE = 2**20  # what is read and hashed at a time: small enough to be hashed from the cache
+# Linux's, which Python does not name: without it a file that is larger than the memory could not be mapped to be written into.
+_NORESERVE = 0x4000 if platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64") else 0
 
 
 def read_small_file(path: Path, limit: int) -> bytes:
@@ -85,33 +89,60 @@ def read_file(path: Path, size: int, sha256: str | None, what: str) -> memoryvie
         CorruptCheckpointError: it is missing, cannot be read, or its size or digest is another.
         CheckpointError: it does not fit into memory.
     """
+    with _of_size(path, size, what) as file:
+        # not numpy: its empty() asks for huge pages, and putting those together can take seconds
+        buffer = torch.empty(size, dtype=torch.uint8).numpy().data
+        _read(file, lambda start, end: buffer[start:end], size, sha256, what)
+    return buffer
+
+
+def map_file(path: Path, size: int, sha256: str | None, what: str) -> memoryview:
+    """:func:`read_file` for what is larger than the memory may be: the bytes come from the disk when they are used.
+
+    What is written into them is this process's alone, and does not get to the disk. The file must not be changed as long as
+    they are used; that it is removed does no harm.
+    """
+    with _of_size(path, size, what) as file:
+        piece = memoryview(bytearray(min(size, _PIECE)))
+        if sha256 is not None:
+            _read(file, lambda start, end: piece[: end - start], size, sha256, what)
+        if not size:
+            return piece
+        return memoryview(mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE | _NORESERVE))
+
+
+@contextmanager
+def _of_size(path: Path, size: int, what: str) -> Iterator[FileIO]:
+    """The file, opened, which has the size that was written; what fails with it within is said of it."""
     try:
-        with open(_open_regular(path, what), "rb", buffering=0) as file:
+        with FileIO(_open_regular(path, what)) as file:
             found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise CorruptCheckpointError(f"{what}: {found:,} bytes, but {size:,} were written")
-            # not numpy: its empty() asks for huge pages, and putting those together can take seconds
-            buffer = torch.empty(size, dtype=torch.uint8).numpy().data
-            position, digest = 0, hashlib.sha256()
-            while position < size:
-                count = file.readinto(buffer[position : position + _PIECE])
-                if not count:
-                    raise CorruptCheckpointError(f"{what}: ends after {position:,} of {size:,} bytes")
-                if sha256 is not None:
-                    digest.update(buffer[position : position + count])
-                position += count
-            if file.read(1):
-                raise CorruptCheckpointError(f"{what}: grows while it is read")
-            actual = digest.hexdigest()
+            yield file
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{what}: missing") from None
     except OSError as error:
         raise CorruptCheckpointError(f"{what}: cannot be read: {error}") from error
     except (MemoryError, RuntimeError) as error:  # the latter is torch's
         raise CheckpointError(f"{what}: {size:,} bytes, for which there is not enough memory") from error
-    if sha256 not in (None, actual):
-        raise CorruptCheckpointError(f"{what}: its SHA-256 is {actual}, but what was written had {sha256}")
-    return buffer
+
+
+def _read(file: FileIO, into: Callable[[int, int], memoryview], size: int, sha256: str | None, what: str) -> None:
+    """Read all of a file, each piece into the memory that there is for it, and look at its digest, if there is one."""
+    position, digest = 0, hashlib.sha256()
+    while position < size:
+        piece = into(position, min(position + _PIECE, size))
+        count = file.readinto(piece)
+        if not count:
+            raise CorruptCheckpointError(f"{what}: ends after {position:,} of {size:,} bytes")
+        if sha256 is not None:
+            digest.update(piece[:count])
+        position += count
+    if file.read(1):
+        raise CorruptCheckpointError(f"{what}: grows while it is read")
+    if sha256 not in (None, digest.hexdigest()):
+        raise CorruptCheckpointError(f"{what}: its SHA-256 is {digest.hexdigest()}, but what was written had {sha256}")
 
 
 def _open_regular(path: Path, what: str) -> int:

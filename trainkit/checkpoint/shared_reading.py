@@ -17,7 +17,11 @@ __all__ = ["read_together"]
 
 
 def read_together(
-    path: str | os.PathLike[str], group: Group, choose: Callable[[Manifest], Collection[str] | None] = lambda manifest: None
+    path: str | os.PathLike[str],
+    group: Group,
+    choose: Callable[[Manifest], Collection[str] | None] = lambda manifest: None,
+    *,
+    mapped: bool = False,
 ) -> Loaded:
     """:meth:`Checkpoint.read` on all processes of a group: everything on each of them, or the same error on all.
 
@@ -28,13 +32,14 @@ def read_together(
         path: the checkpoint; the main process's counts.
         group: the processes; all of them call this.
         choose: given the manifest, which stems to read, None for everything; as of :meth:`Checkpoint.read`. It may raise.
+        mapped: as of :meth:`Checkpoint.read`.
 
     Raises:
         CheckpointError: as :func:`open_checkpoint` and :meth:`Checkpoint.read` do, or the processes see different checkpoints.
     """
     if group.size == 1:
         checkpoint = open_checkpoint(path)
-        return checkpoint.read(choose(checkpoint.manifest))
+        return checkpoint.read(choose(checkpoint.manifest), mapped=mapped)
     path = together(group, lambda: os.path.abspath(path))[0]
     found: list[Checkpoint] = []
     wanted: set[str] = set()
@@ -49,11 +54,14 @@ def read_together(
         sizes = {name: checkpoint.manifest.files[name].size for name in checkpoint._files_of(stems)}
         own = deal(sizes, [0] * group.size).get(group.rank, [])
         with checkpoint._undisturbed():
-            contents.update({name: checkpoint._content(name) for name in own})
+            fetch = checkpoint._mapped if mapped else checkpoint._content
+            contents.update({name: fetch(name) for name in own})
         return hashlib.sha256(checkpoint._identity or b"").hexdigest()
 
     def fetch(name: str) -> memoryview:
-        return contents.pop(name) if name in contents else found[0]._content(name, verified=True)
+        if name in contents:
+            return contents.pop(name)
+        return found[0]._mapped(name, verified=True) if mapped else found[0]._content(name, verified=True)
 
     def load() -> None:
         with found[0]._undisturbed():

@@ -239,6 +239,7 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
             yield memoryview(small)
             small = bytearray()
         yield from _cut(view)
+        piece = view = memoryview(b"")  # its memory is given back before the next piece is made
     if small:
         yield memoryview(small)
 
@@ -258,6 +259,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, s
             size += len(block)
             while block:  # a raw write may take only part of it
                 block = block[file.write(block) or 0 :]
+            block = memoryview(b"")  # its memory is given back before the next one is made
         _sync(file.fileno())
     return size, digest.hexdigest()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,27 +12,12 @@ from torch import Tensor
 
 from trainkit.cli.checkpoint.pieces import Piece
 from trainkit.errors import CheckpointError, ConfigurationError
+from trainkit.state.adapters import adapter_config, adapter_names, adapters_of
 
 __all__ = ["DTYPES", "Folder", "cast", "lay_out"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-# How PEFT names the parameters of its methods. Others keep what they learn in ways of their own, which it alone knows.
-_PREFIXES = {
-    "C3A": "c3a_",
-    "FOURIERFT": "fourierft_",
-    "HRA": "hra_",
-    "IA3": "ia3_",
-    "LN_TUNING": "ln_tuning_",
-    "LOHA": "hada_",
-    "LOKR": "lokr_",
-    "LORA": "lora_",
-    "MISS": "miss_",
-    "OFT": "oft_",
-    "ROAD": "road_",
-    "TRAINABLE_TOKENS": "trainable_tokens_",
-}
-_TO_SAVE = "modules_to_save"
 _SHOWN = 10
 
 
@@ -162,78 +146,31 @@ def _tied_by_class(config: Any) -> dict[str, int]:
 
 
 def _peft(piece: Piece) -> dict[str, Folder]:
-    own = piece.configs.get("", {})
-    adapters = own.get("config") if own.get("kind") == "peft" else own.get("adapters")
-    if not isinstance(adapters, Mapping) or not adapters:
+    adapters, start = adapters_of(piece.configs)
+    if not adapters:
         raise ConfigurationError(_not_that("a PEFT model", "peft", piece))
-    inside = own.get("kind") == "peft"
     tensors = {**piece.tensors, **{alias: piece.tensors[stored] for alias, stored in piece.aliases.items()}}
     folders: dict[str, Folder] = {}
     lost: list[str] = []
     for adapter, config in adapters.items():
-        others = [name for name in adapters if name != adapter]
-        names = _adapter_names([*tensors, *piece.lacking], str(adapter), others, config)
+        names = adapter_names([*tensors, *piece.lacking], adapter, adapters)
         missing = [name for name in names if name not in tensors]
         if not names or len(missing) == len(names):
-            lost.append(str(adapter))
+            lost.append(adapter)
             continue
         if missing:
             raise CheckpointError(
                 f"The checkpoint holds only what was trained, and of the adapter {adapter!r} {len(missing)} parameters were "
                 f"frozen and are not in it: {_some(missing)}. Fix: ModelCheckpoint(save='all')"
             )
-        start = "" if inside else "base_model.model."
         weights = {start + new: tensors[name] for name, new in names.items()}
-        where = "" if adapter == "default" else str(adapter)
-        folders[where] = Folder(weights, "adapter_model", {"adapter_config.json": _adapter_config(config, piece)})
+        where = "" if adapter == "default" else adapter
+        folders[where] = Folder(weights, "adapter_model", {"adapter_config.json": adapter_config(config, piece.configs)})
     if not folders:
         raise CheckpointError(f"The checkpoint holds nothing of the adapters {', '.join(lost)}. Fix: name another checkpoint")
     for adapter in lost:
         next(iter(folders.values())).notes.append(f"of the adapter {adapter!r}, which was frozen, nothing is in the checkpoint")
     return folders
-
-
-def _adapter_names(names: list[str], adapter: str, others: list[str], config: Mapping[str, Any]) -> dict[str, str]:
-    """The parameters of an adapter: name in the model → name in PEFT's file, which lacks the adapter's."""
-    method = str(config.get("peft_type"))
-    if method not in _PREFIXES or not re.fullmatch(r"[A-Za-z0-9_-]+", adapter):
-        raise ConfigurationError(
-            f"The adapter {adapter!r} is of the PEFT method {method}, which keeps its parameters in a way that only PEFT knows "
-            f"(known here: {', '.join(sorted(_PREFIXES))}). Fix: load the model in Python and call its save_pretrained(folder)"
-        )
-    prefixes = {_PREFIXES[method], *(("trainable_tokens_",) if config.get("trainable_token_indices") else ())}
-    found = {}
-    for name in names:
-        parts = name.split(".")
-        if any(f".{other}." in f"{name}." for other in others):
-            continue
-        if _TO_SAVE in parts and parts[parts.index(_TO_SAVE) + 1 :][:1] == [adapter]:
-            at = parts.index(_TO_SAVE)
-            found[name] = ".".join(parts[:at] + parts[at + 2 :])
-            continue
-        for place in (len(parts) - 1, len(parts) - 2):
-            if place > 0 and parts[place] == adapter and parts[place - 1].startswith(tuple(prefixes)):
-                kept = parts[:place] + parts[place + 1 :]
-                # DoRA's vector is kept without the name of the parameter that holds it
-                found[name] = ".".join(kept[:-1] if kept[-2:] == ["lora_magnitude_vector", "weight"] else kept)
-    return found | _biases(names, [*found], str(config.get("bias", "none")))
-
-
-def _biases(names: list[str], found: list[str], bias: str) -> dict[str, str]:
-    """The biases of the base that are trained with the adapter."""
-    if bias == "none":
-        return {}
-    layers = tuple(f"{name.partition('.lora_')[0]}.base_layer." for name in found if ".lora_" in name)
-    return {n: n for n in names if n.endswith(".bias") and n not in found and (bias == "all" or n.startswith(layers))}
-
-
-def _adapter_config(config: Mapping[str, Any], piece: Piece) -> bytes:
-    """What PEFT writes: the configuration, ready for use and not for training, with the base's name if it has one."""
-    values = {**config, "inference_mode": True}
-    if values.get("base_model_name_or_path") is None:
-        bases = [other.get("config") for other in piece.configs.values() if other.get("kind") == "transformers"]
-        values["base_model_name_or_path"] = next((b["_name_or_path"] for b in bases if b and b.get("_name_or_path")), None)
-    return _json(values)
 
 
 def _not_that(what: str, kind: str, piece: Piece) -> str:
