@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from agents import wait_until
 from support import ROOT, run_python
 
 from trainkit.cli.main import main
-from trainkit.launch import agent
+from trainkit.launch import agent, remote
 from trainkit.launch.agent import Job
 
 Launch = Callable[..., Job]
@@ -184,6 +186,93 @@ def test_the_place_to_meet_is_that_of_the_arguments(launch: Launch) -> None:
     each = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     job = launch("--master-addr", "h", "script.py", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", **each)
     assert (job.most, job.node_rank, job.master_addr) == (2, 1, "h")
+
+
+# ---------------------------------------------------------------------------------------------------- machines of a file
+
+
+@pytest.fixture
+def hosts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """``hosts("--ssh", "x", "script.py")``: what the machines of the file ``hosts`` are told, and by what; see ``launch``."""
+    found: list[Any] = []
+    monkeypatch.setattr(remote, "run_nodes", lambda *given: found.append(given) or 7)  # type: ignore[func-returns-value]
+    (tmp_path / "hosts").write_text("node1 slots=8\nme@node2 slots=4\n")
+    (tmp_path / "one").write_text("node1 slots=2\n")
+
+    def run(*arguments: str, file: str = "hosts", **variables: str) -> Any:
+        monkeypatch.setattr(os, "environ", dict(variables))
+        assert main(["launch", "--hostfile", file, *arguments]) == 7
+        return found.pop()
+
+    return run
+
+
+def told(script: str) -> list[str]:
+    """The arguments of ``trainkit launch`` on a machine."""
+    (line,) = [line for line in script.splitlines() if line.startswith("exec ") and "launch_child" in line]
+    return shlex.split(line.removesuffix("<&3 3<&-"))[5:]
+
+
+def test_each_machine_is_told_its_part(hosts: Any, tmp_path: Path) -> None:
+    scripts, ssh, grace, join_timeout = hosts("script.py", "--hostfile", "x", TRAINKIT_GRACE="5")
+    assert (ssh, grace, join_timeout) == (["ssh"], 5.0, 600.0)
+    assert list(scripts) == ["node1", "me@node2"]
+    meet = ["--nnodes", "2", "--master-addr", "node1"]
+    for rank, (script, slots) in enumerate(zip(scripts.values(), "84", strict=True)):
+        place = ["--node-rank", str(rank), "--nproc-per-node", slots]
+        assert told(script) == [*meet, *place, "script.py", "--hostfile", "x"]
+        assert f"cd -- {tmp_path}\n" in script.replace(" || exit", "")
+        assert f"{sys.executable}" in script
+        assert "export TRAINKIT_GRACE=5\n" in script
+
+
+def test_options_that_machines_share(hosts: Any) -> None:
+    options = ["--master-addr", "10.0.0.1", "--master-port", "5", "--max-restarts", "2", "--setup", "source a.sh"]
+    scripts, ssh, _, _ = hosts(
+        *options, "--ssh", "ssh -p '22 2'", "--export", "A", "--export", "B=b c", "-m", "m", A="1", X="2"
+    )
+    assert ssh == ["ssh", "-p", "22 2"]
+    script = scripts["me@node2"]
+    shared = ["--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "5", "--max-restarts", "2"]
+    assert told(script) == [*shared, "--node-rank", "1", "--nproc-per-node", "4", "-m", "m"]
+    assert "export A=1\nexport B='b c'\n" in script
+    assert "export X" not in script
+    assert "eval 'source a.sh' || exit\n" in script
+
+
+def test_a_single_machine_of_a_file(hosts: Any) -> None:
+    scripts, *_ = hosts("script.py", file="one")
+    assert told(scripts["node1"]) == ["--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2", "script.py"]
+
+
+def test_what_each_machine_is_told_it_takes(hosts: Any, launch: Launch) -> None:
+    job = launch(*told(hosts("--max-restarts", "3", "script.py", "x")[0]["me@node2"]))
+    assert (job.per_node, job.least, job.most, job.node_rank, job.master_addr, job.max_restarts) == (4, 2, 2, 1, "node1", 3)
+    assert launch(*told(hosts("script.py", file="one")[0]["node1"])).per_node == 2
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--hostfile", "nowhere", "script.py"], "the hostfile 'nowhere' cannot be read"),
+    (["--hostfile", "hosts", "--nnodes", "2", "script.py"], "--nnodes beside --hostfile, whose lines and slots say that."),
+    (["--hostfile", "hosts", "--nproc-per-node", "2", "script.py"], "--nproc-per-node beside --hostfile"),
+    (["--hostfile", "hosts", "--node-rank", "0", "script.py"], "--node-rank beside --hostfile"),
+    (["--hostfile", "hosts", "--master-addr", "localhost", "script.py"], "localhost means each machine itself, and 2 of them"),
+    (["--hostfile", "hosts", "--master-port", "x", "script.py"], "--master-port must be a whole number from 1 to 65535"),
+    (["--hostfile", "hosts", "scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),
+    (["--hostfile", "hosts", "--export", "NOT_SET", "script.py"], "--export NOT_SET: it is not set here. Set it, or give its"),
+    (["--hostfile", "hosts", "--export", "A B=1", "script.py"], "--export must be the name of a variable, or NAME=VALUE"),
+    (["--hostfile", "hosts", "--ssh", "ssh 'x", "script.py"], "is no command line: No closing quotation."),
+    (["--hostfile", "hosts", "--ssh", "", "script.py"], "--ssh must be a command, as 'ssh -p 2222'"),
+    (["--setup", "x", "script.py"], "--setup is for machines that are started by ssh: name them with --hostfile FILE"),
+    (["--export", "x", "script.py"], "--export is for machines that are started by ssh"),
+    (["--ssh", "x", "script.py"], "--ssh is for machines that are started by ssh"),
+    (["--hostfiel", "hosts", "script.py"], "Did you mean '--hostfile'?"),
+])  # fmt: skip
+def test_what_is_refused_beside_a_file(
+    hosts: Any, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *arguments]) == 2
+    assert words in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------- real runs

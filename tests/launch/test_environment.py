@@ -72,7 +72,19 @@ PLACES = {
     "torchrun in a pod": (f"{PYTORCH_JOB} {TORCHRUN}", place(5, 8, 1, 4, 1, 2, at="node03", port=40781, by="torchrun")),
     "deepspeed": (
         "RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 LOCAL_SIZE=2 CROSS_RANK=1 CROSS_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
-        place(3, 4, 1, None, None, None, at="10.0.0.1", port=29500, by="a launcher"),
+        place(3, 4, 1, 2, 1, 2, at="10.0.0.1", port=29500, by="deepspeed"),
+    ),
+    "deepspeed, one process": (
+        "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_SIZE=1 CROSS_RANK=0 CROSS_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500",
+        place(0, 1, 0, 1, 0, 1, at="127.0.0.1", port=29500, by="deepspeed"),
+    ),
+    "deepspeed, more processes on one machine": (  # where it numbers those of the other from 1 on
+        "RANK=3 LOCAL_RANK=1 WORLD_SIZE=5 LOCAL_SIZE=2 CROSS_RANK=1 CROSS_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
+        place(3, 5, 1, 2, 1, 2, at="10.0.0.1", port=29500, by="deepspeed"),
+    ),
+    "torchrun in a process of deepspeed": (
+        f"LOCAL_SIZE=2 CROSS_RANK=0 CROSS_SIZE=1 {TORCHRUN}",
+        place(5, 8, 1, 4, 1, 2, at="node03", port=40781, by="torchrun"),
     ),
     "by hand, on one machine": (
         "RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500",
@@ -206,6 +218,10 @@ CONTRADICTIONS = {
     "more here than anywhere": (
         "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4 MASTER_ADDR=h MASTER_PORT=1",
         ["LOCAL_WORLD_SIZE=4", "WORLD_SIZE=2"],
+    ),
+    "local rank too large, under deepspeed": (
+        "RANK=0 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_SIZE=2 CROSS_RANK=0 CROSS_SIZE=2 MASTER_ADDR=h MASTER_PORT=1",
+        ["LOCAL_RANK=2", "LOCAL_SIZE=2"],
     ),
     "machine too large": (
         "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 GROUP_RANK=2 GROUP_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1",

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from trainkit.errors import ConfigurationError, nearest
+from trainkit.launch.hostfile import read_hostfile
 from trainkit.launch.nodes import Nodes, grace, join_timeout, node_range, quietly, read_nodes
+from trainkit.launch.place import is_local
 
 __all__ = ["add_arguments", "run"]
+
+# Settings of this command that are for what it starts.
+_SETTINGS = ("TRAINKIT_GRACE", "TRAINKIT_JOIN_TIMEOUT", "TRAINKIT_CHANNEL_PORT", "TRAINKIT_TRACEBACK")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts", metavar="N", help="how often all processes are started anew when one has failed. Default: 0"
     )
+    parser.add_argument(
+        "--hostfile", metavar="FILE", help="start all machines that it names by ssh; lines such as: node1 slots=8"
+    )
+    parser.add_argument("--setup", metavar="TEXT", help="with --hostfile: what bash is to do on each machine before")
+    parser.add_argument(
+        "--export",
+        metavar="NAME",
+        action="append",
+        help="with --hostfile: a variable that the machines get, as NAME or NAME=VALUE",
+    )
+    parser.add_argument("--ssh", metavar="COMMAND", help="with --hostfile: ssh and its options. Default: ssh")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     parser.add_argument("SCRIPT", help="a Python file")
     parser.add_argument("ARGS", nargs=argparse.REMAINDER, help="its arguments")
@@ -38,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the script; returns its exit code."""
+    if args.hostfile is not None:
+        return _run_hosts(args)
+    alone = [name for name in ("setup", "export", "ssh") if getattr(args, name) is not None]
+    if alone:
+        raise ConfigurationError(f"--{alone[0]} is for machines that are started by ssh: name them with --hostfile FILE")
     nodes = _nodes(args, os.environ)
     unbuffered = () if sys.stdout.isatty() else ("-u",)  # what is not yet written is lost when a process is killed
     command = (sys.executable, *unbuffered, *_program(args.SCRIPT, args.module), *args.ARGS)
@@ -61,6 +84,69 @@ def run(args: argparse.Namespace) -> int:
             join_timeout=join_timeout(os.environ),
         )
     )
+
+
+def _run_hosts(args: argparse.Namespace) -> int:
+    """Run the script on all machines of a file."""
+    hosts = read_hostfile(args.hostfile)
+    counted = [
+        f"--{name.replace('_', '-')}" for name in ("nproc_per_node", "nnodes", "node_rank") if getattr(args, name) is not None
+    ]
+    if counted:
+        raise ConfigurationError(f"{counted[0]} beside --hostfile, whose lines and slots say that. Leave it out.")
+    address = args.master_addr or hosts[0].address
+    if len(hosts) > 1 and is_local(address):
+        raise ConfigurationError(
+            f"{address} means each machine itself, and {len(hosts)} of them are to meet there. Name the first one in "
+            f"{args.hostfile} as the others know it, or give --master-addr HOST."
+        )
+    common = ["--nnodes", str(len(hosts))]
+    if len(hosts) > 1:
+        common += ["--master-addr", address]
+    if args.master_port is not None:
+        common += ["--master-port", str(_count(args.master_port, "--master-port", 1, 65535))]
+    if args.max_restarts is not None:
+        common += ["--max-restarts", str(_count(args.max_restarts, "--max-restarts"))]
+    program = [*(["-m"] if args.module else []), args.SCRIPT, *args.ARGS]
+    _program(args.SCRIPT, args.module)
+    exports = _exports(args.export or [], os.environ)
+    from trainkit.launch.connection import node_script
+    from trainkit.launch.remote import run_nodes
+
+    scripts = {
+        host.name: node_script(
+            sys.executable,
+            os.getcwd(),
+            args.setup or "",
+            exports,
+            [*common, "--node-rank", str(rank), "--nproc-per-node", str(host.slots), *program],
+        )
+        for rank, host in enumerate(hosts)
+    }
+    return run_nodes(scripts, _command("ssh" if args.ssh is None else args.ssh), grace(os.environ), join_timeout(os.environ))
+
+
+def _exports(wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that travel: those that are asked for, and the settings of what runs there."""
+    found = {name: env[name] for name in _SETTINGS if name in env}
+    for text in wanted:
+        name, given, value = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ConfigurationError(f"--export must be the name of a variable, or NAME=VALUE, not {text!r}.")
+        if not given and name not in env:
+            raise ConfigurationError(f"--export {name}: it is not set here. Set it, or give its value: --export {name}=VALUE")
+        found[name] = value if given else env[name]
+    return found
+
+
+def _command(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--ssh {text!r} is no command line: {error}.") from error
+    if not words:
+        raise ConfigurationError("--ssh must be a command, as 'ssh -p 2222'; leave it out for ssh.")
+    return words
 
 
 def _nodes(args: argparse.Namespace, env: Mapping[str, str]) -> Nodes:

@@ -1,4 +1,4 @@
-"""Who started this process, read from environment variables: torchrun, SLURM, MPI, LSF, Kubernetes, or nobody."""
+"""Who started this process, read from environment variables: torchrun, DeepSpeed, SLURM, MPI, LSF, Kubernetes, or nobody."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from trainkit.launch.clusters import jsrun_place, mpi_place, slurm_place
 from trainkit.launch.place import Place, checked, is_local, number, port_number
 
 __all__ = ["LAUNCHER", "SCRIPT", "Place", "read_place"]
+
+# The processes of this machine, its number, the number of machines: as torchrun and as DeepSpeed's launcher call them.
+_TORCHRUN = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_DEEPSPEED = ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 # Set by our own agent: what has started it, for messages.
 LAUNCHER = "TRAINKIT_LAUNCHER"
@@ -89,18 +93,19 @@ def _plain(env: Mapping[str, str]) -> Place | None:
     if by_hand and _cluster(env) is not None:  # the cluster knows where they meet
         return Place(rank, size, None, None, None, None, "", 0, "RANK and WORLD_SIZE", "")
     launcher, reason = _started_by(env)
+    here, machine, machines = _DEEPSPEED if launcher == "deepspeed" else _TORCHRUN
     place = Place(
         rank,
         size,
         number(env, "LOCAL_RANK"),
-        number(env, "LOCAL_WORLD_SIZE"),
-        number(env, "GROUP_RANK"),
-        number(env, "GROUP_WORLD_SIZE"),
+        number(env, here),
+        number(env, machine),
+        number(env, machines),
         *_meeting_point(env, size),
         launcher,
         reason,
     )
-    place = checked(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    place = checked(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", here)
     return _one_in_each_pod(env, place) if by_hand and _in_kubernetes(env) else _with_machines(place)
 
 
@@ -109,6 +114,8 @@ def _started_by(env: Mapping[str, str]) -> tuple[str, str]:
         return env[LAUNCHER], "it asks for them" if env[LAUNCHER] == SCRIPT else f"{LAUNCHER} is set"
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun", "TORCHELASTIC_RUN_ID is set"
+    if all(env.get(name, "") != "" for name in _DEEPSPEED):
+        return "deepspeed", "LOCAL_SIZE, CROSS_RANK and CROSS_SIZE are set"
     if _in_kubernetes(env):
         return "Kubernetes", "RANK, WORLD_SIZE and KUBERNETES_SERVICE_HOST are set"
     return "a launcher", "RANK and WORLD_SIZE are set"

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Failure", "Runs", "is_communication", "is_timeout", "summary"]
+__all__ = ["Failure", "Runs", "is_communication", "is_timeout", "summary", "tells_of_another"]
 
 # What gloo, NCCL and torch's store say when another process has closed its connections, or does not answer.
 _CLOSED = (
@@ -130,6 +130,13 @@ def is_communication(error: BaseException | None) -> bool:
 def is_timeout(error: BaseException | None) -> bool:
     """Whether it is what a collective raises when another process does not come."""
     return isinstance(error, RuntimeError) and any(text in _said(error) for text in _TIMED_OUT)
+
+
+def tells_of_another(text: str) -> bool:
+    """Whether the last lines of a process are about another one that has failed: ours, or torch's."""
+    return re.search(r"rank \d+ (was )?ended because ", text) is not None or any(
+        words in text for words in _CLOSED + _TIMED_OUT
+    )
 
 
 def _said(error: BaseException) -> str:

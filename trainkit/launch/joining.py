@@ -20,6 +20,7 @@ import torch.distributed as dist
 from trainkit.console import notice, speak
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
+from trainkit.launch.arguments import placed
 from trainkit.launch.channel import Channel
 from trainkit.launch.devices import device_of, processes_of_a_machine
 from trainkit.launch.endings import Endings, install
@@ -40,6 +41,7 @@ _LATE = 5.0  # seconds after which torch's own message about that is not waited 
 # How more or fewer processes are started, by what has started these.
 _HOW = {
     "torchrun": "torchrun --nproc-per-node {each} script.py",
+    "deepspeed": "deepspeed --num_gpus {each} script.py",
     "SLURM": "srun --ntasks-per-node={each} python script.py",
     "Open MPI": "mpirun -n {all} python script.py",
     "MPI (Hydra)": "mpirun -n {all} python script.py",
@@ -81,11 +83,11 @@ def processes(wanted: Wanted) -> int:
     """The number of processes that a run of these wishes has, be they started already or not.
 
     Raises:
-        ConfigurationError: the variables of a launcher contradict each other.
+        ConfigurationError: the variables of a launcher, or its ``--local_rank``, contradict each other.
     """
     if _group() is not None:
         return dist.get_world_size()
-    place = read_place(os.environ)
+    place = _place()
     return processes_of_a_machine(wanted) * (wanted.nodes or 1) if place is None else place.size
 
 
@@ -110,7 +112,7 @@ def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta) -> W
         _joined = None
         speak()
     if _joined is None:
-        place = None if _group() is not None else read_place(os.environ)
+        place = None if _group() is not None else _place()
         if place is not None:
             _check(wanted, place.size, place.local_size, place.nodes, place.launcher)
         elif _group() is None and processes(wanted) == 1:
@@ -121,6 +123,11 @@ def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta) -> W
     world = _joined.world
     _check(wanted, world.size, world.local_size, world.nodes, world.launcher)
     return world
+
+
+def _place() -> Place | None:
+    """What a launcher has said of this process, by variables and on its command line."""
+    return placed(read_place(os.environ), sys.argv[1:])
 
 
 def _group() -> Any:

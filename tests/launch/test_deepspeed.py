@@ -1,0 +1,86 @@
+"""Scripts started by DeepSpeed's own launcher, as it is: which place their processes take, and how they end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from support import run_python
+from worlds import free_port
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="DeepSpeed is for Linux")
+
+# As users have them: ``parse`` is what the script does with its arguments.
+TRAIN = """\
+import argparse, sys
+from tiny import TinyModule, tiny_loader
+from trainkit import Trainer
+{parse}
+trainer = Trainer(strategy="zero2", accelerator="cpu", max_steps=2, logger=False, enable_progress_bar=False)
+trainer.fit(TinyModule(), tiny_loader(batch_size=2))
+world = trainer.strategy.world
+facts = (world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes, trainer.global_step)
+print(f"facts {{facts}}\\n", end="", flush=True)
+"""
+PARSERS = {
+    "none": "assert any(argument.startswith('--local_rank=') for argument in sys.argv)",
+    "argparse": (
+        "import deepspeed\n"
+        "parser = deepspeed.add_config_arguments(argparse.ArgumentParser())\n"
+        "parser.add_argument('--local_rank', type=int, default=-1)\n"
+        "args = parser.parse_args()\n"
+        "assert args.local_rank in (0, 1) and args.deepspeed and args.deepspeed_config == 'ds.json'"
+    ),
+}
+JOIN = """\
+import sys, time
+from datetime import timedelta
+from trainkit.launch.joining import join
+from trainkit.launch.wanted import Wanted
+world = join(Wanted("cpu"), timeout=timedelta(seconds=60))
+sys.exit(7 if world.rank == 1 else time.sleep(60))
+"""
+
+
+def deepspeed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``deepspeed --num_gpus 2`` with these arguments."""
+    port = f"--master_port={free_port()}"
+    tests = Path(__file__).parents[1]
+    env = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]])}
+    return run_python("-m", "deepspeed.launcher.runner", "-q", "--num_gpus=2", port, *arguments, env=env)
+
+
+@pytest.mark.parametrize("parse", PARSERS.values(), ids=PARSERS.keys())
+def test_a_script_trains(parse: str, tmp_path: Path) -> None:
+    """It calls nothing to say so."""
+    (tmp_path / "script.py").write_text(TRAIN.format(parse=parse))
+    done = deepspeed("script.py", "--deepspeed", "--deepspeed_config", "ds.json")
+    assert done.returncode == 0, done.stderr
+    facts = sorted(line for line in done.stdout.splitlines() if line.startswith("facts"))
+    assert facts == ["facts (0, 2, 0, 2, 0, 1, 2)", "facts (1, 2, 1, 2, 0, 1, 2)"]
+    assert done.stderr.count("2 processes, started by deepspeed (LOCAL_SIZE, CROSS_RANK and CROSS_SIZE are set).") == 1
+
+
+def test_the_exit_code_is_that_of_the_script(tmp_path: Path) -> None:
+    """Without the argument, which a user may turn off."""
+    (tmp_path / "script.py").write_text(JOIN)
+    done = deepspeed("--no_local_rank", "script.py")
+    assert done.returncode == 7, done.stderr
+    assert "trainkit: 2 processes, started by deepspeed" in done.stderr
+
+
+def test_an_argument_that_is_wrong(tmp_path: Path) -> None:
+    """One that was left in a command line wins over the launcher's, which comes first."""
+    (tmp_path / "script.py").write_text(JOIN)
+    done = deepspeed("script.py", "--local_rank=0")
+    assert done.returncode == 1
+    assert "--local_rank=0, but deepspeed says that this process has the number 1 on its machine" in done.stderr
+
+
+def test_the_argument_alone(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(JOIN)
+    done = run_python("script.py", "--local_rank=1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "trainkit launch --nproc-per-node N script.py" in done.stderr.splitlines()[-1]

@@ -1,0 +1,216 @@
+"""``trainkit launch --hostfile``, whole: on two hosts with a network between them, and by a real ssh where there is its server.
+
+On the two hosts a script is in the place of ssh that goes to where the other one would: the network, the names and the
+processes of each host are its own, but nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from agents import alive, wait_until
+from elastic import journal
+from hosts import ADDRESSES, Hosts, Program
+from parity import trained
+from patience import PATIENCE
+from support import ROOT
+from two_hosts import CASE, Task
+from worlds import free_port
+
+TESTS = Path(__file__).parents[1]
+SSH = f"""\
+#!/bin/sh
+while [ "$1" = -T ] || [ "$1" = -o ]; do [ "$1" = -T ] || shift; shift; done
+case $1 in {ADDRESSES[0]}) host=host-0;; {ADDRESSES[1]}) host=host-1;; *) echo "ssh: unknown host $1" >&2; exit 255;; esac
+exec ip netns exec $host unshare --uts sh -c 'hostname "$1"; exec sh -c "$2"' sh $host "$2"
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with Hosts(tmp_path) as made:
+        yield made
+
+
+def start_task(hosts: Hosts, folder: Path, task: Task) -> Program:
+    """With the script of the tests on two hosts."""
+    Path(task.folder).mkdir()
+    return start(hosts, folder, str(TESTS / "two_hosts.py"), json.dumps(asdict(task)))
+
+
+def start(hosts: Hosts, folder: Path, *script: str) -> Program:
+    """``trainkit launch --hostfile`` on host 0."""
+    (folder / "ssh").write_text(SSH)
+    (folder / "ssh").chmod(0o755)
+    (folder / "hosts").write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "NCCL_", "TRAINKIT_"))}
+    settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), settings["PYTHONPATH"]])
+    options = [
+        "--hostfile",
+        "hosts",
+        "--ssh",
+        str(folder / "ssh"),
+        "--export",
+        "PYTHONPATH",
+        "--setup",
+        'echo "at $(hostname)"',
+    ]
+    return hosts.start(0, [sys.executable, "-m", "trainkit", "launch", *options, *script], settings)
+
+
+def starter() -> int:
+    """Its process id, as it is outside of the hosts."""
+    begin = [sys.executable, "-m", "trainkit", "launch", "--hostfile"]
+    found = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if path.read_bytes().decode(errors="replace").split("\0")[:5] == begin and Path.cwd() == (path.parent / "cwd").resolve()
+    ]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_the_code_of_the_host_that_failed(hosts: Hosts, tmp_path: Path) -> None:
+    """With a script that knows nothing of trainkit."""
+    script = "import os, sys, time; print(os.uname().nodename, sys.argv[1:]); rank = int(os.environ['RANK'])"
+    (tmp_path / "script.py").write_text(f"{script}; time.sleep(0.5 * (1 - rank)); sys.exit(1 + 6 * rank)\n")
+    program = start(hosts, tmp_path, "script.py", "it's")
+    assert program.code() == 7, program.output
+    for rank, address in enumerate(ADDRESSES):
+        assert f"{address}: at host-{rank}\n" in program.output
+        assert f'{address}: host-{rank} ["it\'s"]\n' in program.output
+
+
+@pytest.mark.slow
+def test_one_command_trains_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    program = start_task(hosts, tmp_path, Task(str(run)))
+    assert program.code() == 0, program.output
+    found = {(step, m % 10**6): entry["loss"] for (step, m), entry in journal(run).items()}
+    assert found == {where: loss.hex() for where, loss in trained(CASE, 2).losses.items()}
+    worlds = [json.loads((run / f"world-0-{rank}").read_text()) for rank in range(2)]
+    assert [(world["host"], world["node"], world["local_size"]) for world in worlds] == [("host-0", 0, 1), ("host-1", 1, 1)]
+    assert f"{ADDRESSES[0]}: trainkit: 2 processes on 2 machines, started by trainkit launch" in program.output
+
+
+@pytest.mark.slow
+def test_a_starter_that_is_killed(hosts: Hosts, tmp_path: Path) -> None:
+    """Both hosts save, and nothing is left on either."""
+    run = tmp_path / "run"
+    program = start_task(hosts, tmp_path, Task(str(run), gate=3))
+    gates = [run / f"gate-0-{rank}" for rank in range(2)]
+    wait_until(lambda: all(gate.exists() for gate in gates) or program.process.poll() is not None)
+    assert all(gate.exists() for gate in gates), program.output
+    os.kill(starter(), signal.SIGKILL)
+    (run / "open").touch()
+    wait_until(lambda: hosts.processes(0) == hosts.processes(1) == 0)
+    assert list((run / "checkpoints").glob("step-*"))
+
+
+# -------------------------------------------------------------------------------------------------------------- a real ssh
+
+CONFIGURATION = """\
+Port {port}
+ListenAddress 127.0.0.1
+HostKey {folder}/host-key
+AuthorizedKeysFile {folder}/user-key.pub
+PidFile none
+StrictModes no
+UsePAM no
+"""
+CLIENT = """\
+Host node
+  HostName 127.0.0.1
+  Port {port}
+  IdentityFile {folder}/user-key
+  UserKnownHostsFile {folder}/known
+  StrictHostKeyChecking accept-new
+  LogLevel ERROR
+"""
+# A worker, and the processes that it has started; it saves when it is told to end.
+WORKER = """\
+import os, signal, subprocess, sys, time
+def end(number, frame):
+    print("saving", flush=True)
+    open("saved", "w").close()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+print(sys.argv[1:], os.environ.get("LOCAL_WORLD_SIZE"), flush=True)
+with open("new", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename("new", "ready")
+if sys.argv[1] == "fail":
+    sys.exit(7)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[list[str]]:
+    """The command that reaches this machine by the name ``node``."""
+    sshd = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+    if sshd is None or shutil.which("ssh-keygen") is None:
+        pytest.skip("there is no sshd (Debian: openssh-server)")
+    folder, port = tmp_path / "keys", free_port()
+    folder.mkdir(mode=0o700)
+    for key in ("host-key", "user-key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    (folder / "server").write_text(CONFIGURATION.format(folder=folder, port=port))
+    (folder / "client").write_text(CLIENT.format(folder=folder, port=port))
+    log = folder / "log"
+    process = subprocess.Popen([sshd, "-D", "-f", str(folder / "server"), "-E", str(log)], stdin=subprocess.DEVNULL)
+    command = ["ssh", "-F", str(folder / "client")]
+    try:
+        deadline = time.monotonic() + 20
+        while subprocess.run([*command, "-o", "BatchMode=yes", "node", "true"], capture_output=True).returncode:
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.skip(f"sshd does not run here: {log.read_text()[-300:] if log.exists() else 'it says nothing'}")
+            time.sleep(0.1)
+        yield command
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def launch(ssh: list[str], argument: str) -> subprocess.Popen[str]:
+    Path("script.py").write_text(WORKER)
+    Path("hosts").write_text("node slots=1\n")
+    options = ["--hostfile", "hosts", "--ssh", " ".join(ssh), "--export", "PYTHONPATH"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainkit", "launch", *options, "script.py", argument, "it's"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_an_exit_code_by_a_real_ssh(server: list[str]) -> None:
+    process = launch(server, "fail")
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, output, errors) == (7, "['fail', \"it's\"] 1\n", "")
+
+
+@pytest.mark.parametrize("sent, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_an_end_by_a_real_ssh(server: list[str], sent: signal.Signals, code: int) -> None:
+    """Nothing is left, and there was time to save; also when the starter is killed, and can tell nobody."""
+    process = launch(server, "wait")
+    wait_until(lambda: Path("ready").exists() or process.poll() is not None)
+    pids = [int(pid) for pid in Path("ready").read_text().split()]
+    os.killpg(process.pid, sent)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == code
+    wait_until(lambda: not any(alive(pid) for pid in pids))
+    assert Path("saved").exists()
