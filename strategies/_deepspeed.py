@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import importlib
 import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.launch.joining import alone
 
-__all__ = ["Session", "imported", "quiet", "require", "variable"]
+__all__ = ["Session", "imported", "quiet", "require", "supports_float16", "variable"]
 
 # torch has given two collectives new names, and warns of the old ones, which DeepSpeed calls.
 _RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
@@ -61,6 +64,8 @@ class Session:
         with quiet():
             self._enter()
 
+        _leave_at_once()
+
     def _enter(self) -> None:
         """Let DeepSpeed use torch's process group."""
         package = self.package
@@ -78,11 +83,38 @@ class Session:
         comm.cdb = None
         importlib.import_module("deepspeed.utils.groups")._release_process_group_references()
 
+    @contextmanager
+    def checkpointing(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Within it ``deepspeed.checkpointing.checkpoint`` works as these arguments of its ``configure`` say."""
+        room: Any = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
+        names = ("deepspeed_checkpointing_enabled", *(name for name in vars(room) if name.isupper()), "mpu", "num_layers")
+        before = {name: getattr(room, name) for name in names}
+        with quiet():
+            room.configure(None, **options)
+        try:
+            yield
+        finally:
+            room.reset()
+            vars(room).update(before)
+
     def close(self) -> None:
         """Give back what the run took."""
         autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
         autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None  # else the next run has it too
         self._stack.close()
+
+
+@cache
+def _leave_at_once() -> None:
+    """Let the process end when Python has ended, with its exit code.
+
+    Now and then what DeepSpeed has loaded aborts when C++ clears up behind it: the code would be that of a crash.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "on_exit"):  # which is glibc's
+        return
+    atexit.register(libc.fflush, None)  # what C has not written yet
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 def imported(device: torch.device) -> Any:
@@ -104,6 +136,12 @@ def imported(device: torch.device) -> Any:
             f"DS_ACCELERATOR={os.environ.get('DS_ACCELERATOR')!r}. Use one kind of device in a process: accelerator={found!r}."
         )
     return package
+
+
+def supports_float16(device: torch.device) -> bool:
+    """Whether DeepSpeed computes in float16 there."""
+    imported(device)
+    return bool(importlib.import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from trainkit.console import notice
 from trainkit.errors import MissingPackageError
 from trainkit.strategies._deepspeed import quiet, variable
 
-__all__ = ["load", "require_async_io"]
+__all__ = ["load", "require_async_io", "require_compiler"]
 
 _ABANDONED = 600.0  # seconds without a new file after which nobody is compiling any more
 _MARK = "trainkit"  # a file beside torch's lock while that is held by one of our processes
@@ -36,17 +36,30 @@ def require_async_io() -> None:
     """
     if _comes_compiled("async_io"):
         return
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(shlex.split(compiler)[0]) is None:
-        raise MissingPackageError(
-            f"offload to NVMe compiles a part of DeepSpeed, and there is no compiler {compiler!r}. "
-            "Install one: apt install g++   (Debian, Ubuntu), dnf install gcc-c++   (Fedora); or set CXX."
-        )
-    if not _links(compiler):
+    if not _links(require_compiler("offload to NVMe")):
         raise MissingPackageError(
             "offload to NVMe works with libaio, which is not installed with its headers. "
             "Install it: apt install libaio-dev   (Debian, Ubuntu), dnf install libaio-devel   (Fedora)"
         )
+
+
+def require_compiler(what: str, otherwise: str = "set CXX") -> str:
+    """The C++ compiler, for what is compiled.
+
+    Args:
+        what: needs it, for the message.
+        otherwise: what else the user may do.
+
+    Raises:
+        MissingPackageError: there is none.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        raise MissingPackageError(
+            f"{what} compiles a part of DeepSpeed, and there is no compiler {compiler!r}. "
+            f"Install one: apt install g++   (Debian, Ubuntu), dnf install gcc-c++   (Fedora); or {otherwise}."
+        )
+    return compiler
 
 
 def _links(compiler: str) -> bool:

@@ -20,32 +20,10 @@ from trainkit.errors import ConfigurationError, LossError
 from trainkit.strategies._aio import checked
 from trainkit.strategies._deepspeed import Session, quiet
 from trainkit.strategies._zero_optimizer import Shadow
+from trainkit.strategies._zero_scale import LossScale
 from trainkit.strategies._zero_swap import InMemory, Part, gradient_partition, swapping
 
-__all__ = ["BareEngine", "Engine"]
-
-
-class BareEngine:
-    """DeepSpeed's engine of stage 3 where nothing is learnt: it gathers parameters for forwards.
-
-    Args:
-        session: DeepSpeed.
-        module: what is called; its parameters are divided.
-        config: DeepSpeed's.
-    """
-
-    def __init__(self, session: Session, module: nn.Module, config: dict[str, Any]) -> None:
-        with quiet(), checked():
-            self._engine, *_ = session.package.initialize(model=module, config=config)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
-        return self._engine(*args, **kwargs)
-
-    def close(self) -> None:
-        """Take DeepSpeed's hooks off the module."""
-        with quiet():
-            self._engine.destroy()
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -57,21 +35,31 @@ class Engine:
         optimizer: the user's, which keeps its groups and its parameters; what is stepped is its :class:`Shadow`.
         config: DeepSpeed's.
         local: gradients are always reduced in the local way.
+        scale: of the losses whose gradients these are.
 
     Attributes:
         shadow: what DeepSpeed steps.
+        order: a number that stands for the order in which the gradients of a window have come; of all processes the same.
         module: as given.
         clip: the largest norm of the gradients in the update to come; ``None``: any.
     """
 
     def __init__(
-        self, session: Session, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], *, local: bool
+        self,
+        session: Session,
+        module: nn.Module,
+        optimizer: Optimizer,
+        config: dict[str, Any],
+        *,
+        local: bool,
+        scale: LossScale,
     ) -> None:
-        self.shadow, self.module = Shadow(optimizer), module
+        self.shadow, self.module, self._scale = Shadow(optimizer), module, scale
         before = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
         with quiet(), checked(), self.shadow.handed_over():
             self._engine, *_ = session.package.initialize(model=module, optimizer=self.shadow.inner, config=config)
         self.zero: Any = self._engine.optimizer
+        self.zero.torch_autocast_gradscaler = None  # a scale of DeepSpeed's own, which no checkpoint would have
         self._swap = swapping(self.zero)
         for number, flat in enumerate(self.flats if self.shadow.begins_with_state else ()):
             with self.resident(number):
@@ -90,6 +78,10 @@ class Engine:
         self._order: list[tuple[Any, ...]] = []  # the calls that reduce a gradient, of the backward pass that is under way
         self._last_order: list[tuple[Any, ...]] = []
         self._seen: set[int] = set()  # ids of the parameters that the window has gradients of
+        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self.order = (
+            0  # a number that stands for the order in which the window's gradients have come, the same on all processes
+        )
         self._reduce = self._intercept()
         self.zero._coalesce_grad_reduction = local
 
@@ -252,6 +244,8 @@ class Engine:
 
     def _after_pass(self, first: bool) -> None:
         self._last_order = self._order
+        places = tuple(self._places.get(id(call[0]), -1) for call in self._order)
+        self.order = hash((0 if first else self.order, places))
         self._seen.update(id(call[0]) for call in self._order)
         if first and len(self._seen) < len(self._parameters):
             # DeepSpeed overwrites gradients in a window's first pass and adds to them in later ones: without a first one it
@@ -331,8 +325,7 @@ class Engine:
 
         Where a gradient is not finite it is infinite.
         """
-        scale: float = self.zero.loss_scale
-        return self._scaled_norm() / scale
+        return self._scaled_norm() / self._scale.value
 
     def _norm_for_step(self) -> Tensor:
         """What DeepSpeed clips by. It would leave out an update whose gradients are not finite, and tell nobody: that is for
@@ -353,10 +346,16 @@ class Engine:
     def step(self) -> bool:
         """Update the parameters; returns whether that happened."""
         self.finish()
+        scale = self._scale.value
+        if not self._scale.allows(self._scaled_norm):
+            self.discard()
+            return False
+        self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, scale  # to be divided by
         self.shadow.take_options()
         self.zero.clip_grad = self.clip or 0.0
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
+        self.zero.custom_loss_scaler = False  # which DeepSpeed would multiply losses by
         self._begun = self._finished = False
         self._norm = self.clip = None
         updated: bool = self._engine.was_step_applied()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.console import warn
 from trainkit.errors import OptimizerError
+from trainkit.state.slots import bare_copy
 
-__all__ = ["Shadow", "count_slots", "refuse_optimizer"]
+__all__ = ["Shadow", "refuse_optimizer", "warn_of_slow_updates"]
 
 # They look at a parameter as a whole, of which ZeRO has a flat part in each process.
 _WHOLE = {
@@ -42,29 +43,23 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
             )
 
 
-def _copy(optimizer: Optimizer) -> Optimizer:
-    """Another optimizer of the same kind, without state and hooks, and with the same groups as long as it gets no others."""
-    made: Optimizer = object.__new__(type(optimizer))
-    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})  # a scheduler's wrapper
-    made.state = defaultdict(dict)
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(made, name, OrderedDict())  # the user's are called once for each step, not for each part of it
-    return made
+def warn_of_slow_updates(optimizer: Optimizer, device: torch.device) -> None:
+    """Say so where updates are computed on the CPU by an optimizer that is not made for it.
 
-
-def count_slots(optimizer: Optimizer) -> int:
-    """How many tensors of a parameter's size an optimizer keeps for each parameter, found by a step of a copy of it."""
-    trial = _copy(optimizer)
-    device = optimizer.param_groups[0]["params"][0].device
-    trial.param_groups = []
-    for group in optimizer.param_groups:
-        parameter = nn.Parameter(torch.ones(3, device=device))
-        parameter.grad = torch.ones_like(parameter)
-        trial.param_groups.append({**group, "params": [parameter]})
-    with torch.random.fork_rng(devices=[]):
-        trial.step()
-    per_element = [[v for v in slots.values() if isinstance(v, Tensor) and v.ndim] for slots in trial.state.values()]
-    return max(map(len, per_element), default=0)
+    Args:
+        optimizer: whose state and masters are offloaded.
+        device: that the rest is computed on.
+    """
+    name = type(optimizer).__name__
+    if device.type == "cpu" or name.startswith("DeepSpeedCPU"):
+        return
+    better = {"Adam": "Adam", "AdamW": "Adam", "Adagrad": "Adagrad", "Lion": "Lion"}.get(name.removeprefix("Fused"))
+    fix = (
+        f"deepspeed.ops.{better.lower()}.DeepSpeedCPU{better} does the same faster there (it is compiled when it is first used)"
+        if better is not None
+        else "keep the optimizer on the device if it fits: offload_optimizer=None"
+    )
+    warn(f"the optimizer is offloaded, so {name} computes its updates on the CPU, which is slow for it: {fix}.")
 
 
 class Shadow:
@@ -85,7 +80,7 @@ class Shadow:
     def __init__(self, optimizer: Optimizer) -> None:
         refuse_optimizer(optimizer)
         self.optimizer = optimizer
-        inner = _copy(optimizer)
+        inner = bare_copy(optimizer)
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for group in optimizer.param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
@@ -114,6 +109,11 @@ class Shadow:
             yield
         finally:
             self.inner.__class__ = kind
+
+    @property
+    def counts_in_ints(self) -> bool:
+        """Whether its ``step`` is an int, as that of DeepSpeed's own optimizers is; torch's is a tensor."""
+        return any(kind.__module__.startswith("deepspeed.") for kind in type(self.inner).__mro__)
 
     @property
     def begins_with_state(self) -> bool:

@@ -15,6 +15,7 @@ from trainkit.errors import ModuleError
 from trainkit.strategies._aio import checked
 from trainkit.strategies._deepspeed import Session, quiet
 from trainkit.strategies._transformers import told_transformers
+from trainkit.strategies._whole_init import WholeInit
 from trainkit.strategies._zero_swap import partition, swapper
 
 __all__ = ["Sharding", "is_sharded", "numel"]
@@ -112,15 +113,15 @@ class Sharding:
                 super()._partition(param_list, *args, **kwargs)
                 self.divided.update({id(p): (p, p._version) for p in param_list})
 
-        with quiet(), told_transformers(first=True), self._init([], Watching, tensor_overrides=set()):
+        with quiet(), told_transformers(first=True), self._init([], Watching, tensor_overrides=set()), WholeInit(self.gathered):
             yield
         changed = sum(parameter._version != version for parameter, version in Watching.divided.values())
         if changed:
             raise ModuleError(
-                f"configure_model has changed {changed} parameters after their layers were made. In stage 3 a layer is "
-                "divided as soon as it is made, and what is written into it later is lost. Initialise in the layer's own "
-                "__init__, or with self.apply(function), which gets each layer whole; make a model of transformers by "
-                "from_pretrained or AutoModelForCausalLM.from_config."
+                f"configure_model has changed {changed} parameters after their layers were made, and not through the "
+                "parameters themselves, but through detach() or a view. In stage 3 a layer is divided as soon as it is made, "
+                "and that is lost. Write into the parameter, torch.nn.init.normal_(layer.weight), or use self.apply(function), "
+                "which gets each layer whole."
             )
 
     @contextmanager

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainkit.data.window import Window
 from trainkit.distributed import Pending, World
+from trainkit.errors import ModuleError
 from trainkit.strategies._zero_engine import Engine
 
 __all__ = ["EngineWindow"]
@@ -29,6 +30,7 @@ class EngineWindow:
     def __init__(self, engine: Engine, window: Window | None, world: World) -> None:
         self.engine, self._window, self._world = engine, window, world
         self._begun = self._had_loss = False
+        self._order_before = 0  # of the gradients of the window before
         self._said: Pending | None = None  # whether any process has had a loss
 
     def step(self, *args: Any) -> Any:
@@ -47,7 +49,7 @@ class EngineWindow:
 
     def _begin(self) -> None:
         self.engine.begin_window(self._window is not None and self._window.uneven)
-        self._begun, self._had_loss = True, False
+        self._begun, self._had_loss, self._order_before = True, False, self.engine.order
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """The backward pass of a micro-batch."""
@@ -70,11 +72,24 @@ class EngineWindow:
         if full:
             self._begun = False
             if self._world.size > 1:
-                self._said = self._world.begin_largest([self._had_loss])  # travels beside the gradients
+                order = self._order_before
+                self._said = self._world.begin_largest([self._had_loss, order, -order])  # travels beside the gradients
         return first, full
 
     def any_loss(self) -> bool:
-        """Whether any process has had a loss in the window that has just ended."""
+        """Whether any process has had a loss in the window that has just ended.
+
+        Raises:
+            ModuleError: in the window before, gradients have come in different orders on different processes.
+        """
         if self._said is not None:
-            self._had_loss, self._said = bool(self._said.wait()[0]), None
+            had_loss, largest, smallest = self._said.wait()
+            self._had_loss, self._said = bool(had_loss), None
+            if largest != -smallest:
+                raise ModuleError(
+                    "in the last update gradients came in another order on one process than on another, and under "
+                    f"ZeRO-{self.engine.stage} they are added up as they come: those of different parameters were mixed. Use "
+                    "the same layers in the same order on all processes, or strategy='zero1' or 'ddp'; and go on from a "
+                    "checkpoint from before that."
+                )
         return self._had_loss

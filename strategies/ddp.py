@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainkit.data.nested import leaves
 from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.footprint import Contents, Footprint, Moment
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import Precision
 from trainkit.strategies._compression import Compression
@@ -282,6 +284,14 @@ class DDPStrategy(Strategy):
     def sync_buffers(self) -> None:
         """See :meth:`trainkit.Strategy.sync_buffers`."""
         self._buffers.sync()
+
+    def footprint(self, contents: Contents, processes: int) -> Footprint:
+        """See :meth:`trainkit.Strategy.footprint`; the buckets are as large as the gradients, unless those live in them."""
+        alone = super().footprint(contents, processes)
+        if processes == 1 or self.gradient_as_bucket_view:
+            return alone
+        held = alone.moments["update"].device
+        return replace(alone, moments={"update": Moment(replace(held, buffers=held.gradients))})
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """See :meth:`trainkit.Strategy.all_gather`.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,28 @@ from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import Precision
 from trainkit.state.standin import StoredOptimizer
-from trainkit.strategies import zero_state
+from trainkit.strategies import zero_plan, zero_state
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._deepspeed import require
 from trainkit.strategies._gather import gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import broadcast, mean
 from trainkit.strategies._transformers import told_transformers
-from trainkit.strategies._zero_engine import BareEngine, Engine
+from trainkit.strategies._zero_bare import BareEngine
+from trainkit.strategies._zero_claims import Claims
+from trainkit.strategies._zero_engine import Engine
 from trainkit.strategies._zero_model import Dispatch, ShardedModel, holder
-from trainkit.strategies._zero_setup import Setup, check_machine
+from trainkit.strategies._zero_optimizer import warn_of_slow_updates
+from trainkit.strategies._zero_scale import LossScale
+from trainkit.strategies._zero_setup import Setup, check_machine, configured, prepare_precision
 from trainkit.strategies._zero_window import EngineWindow
-from trainkit.strategies.zero_config import NO_VALUES, ZeROConfig
+from trainkit.strategies.zero_config import NO_VALUES, RUN_IS_OVER
 from trainkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from trainkit.strategies.zero_options import ZeROOptions
 
 __all__ = ["ZeROStrategy"]
 
@@ -42,37 +51,14 @@ class ZeROStrategy(Strategy):
     is divided can be kept in host memory or on a disk (offload).
 
     Args:
-        stage: 1, 2 or 3.
-        offload_optimizer: keep optimizer state and masters, and update, on the ``"cpu"`` or ``"nvme"`` (stage 3).
-        offload_params: keep parameters there between uses (stage 3).
-        nvme_path: folder on a fast local disk for ``"nvme"``. Each process writes into one of its own in there, which it
-            removes at the end; what killed processes have left is removed by the next run. Tensors below 1 MiB stay in memory.
-        pin_memory: page-locked host memory for what is offloaded: faster to and from a GPU.
-        reduce_bucket_size: elements that are reduced at a time; default: 5e8, or those of the model.
-        allgather_bucket_size: elements that are gathered at a time (stages 1 and 2); default: likewise.
-        overlap_comm: reduce while the backward pass goes on, on a GPU; default: in stage 3.
-        contiguous_gradients: copy gradients into one buffer as they come.
-        round_robin_gradients: deal parameters out to the processes in turn (stages 1 and 2).
-        sub_group_size: elements that are updated at a time (stage 3); with the optimizer on NVMe those are in memory, once for
-            each buffer. Default: 1e9; with the optimizer on NVMe 1e8.
-        prefetch_bucket_size: elements that are gathered ahead (stage 3).
-        param_persistence_threshold: parameters of fewer elements are not divided (stage 3).
-        max_live_parameters: elements that a process holds whole at a time (stage 3).
-        max_reuse_distance: a parameter that is needed again within so many elements is kept (stage 3); default: 1e9, and 0 for
-            parameters on NVMe.
-        max_params_in_cpu: elements of parameters that stay in host memory, though the others are on NVMe.
-        param_buffer_count: parameters that are read from NVMe ahead.
-        optimizer_buffer_count: page-locked buffers of ``sub_group_size`` elements; default, and the least: one for the masters,
-            one for the gradients and one for each tensor that the optimizer has for each parameter (AdamW: 4 in all).
-        aio_block_size: bytes of a request to the disk.
-        aio_queue_depth: requests under way.
-        aio_threads: that share a read or write.
-        aio_single_submit: submit requests one by one.
-        aio_overlap_events: submit requests while others are under way.
+        stage: 1, 2 or 3; default: 2.
+        config: a DeepSpeed configuration, the path of a JSON file or a dict, in the stead of ``stage`` and the options.
+            ``"auto"`` values are the ``Trainer``'s, and a value that contradicts it is an error.
         process_group_backend: as of :class:`~trainkit.strategies.DDPStrategy`.
         timeout: likewise.
         device: likewise.
         precision: as of the base class.
+        **options: see :class:`~trainkit.strategies.zero_options.ZeROOptions`.
 
     A parameter that gets no gradient in a step counts as one whose gradient is zero: weight decay and momentum go on.
 
@@ -82,47 +68,31 @@ class ZeROStrategy(Strategy):
     """
 
     owns_clipping: ClassVar[bool] = True
-    supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "bf16-true")
+    sharded_state: ClassVar[bool] = True
+    supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+    footprint = zero_plan.footprint
 
     def __init__(
         self,
-        stage: int = 2,
+        stage: int | None = None,
         *,
-        offload_optimizer: str | None = None,
-        offload_params: str | None = None,
-        nvme_path: str | os.PathLike[str] | None = None,
-        pin_memory: bool = True,
-        reduce_bucket_size: int | None = None,
-        allgather_bucket_size: int | None = None,
-        overlap_comm: bool | None = None,
-        contiguous_gradients: bool = True,
-        round_robin_gradients: bool = False,
-        sub_group_size: int | None = None,
-        prefetch_bucket_size: int = 50_000_000,
-        param_persistence_threshold: int = 100_000,
-        max_live_parameters: int = 1_000_000_000,
-        max_reuse_distance: int | None = None,
-        max_params_in_cpu: int = 0,
-        param_buffer_count: int = 5,
-        optimizer_buffer_count: int | None = None,
-        aio_block_size: int = 1_048_576,
-        aio_queue_depth: int = 8,
-        aio_threads: int = 1,
-        aio_single_submit: bool = False,
-        aio_overlap_events: bool = True,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         device: str | torch.device = "auto",
         precision: Precision | str | int | None = None,
+        **options: Unpack[ZeROOptions],
     ) -> None:
-        given = dict(locals())
         require()
-        self.config = ZeROConfig(**{name: given[name] for name in ZeROConfig.__dataclass_fields__})
+        self.config, told = configured(stage, config, options)
         check_machine(self.config)
-        self.stage = stage
-        self.name = f"zero{stage}"  # type: ignore[misc]
-        self.sharded_parameters = stage == 3  # type: ignore[misc]  # of this object
-        super().__init__(device, precision)
+        self.stage = self.config.stage
+        self.name = f"zero{self.stage}"  # type: ignore[misc]
+        self.sharded_parameters = self.stage == 3  # type: ignore[misc]  # of this object
+        super().__init__(device, None if told is None else told.precision)
+        if precision is not None:
+            self.use_precision(precision)
+        self._claims = Claims(told, self.config.offload_optimizer is not None)
         self._membership = Membership("ZeROStrategy", device, process_group_backend, timeout)
         self._setup: Setup | None = None
         self._begin()
@@ -142,10 +112,29 @@ class ZeROStrategy(Strategy):
         self._forward: Callable[..., Any] | None = None  # of an evaluation step in stage 3
         self._buffers = Buffers()
 
+    def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
+        """See :meth:`trainkit.Strategy.use_precision`."""
+        super().use_precision(precision, given=given)
+        prepare_precision(self.precision, self.device)
+
     def check_arguments(self, arguments: TrainerArguments) -> None:
         """See :meth:`trainkit.Strategy.check_arguments`."""
         if arguments.gradient_clip_algorithm == "value":
             raise ConfigurationError(NO_VALUES)
+        self._claims.check_arguments(arguments)
+
+    def check_batches(self, micro_batch: int | None, window: int) -> None:
+        """See :meth:`trainkit.Strategy.check_batches`."""
+        self._claims.check_batches(micro_batch, window, self.world)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the configuration says how to make one."""
+        return self._claims.has_optimizer
+
+    def configure_optimizers(self, module: nn.Module) -> Any:
+        """See :meth:`trainkit.Strategy.configure_optimizers`."""
+        return self._claims.configure_optimizers(module, self.device)
 
     def join(self, wanted: Wanted) -> None:
         """See :meth:`trainkit.Strategy.join`."""
@@ -176,7 +165,7 @@ class ZeROStrategy(Strategy):
 
     def _start(self) -> Setup:
         if self._setup is None:
-            self._setup = Setup(self.config, self._dtypes(), self.world, self.device)
+            self._setup = Setup(self.config, self.precision, self.world, self.device)
         return self._setup
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -237,6 +226,9 @@ class ZeROStrategy(Strategy):
         Raises:
             OptimizerError: one that ZeRO would change, or whose parameters cannot be divided by themselves.
         """
+        self._claims.check_optimizer(optimizer)
+        if self.config.offload_optimizer is not None:
+            warn_of_slow_updates(optimizer, self.device)
         setup = self._start()
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         target, local = self._target(trained)
@@ -245,7 +237,12 @@ class ZeROStrategy(Strategy):
         config = setup.configuration(trained, optimizer)
         # stage 1 without overlapping has nothing to do during a backward pass
         engine = Engine(
-            setup.session, target, optimizer, config, local=local or (self.stage == 1 and not self.config.overlap_comm)
+            setup.session,
+            target,
+            optimizer,
+            config,
+            local=local or (self.stage == 1 and not self.config.overlap_comm),
+            scale=LossScale(self.precision, self.device),
         )
         self._engines[id(optimizer)] = engine
         if not local:
@@ -264,32 +261,29 @@ class ZeROStrategy(Strategy):
             return self._models[0].module, False
         return holder(self._modules, trained), True
 
-    def _dtypes(self) -> dict[str, Any]:
-        if self.precision.name == "bf16-true":
-            return {"bf16": {"enabled": True}}
-        if self.precision.name == "bf16-mixed":
-            return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-        return {}
-
     def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
         """See :meth:`trainkit.Strategy.backward`."""
         if loss is None:
             self.skip_backward(None)
         elif self._learning is not None:
-            self._learning.backward(loss, **kwargs)
+            self._learning.backward(self.precision.scale(loss), **kwargs)
         else:
             for engine in self._engines.values():
                 engine.touched()
-            loss.backward(**kwargs)
+            self.precision.scale(loss).backward(**kwargs)
 
     def skip_backward(self, loss: Tensor | None) -> None:
         """See :meth:`trainkit.Strategy.skip_backward`."""
+        self.precision.scale(torch.zeros((), device=self.device))  # the loss scale is kept alike on all processes
         if self._learning is not None:
             self._learning.skip(loss)
 
     def any_loss(self, had_loss: bool) -> bool:
         """See :meth:`trainkit.Strategy.any_loss`."""
         return had_loss if self._learning is None else self._learning.any_loss()
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Nothing: what a process has are no gradients to look at, and norms are without the scale."""
 
     def mean(self, value: Tensor) -> Tensor:
         """See :meth:`trainkit.Strategy.mean`."""
@@ -311,6 +305,7 @@ class ZeROStrategy(Strategy):
             engine.discard()
             updated = False
         else:
+            engine.clip = engine.clip or self._claims.clip
             updated = engine.step()
         self.sync_buffers()
         return updated
@@ -328,6 +323,7 @@ class ZeROStrategy(Strategy):
         if norm_type != 2.0:
             raise ConfigurationError(f"ZeRO clips by the 2-norm, and norm_type is {norm_type!r}. Leave it out, or use 'ddp'.")
         engine = self._engine_of(parameters)
+        self._claims.check_clipping(max_norm)
         engine.clip = max_norm if max_norm != float("inf") else None
         return engine.norm()
 
@@ -361,12 +357,19 @@ class ZeROStrategy(Strategy):
         """See :meth:`trainkit.Strategy.stored_weights`."""
         return zero_state.stored_weights(module, [*self._engines.values()], self.device)
 
+    def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
+        """See :meth:`trainkit.Strategy.exported_weights`."""
+        short = self.config.zero3_save_16bit_model
+        return zero_state.working_weights(module, self.device) if short else self.stored_weights(module)
+
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """See :meth:`trainkit.Strategy.load_weights`."""
         zero_state.load_weights(values, [*self._engines.values()], self.device)
 
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
         """See :meth:`trainkit.Strategy.stored_optimizer`."""
+        if id(optimizer) not in self._engines:
+            raise ConfigurationError(RUN_IS_OVER)
         return zero_state.stored_optimizer(self._engines[id(optimizer)], self.device)
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:

@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, nearest
 
-__all__ = ["NO_VALUES", "ZeROConfig"]
+__all__ = ["CHECKPOINTING", "COMMUNICATION", "NO_VALUES", "RUN_IS_OVER", "ZeROConfig"]
 
 NO_VALUES = (
     "gradients cannot be clipped by value under ZeRO: no process has whole ones. Clip by norm: "
     "Trainer(gradient_clip_val=1.0, gradient_clip_algorithm='norm')"
+)
+RUN_IS_OVER = (
+    "the run is over, and under ZeRO the optimizer's state has ended with it. Save within the run: in on_train_end, or by "
+    "ModelCheckpoint, which does so at its end; or save the weights: trainer.save_checkpoint(path, weights_only=True)"
 )
 
 _PLACES = (None, "cpu", "nvme")
@@ -33,7 +37,33 @@ _COUNTS = {  # and the least that each may be
     "aio_block_size": 1,
     "aio_queue_depth": 1,
     "aio_threads": 1,
+    "hpz_partition_size": 1,
 }
+_SWITCHES = (
+    "pin_memory",
+    "overlap_comm",
+    "contiguous_gradients",
+    "round_robin_gradients",
+    "aio_single_submit",
+    "aio_overlap_events",
+    "quantized_weights",
+    "quantized_nontrainable_weights",
+    "quantized_gradients",
+    "zero3_save_16bit_model",
+)
+COMMUNICATION: dict[str | None, str] = {None: "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The dtypes that may be asked for, by torch's names."""
+
+CHECKPOINTING = {
+    "partition_activations": "partition_activations",
+    "cpu_checkpointing": "checkpoint_in_cpu",
+    "contiguous_memory_optimization": "contiguous_checkpointing",
+    "number_checkpoints": "num_checkpoints",
+    "synchronize_checkpoint_boundary": "synchronize",
+    "profile": "profile",
+}
+"""Keys of DeepSpeed's "activation_checkpointing" section → arguments of its ``checkpointing.configure``."""
+
 _BLOCK = 4096  # bytes
 _ONLY = {  # where options are used that are not used everywhere
     "stage 3": (
@@ -42,6 +72,11 @@ _ONLY = {  # where options are used that are not used everywhere
         "param_persistence_threshold",
         "max_live_parameters",
         "max_reuse_distance",
+        "hpz_partition_size",
+        "quantized_weights",
+        "quantized_nontrainable_weights",
+        "quantized_gradients",
+        "zero3_save_16bit_model",
     ),
     "stages 1 and 2": ("allgather_bucket_size", "round_robin_gradients"),
     "NVMe": ("aio_block_size", "aio_queue_depth", "aio_threads", "aio_single_submit", "aio_overlap_events"),
@@ -52,7 +87,7 @@ _ONLY = {  # where options are used that are not used everywhere
 
 @dataclass(frozen=True)
 class ZeROConfig:
-    """The options of :class:`~trainkit.strategies.ZeROStrategy`, by the same names, which say what they mean.
+    """The options of :class:`~trainkit.strategies.ZeROStrategy`; :class:`ZeROOptions` says what they mean.
 
     Raises:
         ConfigurationError: an option that is wrong, or that does not go with the stage.
@@ -81,6 +116,13 @@ class ZeROConfig:
     aio_threads: int = 1
     aio_single_submit: bool = False
     aio_overlap_events: bool = True
+    hpz_partition_size: int = 1
+    quantized_weights: bool = False
+    quantized_nontrainable_weights: bool = False
+    quantized_gradients: bool = False
+    communication_dtype: str | None = None
+    activation_checkpointing: Mapping[str, Any] | None = None
+    zero3_save_16bit_model: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
@@ -91,7 +133,28 @@ class ZeROConfig:
         self._check_offload()
         for name, least in _COUNTS.items():
             self._check_count(name, least)
-
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (name == "overlap_comm" and value is None)):
+                raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
+        if self.communication_dtype not in COMMUNICATION:
+            raise ConfigurationError(
+                f"communication_dtype must be None, 'fp32', 'bf16' or 'fp16', not {self.communication_dtype!r}."
+            )
+        for name in self.activation_checkpointing or ():
+            if name not in CHECKPOINTING:
+                raise ConfigurationError(
+                    f"activation_checkpointing has no {name!r}; it has {', '.join(CHECKPOINTING)}."
+                    f"{nearest(name, CHECKPOINTING)}"
+                )
+        told = self.activation_checkpointing or {}
+        if told.get("contiguous_memory_optimization") and not (
+            told.get("partition_activations") and told.get("number_checkpoints")
+        ):
+            raise ConfigurationError(
+                "activation_checkpointing: contiguous_memory_optimization needs partition_activations=True and "
+                "number_checkpoints."
+            )
         self._check_used()
         if self.aio_block_size % _BLOCK:
             raise ConfigurationError(
@@ -101,20 +164,18 @@ class ZeROConfig:
 
     def _check_used(self) -> None:
         """Refuse options that nothing would look at."""
-        holds = {
-            "stage 3": self.stage == 3,
-            "stages 1 and 2": self.stage < 3,
-            "NVMe": self.uses_nvme,
-            "offload_params='nvme'": self.offload_params == "nvme",
-            "offload_optimizer='nvme'": self.offload_optimizer == "nvme",
-        }
-        for where, names in _ONLY.items():
-            for name in names:
-                if not holds[where] and getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise ConfigurationError(
-                        f"{name}={getattr(self, name)!r} is for {where}, and this is ZeROStrategy(stage={self.stage}, "
-                        f"offload_optimizer={self.offload_optimizer!r}, offload_params={self.offload_params!r}). Leave it out."
-                    )
+        for name, where in _unused(vars(self)).items():
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} is for {where}, and this is ZeROStrategy(stage={self.stage}, "
+                    f"offload_optimizer={self.offload_optimizer!r}, offload_params={self.offload_params!r}). Leave it out."
+                )
+
+    @classmethod
+    def out_of(cls, options: Mapping[str, Any]) -> tuple[ZeROConfig, list[str]]:
+        """A configuration, and those of the options that nothing looks at, which are left out: a file may be for several."""
+        unused = [name for name in _unused(options) if name in options]
+        return cls(**{name: value for name, value in options.items() if name not in unused}), unused
 
     @property
     def uses_nvme(self) -> bool:
@@ -179,6 +240,9 @@ class ZeROConfig:
             zero["sub_group_size"] = self.elements_at_a_time
             for name in ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters"):
                 zero[f"stage3_{name}"] = int(getattr(self, name))
+            zero["zero_hpz_partition_size"] = int(self.hpz_partition_size)
+            for name in ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients"):
+                zero[f"zero_{name}"] = getattr(self, name)
             zero["stage3_max_reuse_distance"] = int(self._reuse)
         if self.offload_optimizer is not None:
             zero["offload_optimizer"] = {"device": self.offload_optimizer, "pin_memory": self.pin_memory}
@@ -204,6 +268,7 @@ class ZeROConfig:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
+            **({} if self.communication_dtype is None else {"communication_data_type": self.communication_dtype}),
             "aio": {
                 "block_size": int(self.aio_block_size),
                 "queue_depth": int(self.aio_queue_depth),
@@ -252,3 +317,16 @@ class ZeROConfig:
     def _bucket(given: int | None, numel: int) -> int:
         size = min(_BUCKET, numel) if given is None else int(given)
         return max(2, size + size % 2)  # DeepSpeed wants an even one
+
+
+def _unused(options: Mapping[str, Any]) -> dict[str, str]:
+    """The options that nothing would look at, and what each of them is for."""
+    stage, places = options.get("stage"), (options.get("offload_optimizer"), options.get("offload_params"))
+    holds = {
+        "stage 3": stage == 3,
+        "stages 1 and 2": stage != 3,
+        "NVMe": "nvme" in places,
+        "offload_params='nvme'": places[1] == "nvme",
+        "offload_optimizer='nvme'": places[0] == "nvme",
+    }
+    return {name: where for where, names in _ONLY.items() if not holds[where] for name in names}

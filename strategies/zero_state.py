@@ -22,7 +22,7 @@ from trainkit.strategies._zero_engine import Engine
 from trainkit.strategies._zero_sharding import is_sharded
 from trainkit.strategies._zero_swap import Part, partition
 
-__all__ = ["Spread", "load_optimizer", "load_weights", "stored_optimizer", "stored_weights"]
+__all__ = ["Spread", "load_optimizer", "load_weights", "stored_optimizer", "stored_weights", "working_weights"]
 
 Ranges = list[tuple[int, int]]
 
@@ -150,6 +150,11 @@ def stored_weights(module: nn.Module, engines: list[Engine], device: torch.devic
     return found
 
 
+def working_weights(module: nn.Module, device: torch.device) -> dict[int, Tensor]:
+    """``id(parameter)`` → what is divided, in the dtype in which it is used."""
+    return {id(p): _frozen(p, device).scattered() for p in module.parameters() if is_sharded(p)}
+
+
 @torch.no_grad()
 def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[Engine], device: torch.device) -> None:
     """Give masters and working copies their values; each process has the whole ones. Parameters that have no stand-ins are
@@ -189,8 +194,8 @@ def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
             if isinstance(value, Tensor) and value.numel() == flats[number].numel() and value.ndim:  # 0 on a disk
                 part = partial(engine.part, number, first, last, slot)
                 slots[slot] = Spread(_shape(parameter), value.dtype, ranges, part, device).scattered()
-            else:
-                slots[slot] = value
+            else:  # as torch has it
+                slots[slot] = torch.tensor(float(value)) if slot == "step" and isinstance(value, int) else value
         if slots:
             stored.optimizer.state[stored.standins[id(parameter)]] = slots
     return stored
@@ -212,7 +217,9 @@ def load_optimizer(engine: Engine, stored: StoredOptimizer) -> None:
     for number, parts in members.items():
         if any(slots for slots, *_ in parts):
             with engine.resident(number):
-                state[flats[number]] = _state_of(flats[number], parts)
+                state[flats[number]] = held = _state_of(flats[number], parts)
+                if engine.shadow.counts_in_ints and "step" in held:
+                    held["step"] = int(held["step"])
     if engine.stage < 3:
         engine.zero._hp_optimizer_states_linked = False  # so that it links the new tensors
         engine.zero._lazy_init_hp_params_optimizer_state()

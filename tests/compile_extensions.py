@@ -19,6 +19,7 @@ def main() -> None:
         sys.exit(str(error))
     imported(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     load("AsyncIOBuilder", "pin_memory", "async_io")
+    load("CPUAdamBuilder", "cpu_adam")
 
 
 if __name__ == "__main__":

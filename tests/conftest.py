@@ -28,9 +28,11 @@ from trainkit import rng
 
 torch.set_num_threads(1)
 
-# A shell's background job ignores Ctrl-C, and so would every process that a test starts.
+# A shell's background job ignores Ctrl-C, one of nohup the end of its terminal, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A process that a test starts finds the checkout too, installed or not, whatever its working directory.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

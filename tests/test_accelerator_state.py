@@ -238,6 +238,43 @@ def test_not_blocking() -> None:
     loop.accelerator.save_state("fine")
 
 
+def test_save_model_writes_adapters_as_peft_does() -> None:
+    peft = pytest.importorskip("peft")
+
+    def base() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    model = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["0"], modules_to_save=["2"], r=2))
+    model.add_adapter("other", peft.LoraConfig(target_modules=["0"], r=3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    accelerator = Accelerator()
+    accelerator.save_model(accelerator.prepare(model), "ours", max_shard_size="60B")  # PEFT reads one file only
+    model.save_pretrained("theirs")
+    for adapter in ("", "other"):
+        ours, theirs = (load_file(Path(folder, adapter, "adapter_model.safetensors")) for folder in ("ours", "theirs"))
+        assert same(dict(sorted(ours.items())), dict(sorted(theirs.items())))
+    files = {str(path.relative_to("ours")) for path in Path("ours").rglob("*") if path.is_file()}
+    assert files == {f"{where}adapter_{kind}" for where in ("", "other/") for kind in ("config.json", "model.safetensors")}
+    loaded = peft.PeftModel.from_pretrained(base(), "theirs").eval()
+    assert torch.equal(peft.PeftModel.from_pretrained(base(), "ours").eval()(torch.ones(3, 4)), loaded(torch.ones(3, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's use of transformers
+def test_save_model_refuses_adapters_that_only_peft_can_tell() -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), prompts)
+    with pytest.raises(ConfigurationError, match=r"PROMPT_TUNING.*save_pretrained\(folder\)"):
+        Accelerator().save_model(model, "weights")
+    assert not Path("weights").exists()
+
+
 def test_adapters_alone_are_saved() -> None:
     peft = pytest.importorskip("peft")
 

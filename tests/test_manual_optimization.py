@@ -149,6 +149,39 @@ def test_a_gan_in_half_precision(precision: str) -> None:
         torch.testing.assert_close(a, b, atol=0.02, rtol=0.1, msg=lambda text, name=name: f"{name}: {text}")
 
 
+class TwoSteps(TrainModule):
+    """Two updates in one training_step, with a forward after each."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.outputs: list[tuple[Tensor, Tensor]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.layer(batch[0]).square().mean())
+            optimizer.step()
+            with torch.autocast("cpu", enabled=False):
+                weight, bias = (parameter.to(torch.bfloat16) for parameter in self.layer.parameters())
+                expected = F.linear(batch[0].to(torch.bfloat16), weight, bias)
+            self.outputs.append((self.layer(batch[0]).detach(), expected.detach()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def test_a_forward_sees_the_update_before_it() -> None:
+    """Autocast keeps copies of parameters until its end, which comes after training_step."""
+    module = TwoSteps()
+    make_trainer(max_epochs=1, precision="bf16-mixed").fit(module, gan_loader())
+    assert len(module.outputs) == 12
+    assert all(torch.equal(mine, expected) for mine, expected in module.outputs)
+
+
 def test_the_loss_scale_while_gradients_of_two_optimizers_wait() -> None:
     """Both are unscaled, by clipping, before either steps: each is unscaled once, by the scale that it was scaled with."""
     norms: dict[str, list[float]] = {}

@@ -16,7 +16,7 @@ from zero_cases import Wide, strategy
 from trainkit import Callback
 from trainkit.checkpoint import open_checkpoint
 
-__all__ = ["ADAMW", "assert_portable", "case", "go_on", "save", "tensors"]
+__all__ = ["ADAMW", "SaveAfterTen", "SaveAtOnce", "assert_portable", "case", "go_on", "save", "tensors"]
 
 ADAMW = {"optimizer": "adamw", "schedule": True}
 

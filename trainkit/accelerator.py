@@ -19,6 +19,7 @@ from trainkit.arguments import refuse_unknown
 from trainkit.checkpoint.saver import Saver
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
+from trainkit.data.sources import batch_size_of
 from trainkit.data.window import Window
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
@@ -206,6 +207,8 @@ class Accelerator(GradientVerbs, StateVerbs):
                 "loader); several loaders read together are a CombinedLoader."
             )
         if isinstance(item, CombinedLoader | Iterable):
+            if not self._loaders:  # the first one is what is trained on
+                self.strategy.check_batches(batch_size_of(item), self.window.size)
             # loaders that are read side by side must not have the same order and the same augmentation
             return self.prepare_loader(item, window=True, index=len(self._loaders), repeat_filler=True)
         raise ConfigurationError(
@@ -295,6 +298,8 @@ class Accelerator(GradientVerbs, StateVerbs):
             self.updating = True  # stays so if an error leaves the parameters between two steps
             updated = self.strategy.optimizer_step(own, closure)
             self.updating = False
+            if self.strategy.precision.autocast_dtype is not None:
+                torch.clear_autocast_cache()  # else a forward in the same step would use copies of what was before
         self.optimizer_step_was_skipped = not updated
         self._averaged.discard(id(own))
         self._updated[id(own)] = updated

@@ -36,7 +36,7 @@ class GradientVerbs:
         self._average(chosen)
         if self.strategy.precision.scaler is not None:
             for own in chosen:
-                self.strategy.precision.unscale(own)
+                self.strategy.unscale(own)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale the gradients down to a norm of at most ``max_norm``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from os import PathLike
 from pathlib import Path
@@ -16,6 +17,7 @@ from trainkit.checkpoint.together import together
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice, warn
 from trainkit.errors import CheckpointError, CheckpointWriteError, ConfigurationError, StateMismatchError
+from trainkit.state.adapters import adapter_folders
 from trainkit.state.model import capture_model, has_adapters
 from trainkit.state.parts import Parts, SaveMode, about, capture, check_names, configurations, restore
 
@@ -88,25 +90,37 @@ class StateVerbs:
     ) -> None:
         """Write a model's weights as plain safetensors, which ``from_pretrained`` opens if it is a ``transformers`` model.
 
+        Of one with PEFT adapters these are written, and not the base: a folder for ``PeftModel.from_pretrained(base, folder)``.
         Of several processes all call it, and the main one writes.
 
         Args:
-            model: prepared or not.
+            model: prepared or not; with a ``Trainer`` any module within its module, in ``fit`` or after it:
+                ``trainer.accelerator.save_model(module.model, folder)``.
             save_directory: the folder to write to.
-            max_shard_size: larger models are written to several files, with an index.
+            max_shard_size: larger models are written to several files, with an index; adapters never are.
             safe_serialization: only ``True``: what pickle loads can run code.
+
+        Raises:
+            CheckpointWriteError: the folder cannot be written.
+            ConfigurationError: an adapter of a method whose parameters only PEFT can tell; ``safe_serialization=False``.
         """
         if not safe_serialization:
             raise ConfigurationError(
                 "save_model(safe_serialization=False) is not offered: a pickle can run code. Leave it out."
             )
         inner = self._accelerator().unwrap_model(model)
-        state = capture_model(inner, standins=self._accelerator().strategy.stored_weights(inner))
-        files = configurations(state.configs)
+        state = capture_model(inner, standins=self._accelerator().strategy.exported_weights(inner))
+        files, adapters, folder = configurations(state.configs), adapter_folders(state), Path(save_directory)
         world, size = self._accelerator().world, shard_size(max_shard_size)
 
         def write() -> None:
-            write_weights(Path(save_directory), state.tensors, files, max_shard_size=size, rank=world.rank)
+            for where, (tensors, config) in adapters.items():
+                beside = {"adapter_config.json": config}
+                write_weights(
+                    folder / where, tensors, beside, max_shard_size=sys.maxsize, stem="adapter_model", rank=world.rank
+                )
+            if not adapters:
+                write_weights(folder, state.tensors, files, max_shard_size=size, rank=world.rank)
 
         together(world, write, CheckpointWriteError)
 
@@ -171,7 +185,7 @@ def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection
         UnknownNameError: ``restore`` names an unknown part.
     """
     wanted = check_names(given, PARTS)
-    loaded = read_together(path, accelerator.world)
+    loaded = read_together(path, accelerator.world, mapped=accelerator.strategy.sharded_state)
     manifest, state = loaded.manifest, loaded.state
     if "optimizer" in wanted and not manifest.contents.get("resumable", False):
         raise CheckpointError(f"{path} holds weights only. Load those: accelerator.load_state(path, restore={{'model'}})")

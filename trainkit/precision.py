@@ -92,6 +92,12 @@ class Precision:
         if self.scaler is None:
             self.reset()
 
+    def use_scaler(self) -> None:
+        """Scale the loss in this precision too: there are float32 masters for what float16 cannot hold."""
+        self._scaled = True
+        if self.scaler is None:
+            self.reset()
+
     def reset(self) -> None:
         """The loss scale as it is at the start of a run."""
         self._unscaled.clear()

@@ -90,15 +90,14 @@ def running(
     try:
         module, trainer.compiler = _uncompiled(module)
         _check_inputs(module, datamodule, given)
-        refuse_incomplete(module, stage)
+        refuse_incomplete(module, stage, trainer.strategy.has_optimizer)
         outer, status = module._trainer, "failed"
         _begin(trainer, stage, module, datamodule)
         merge_module_callbacks(trainer, module)
         build_hooks(trainer)
         with torch_flags(*trainer.flags):
             first()
-            found = trainer.found
-            share_log_folders(trainer, found.loaded.state["loggers"] if found is not None and "loggers" in found.wanted else ())
+            share_log_folders(trainer, _log_folders(trainer))
             if trainer.profiler is not None:
                 trainer.profiler.start(Path(trainer.log_dir or "."))
             _set_up(trainer, stage, module)
@@ -130,6 +129,12 @@ def agree_on_signals(trainer: Trainer) -> None:
     world = trainer.strategy.world
     if world.size > 1:
         trainer.signals.received = world.largest([trainer.signals.received or 0])[0] or None
+
+
+def _log_folders(trainer: Trainer) -> Any:
+    """What the checkpoint says of them. A function of its own, so that no frame of the run's holds the checkpoint in memory."""
+    found = trainer.found
+    return found.loaded.state["loggers"] if found is not None and "loggers" in found.wanted else ()
 
 
 def _uncompiled(module: Any) -> tuple[Any, Callable[..., Any] | None]:

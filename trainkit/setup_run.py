@@ -38,8 +38,13 @@ def overrides(owner: Any, name: str, base: type = TrainModule) -> bool:
     return getattr(type(owner), name, None) is not getattr(base, name, None)
 
 
-def refuse_incomplete(module: TrainModule, stage: str) -> None:
+def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> None:
     """Refuse a module without the methods of the stage, before any data is prepared.
+
+    Args:
+        module: the user's.
+        stage: "fit", "validate", "test" or "predict".
+        has_optimizer: ``configure_optimizers`` may be missing.
 
     Raises:
         MissingMethodError: with the definition that is missing.
@@ -53,7 +58,7 @@ def refuse_incomplete(module: TrainModule, stage: str) -> None:
     }
     needed = {"fit": ("training_step", "configure_optimizers"), "validate": ("validation_step",), "test": ("test_step",)}
     for name in needed.get(stage, ()):
-        if not overrides(module, name):
+        if not overrides(module, name) and not (has_optimizer and name == "configure_optimizers"):
             raise MissingMethodError(f"{type(module).__name__} has no {name}. Define: def {name}{steps[name]}")
 
 
@@ -74,6 +79,7 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
     source = trainer.train_dataloader = training_source(source)
     trainer.accumulate_grad_batches = _accumulation(trainer, source)
     trainer.accelerator.window.size = trainer.accumulate_grad_batches
+    trainer.strategy.check_batches(batch_size_of(source), trainer.accumulate_grad_batches)
     weighed = overrides(module, "batch_weight")
     loader = trainer.accelerator.prepare_loader(
         source,
@@ -195,7 +201,7 @@ def finish_fit_plan(trainer: Trainer) -> None:
     """Ask the module for its optimizers and put them into the plan."""
     module, engine, plan = trainer.lightning_module, trainer.accelerator, trainer.fit_plan
     automatic = module.automatic_optimization
-    optimizers, configs = read_optimizers(module.configure_optimizers(), module, automatic)
+    optimizers, configs = read_optimizers(trainer.strategy.configure_optimizers(module), module, automatic)
     prepared = engine.prepare(*optimizers) if optimizers else ()
     trainer.prepared_optimizers = list(prepared) if isinstance(prepared, tuple) else [prepared]
     trainer.lr_scheduler_configs = configs

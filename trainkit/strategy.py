@@ -15,6 +15,7 @@ from trainkit.data.nested import move
 from trainkit.data.window import Window
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
+from trainkit.footprint import Contents, Footprint, Held, Moment
 from trainkit.gradient_norm import total_norm
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import PRECISIONS, Precision
@@ -40,12 +41,13 @@ class Strategy:
         owns_accumulation: the backend divides by the window itself.
         owns_clipping: the backend clips; it is told the value beforehand.
         sharded_parameters: no process holds whole parameters.
+        sharded_state: no process holds whole optimizer state; each takes its part out of a checkpoint's files.
         lazy_tensors: values exist only after a sync.
         supported_precisions: names of the precisions that work.
         world: the processes of the run.
         joined: :meth:`join` has been called.
         window: the accumulation window of the ``Accelerator`` that uses the strategy.
-        broken: a run has failed on several processes, so that the others do not come to a collective at its end.
+        broken: a run has failed on several processes, and the others do not come to a collective at its end.
 
     Raises:
         ConfigurationError: the device is not there, or the precision does not work on it.
@@ -55,6 +57,7 @@ class Strategy:
     owns_accumulation: ClassVar[bool] = False
     owns_clipping: ClassVar[bool] = False
     sharded_parameters: ClassVar[bool] = False
+    sharded_state: ClassVar[bool] = False
     lazy_tensors: ClassVar[bool] = False
     supported_precisions: ClassVar[tuple[str, ...]] = tuple(PRECISIONS)
 
@@ -115,24 +118,51 @@ class Strategy:
             ConfigurationError: one does.
         """
 
+    def check_batches(self, micro_batch: int | None, window: int) -> None:
+        """Refuse sizes of batches that contradict what the strategy was made with: ``micro_batch`` samples of a process, if
+        the loader says so, and ``window`` micro-batches of it in an update.
+
+        Raises:
+            ConfigurationError: they do.
+        """
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether :meth:`configure_optimizers` makes one for a module that makes none."""
+        return False
+
+    def configure_optimizers(self, module: Any) -> Any:
+        """What the module's method of that name returns, checked and completed by what the strategy was made with."""
+        return module.configure_optimizers()
+
+    def check_precision(self, precision: Precision | str | int) -> Precision:
+        """The precision of a name, or the object.
+
+        Raises:
+            ConfigurationError: it does not work here.
+        """
+        chosen = precision if isinstance(precision, Precision) else Precision(precision)
+        if chosen.name not in self.supported_precisions:
+            raise ConfigurationError(
+                f"precision={chosen.name!r} does not work with {type(self).__name__}; it offers "
+                f"{', '.join(self.supported_precisions)}."
+            )
+        return chosen
+
     def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
         """Take a precision.
 
         Raises:
             ConfigurationError: the strategy was made with another one, or it does not work here.
         """
-        chosen = precision if isinstance(precision, Precision) else Precision(precision)
+        chosen = self.check_precision(precision)
         current = getattr(self, "precision", None)
         if current is not None and self._precision_was_given and given and current.name != chosen.name:
             raise ConfigurationError(
-                f"two precisions: {type(self).__name__}(precision={current.name!r}) and precision={chosen.name!r}. "
-                "Give one of them."
+                f"two precisions: {type(self).__name__}(precision={current.name!r}) and precision={chosen.name!r}. Give one."
             )
-        if chosen.name not in self.supported_precisions:
-            raise ConfigurationError(
-                f"precision={chosen.name!r} does not work with {type(self).__name__}; it offers "
-                f"{', '.join(self.supported_precisions)}."
-            )
+        if current is not None and self._precision_was_given and not isinstance(precision, Precision):
+            chosen = current  # of the same name, and perhaps with more than its name says
         chosen.setup(self.device)
         self.precision = chosen
         self._precision_was_given = self._precision_was_given or given
@@ -244,6 +274,10 @@ class Strategy:
         """
         return had_loss
 
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Take the loss scale out of an optimizer's gradients, before they are looked at."""
+        self.precision.unscale(optimizer)
+
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Average gradients over the processes that no backward pass has averaged.
 
@@ -291,6 +325,10 @@ class Strategy:
         """What a checkpoint holds in the stead of parameters: ``id(parameter)`` → its master, or a scattered tensor."""
         return {}
 
+    def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
+        """What ``save_model`` writes in the stead of parameters, as :meth:`stored_weights`."""
+        return self.stored_weights(module)
+
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Give those parameters their values, which each process has whole."""
 
@@ -300,6 +338,26 @@ class Strategy:
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
         """Take over what has been loaded into what :meth:`stored_optimizer` has returned."""
+
+    def footprint(self, contents: Contents, processes: int) -> Footprint:
+        """What one process holds, in bytes: for :meth:`trainkit.Trainer.plan`. Activations are not in it.
+
+        Args:
+            contents: parameters without their values, and what the optimizer keeps for them.
+            processes: so many, not those that there are.
+
+        Raises:
+            TrainkitError: this strategy cannot train that.
+        """
+        weights = contents.weights
+        state = sum(weight.state for weight in weights)
+        held = Held(
+            parameters=sum(weight.nbytes for weight in weights) + contents.buffers,
+            gradients=sum(weight.nbytes for weight in contents.trained),
+            optimizer=state,
+        )
+        stored = held.gradients + state + contents.stored_bare  # gradients are as large as what is trained
+        return Footprint(self.name, {"update": Moment(held)}, checkpoint=stored)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Tensors of all processes, stacked in front; with one process as they are.

@@ -98,6 +98,8 @@ def joined_strategy(
             _synchronise(made)
     if arguments is not None:
         made.check_arguments(arguments)
+    if precision is not None:
+        made.check_precision(precision)  # before processes are started
     made.join(wanted)
     if precision is not None:
         made.use_precision(precision)

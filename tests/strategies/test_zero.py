@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, RegressionModule, trained
+from parity import Case, RegressionModule, train, trained
 from torch import nn
+from worlds import run_world
 from zero_cases import STAGES, NoLosses, Sometimes, Weighted, strategy
 from zero_parity import LIMITS, assert_parity, assert_same, expected
 
-from trainkit import Trainer
+from trainkit import Precision, Trainer
 from trainkit.errors import ConfigurationError, OptimizerError
+from trainkit.state.slots import count_slots
 from trainkit.strategies import ZeROStrategy
-from trainkit.strategies._zero_optimizer import count_slots, refuse_optimizer
+from trainkit.strategies._zero_optimizer import refuse_optimizer
 
 
 def covering() -> list[tuple[str, int, int, float | None, str]]:
     """Each pair of values of any two of the five, by few combinations of all."""
-    values = (list(STAGES), [1, 2], [1, 4], [None, 1.0], ["32-true", "bf16-mixed"])
+    values = (list(STAGES), [1, 2], [1, 4], [None, 1.0], ["32-true", "bf16-mixed", "16-mixed"])
     left = {((i, a), (j, b)) for i in range(5) for j in range(i + 1, 5) for a in values[i] for b in values[j]}
     chosen = []
     while left:
@@ -52,6 +54,24 @@ def test_the_comparison_can_fail() -> None:
     worse = replace(other, losses={key: loss * (1 + 1e-5) for key, loss in other.losses.items()})
     with pytest.raises(AssertionError):
         assert_same(worse, other, LIMITS["32-true"])
+
+
+def overflowing(kind: str) -> list[Any]:
+    """Losses with their updates' numbers, and the last loss scale, of a training whose first scales are too large."""
+    precision = Precision("16-mixed", init_scale=2.0**33, growth_interval=4)
+    case = Case(samples=40, batch_size=2, arguments={"precision": precision, "gradient_clip_val": 1.0, "max_epochs": 2})
+    losses = train(case, strategy=strategy(kind)).losses
+    assert precision.scaler is not None
+    return [losses, precision.scaler.get_scale()]
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2-cpu", "zero3"])
+def test_updates_that_overflow_are_left_out(kind: str) -> None:
+    """On all processes alike, and as under DDP: the scale is halved until gradients are finite, and doubled again later."""
+    for mine, theirs in zip(run_world(2, overflowing, kind), run_world(2, overflowing, "ddp"), strict=True):
+        assert mine[0] == pytest.approx(theirs[0], rel=5e-3)
+        assert mine[1] == theirs[1] < 2.0**33
+        assert max(update for update, _ in mine[0]) < 19, "twenty updates, all of which were made"
 
 
 @pytest.mark.parametrize("kind", list(STAGES))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from parity import Case, Noisy, RegressionModule, train, trained
 from torch import nn
 from torch.utils.data import DataLoader
@@ -97,13 +99,32 @@ def elsewhere() -> str:
 
 
 class Late(Built):
+    """Initialises layers when all of them are there; one function asks torch for the shape, some draw, some do not."""
+
     def configure_model(self) -> None:
         super().configure_model()
         nn.init.ones_(self.net[0].bias)
+        nn.init.kaiming_uniform_(self.net[0].weight)
+        with torch.no_grad():
+            self.net[3].weight.normal_(std=0.3).mul_(0.5)
 
 
-def test_what_is_changed_too_late_is_not_lost_silently() -> None:
-    which = Case(samples=12, make=Late, arguments={"precision": "32-true"})
+@pytest.mark.parametrize("kind, size", [("zero3", 2), ("zero3-both-cpu", 1)])
+def test_layers_can_be_initialised_later(kind: str, size: int) -> None:
+    which = Case(samples=12, make=Late, options={"optimizer": "adamw"}, arguments={"precision": "32-true"})
+    losses = trained(which, size, strategy=strategy(kind)).losses
+    assert losses == pytest.approx(trained(which, 1).losses, rel=2e-6)
+    assert losses != pytest.approx(trained(replace(which, make=Built), 1).losses, rel=1e-2)
+
+
+class Bypassing(Built):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net[0].bias.detach().fill_(1.0)
+
+
+def test_what_is_changed_behind_the_parameters_back_is_not_lost_silently() -> None:
+    which = Case(samples=12, make=Bypassing, arguments={"precision": "32-true"})
     train(which, strategy="auto")
     with pytest.raises(ModuleError, match="configure_model has changed 1 parameters after their layers were made"):
         train(which, strategy=strategy("zero3"))

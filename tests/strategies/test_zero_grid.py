@@ -26,7 +26,7 @@ def made(precision: str, *kinds: str) -> type:
     """What is trained: something large where a disk is to be used."""
     if any(kind in NVME for kind in kinds):
         return Wide
-    return RegressionModule if precision == "32-true" else Calm
+    return Calm if precision == "bf16-true" else RegressionModule
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parity import Case, Noisy, RegressionModule, train, trained
+from parity import Case, Noisy, RegressionModule, trained
 from replicas import together
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from worlds import run_world
 from zero_cases import strategy
 from zero_resume import assert_portable, case, save, tensors
 
 from trainkit import Trainer
-from trainkit.errors import ModuleError
 
 pytestmark = pytest.mark.zero  # for the time that they take
 
@@ -79,7 +79,7 @@ class Adapted(Language):
             adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1))
             for name, parameter in adapted.named_parameters():
                 if "lora_B" in name:  # which begins as zeros, so that the adapters would learn nothing at first
-                    parameter.data.normal_(std=0.1)
+                    nn.init.normal_(parameter, std=0.1)
         return adapted
 
     def configure_optimizers(self) -> Any:
@@ -142,8 +142,27 @@ def test_configure_model() -> None:
 
 
 def test_configure_model_with_a_class() -> None:
-    with pytest.raises(ModuleError, match="changed .* parameters after .*AutoModelForCausalLM.from_config"):
-        train(Case(samples=24, make=Late, arguments={"precision": "32-true"}), strategy=strategy("zero3"))
+    """From the same first values as everywhere."""
+    which = Case(samples=24, make=Late, arguments={"precision": "32-true"})
+    losses = trained(which, 2, strategy=strategy("zero3")).losses
+    assert losses == pytest.approx(trained(replace(which, make=Language), 1).losses, rel=2e-5)
+
+
+class LateAdapted(Adapted):
+    """The GPT-2 and its adapters, made by ``configure_model``."""
+
+    def __init__(self, **options: Any) -> None:
+        RegressionModule.__init__(self, **options)
+        self.net = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        self.net = self.net or Adapted.make(self)
+
+
+def test_configure_model_with_adapters() -> None:
+    which = Case(samples=24, make=LateAdapted, options={"optimizer": "adamw"}, arguments={"precision": "32-true"})
+    losses = trained(which, 2, strategy=strategy("zero3")).losses
+    assert losses == pytest.approx(trained(replace(which, make=Adapted), 1).losses, rel=2e-5)
 
 
 class Speaking(Language):

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from elastic import killed, parameters, resumed, undisturbed
-from parity import Case
+from parity import Case, train
 from replicas import together
 from zero_cases import STAGES, strategy
 from zero_resume import ADAMW, assert_portable, case, go_on, save, tensors
+
+from trainkit import Callback
 
 UNDER = [("auto", 1), ("ddp", 2), *((kind, 2) for kind in STAGES if kind != "zero1-cpu"), ("zero3", 1), ("zero2", 3)]
 
 
 # Each stage in one precision; each in all of them is in test_zero_grid.py.
-PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "32-true", "32-true", "bf16-true", "bf16-mixed"]
+PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-mixed", "32-true", "bf16-true", "bf16-mixed"]
 
 
 @pytest.mark.parametrize("kind, precision", [*zip(STAGES, PRECISIONS, strict=True)])
@@ -61,3 +64,29 @@ def test_counters_that_differ_within_a_group(run_dir: Path) -> None:
     _refuse_differing("step", [torch.tensor(3.0), torch.tensor(3.0)])
     with pytest.raises(StateMismatchError, match=r"'step' differs from parameter to parameter \(2.0, 3.0\)"):
         _refuse_differing("step", [torch.tensor(3.0), torch.tensor(2.0)])
+
+
+class OnDisk(Callback):
+    """Which files of tensors are mapped when the checkpoint is loaded, and which at the end."""
+
+    def __init__(self) -> None:
+        self.mapped: list[set[str]] = []
+
+    def look(self) -> None:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        self.mapped.append({Path(line.split()[-1]).name for line in lines if line.endswith(".safetensors")})
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.look()
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.look()
+
+
+@pytest.mark.parametrize("kind", ["auto", "zero1", "zero3"])
+def test_no_process_reads_the_whole_checkpoint(kind: str, run_dir: Path) -> None:
+    """Where each takes its part, the rest stays on the disk; nothing of it is left when training begins."""
+    together(1, {"save": (save, case(), "auto", run_dir / "saved")})
+    seen = OnDisk()
+    train(case(), seen, strategy=strategy(kind), ckpt_path=str(run_dir / "saved"))
+    assert seen.mapped == [set() if kind == "auto" else {"model.safetensors", "optimizer.safetensors"}, set()]

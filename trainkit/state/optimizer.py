@@ -29,6 +29,12 @@ _ALIGNMENT = 64
 # How an optimizer computes, not what: the run that loads has its own answer, which its device may need.
 _EXECUTION = ("foreach", "fused", "capturable")
 
+_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
+# Options that torch's Adam has and DeepSpeed's have not, or the other way round, as they are if nobody sets them; and those
+# that the class or the run decides.
+_UNSET = {"amsgrad": False, "bias_correction": True, "differentiable": False, "maximize": False}
+_ELSEWHERE = ("decoupled_weight_decay", *_EXECUTION)
+
 
 @dataclass
 class OptimizerState:
@@ -59,7 +65,7 @@ def capture_optimizer(optimizer: Optimizer, index: int, names: Mapping[int, str]
     Raises:
         UnsavableError: it holds a parameter that none of the modules has, or one twice.
     """
-    kind = type(_bare(optimizer)).__name__
+    kind = _kind(optimizer)
     groups = [[_name(p, names, index, kind) for p in group["params"]] for group in optimizer.param_groups]
     counts = Counter(name for group in groups for name in group)
     if twice := [name for name, count in counts.items() if count > 1]:
@@ -129,7 +135,7 @@ def plan_optimizer(
         CorruptCheckpointError: the description is malformed or contradicts the tensors.
     """
     saved = Described.read(described, tensors, index, what)
-    kind = type(_bare(optimizer)).__name__
+    kind = _kind(optimizer)
     complaints, lacking = _compare_groups(optimizer, names, saved)
     if saved.kind != kind:
         complaints.insert(0, f"it is of {saved.kind}, and this run has {kind}")
@@ -149,6 +155,13 @@ def plan_optimizer(
 
 def _bare(optimizer: Optimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+
+
+def _kind(optimizer: Optimizer) -> str:
+    """The class, by one name for those of torch and DeepSpeed that do the same with the same state."""
+    bare = _bare(optimizer)
+    name = type(bare).__name__
+    return ("AdamW" if getattr(bare, "adam_w_mode", True) else "Adam") if name in _ADAMS else name
 
 
 def _name(parameter: Tensor, names: Mapping[int, str], index: int, kind: str) -> str:
@@ -196,7 +209,11 @@ def _compare_groups(
                 continue
             odd = [f"{name} ({'in another group' if name in taken else 'not here'})" for name in theirs if name not in free]
             complaints.append(f"group {number} is in the checkpoint only and cannot be added: {', '.join(odd)}")
-        elif theirs != here[number]:
+            continue
+        for key, value in saved.groups[number][1].items():
+            if key in _UNSET and key not in optimizer.param_groups[number] and value != _UNSET[key]:
+                complaints.append(f"group {number}: {key}={value!r} in the checkpoint, which this optimizer does not have")
+        if theirs != here[number]:
             complaints.append(f"group {number}: {_difference(theirs, here[number])}")
     return complaints, lacking
 
@@ -302,7 +319,7 @@ def _groups(optimizer: Optimizer, saved: Described, numbers: Mapping[str, int]) 
     """The groups for ``load_state_dict``, and what of this run's is kept."""
     groups, kept = [], []
     for number, (group, (names, options)) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
-        taken = copied(options)
+        taken = {key: v for key, v in copied(options).items() if key in group or key not in (*_UNSET, *_ELSEWHERE)}
         for key, value in taken.items():
             if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
                 taken[key] = value.to(group[key].device)

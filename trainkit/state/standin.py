@@ -12,12 +12,23 @@ from torch.optim import Optimizer
 from trainkit.errors import StateMismatchError
 from trainkit.state.names import ParameterNames
 
-__all__ = ["StoredOptimizer", "standin_of"]
+__all__ = ["StoredOptimizer", "standin_of", "twin"]
 
 
 def standin_of(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
     """A parameter of this shape and dtype on the CPU, whose memory nobody touches, so that the system does not give it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def twin(optimizer: Optimizer) -> Optimizer:
+    """Another optimizer of the same kind with the same options and groups, and with no state; ``__init__`` is not called."""
+    kind = type(optimizer)
+    if hasattr(kind, "__del__"):  # which would take away what the two have in common
+        kind = type(kind.__name__, (kind,), {"__del__": lambda self: None, "__module__": kind.__module__})
+    made: Optimizer = object.__new__(kind)
+    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})  # a scheduler's wrapper
+    made.state = type(optimizer.state)(dict)
+    return made
 
 
 class StoredOptimizer:
@@ -33,9 +44,7 @@ class StoredOptimizer:
 
     def __init__(self, original: Optimizer, standins: Mapping[int, nn.Parameter]) -> None:
         self._original, self.standins = original, standins
-        self.optimizer: Optimizer = object.__new__(type(original))
-        vars(self.optimizer).update({name: value for name, value in vars(original).items() if name != "step"})
-        self.optimizer.state = type(original.state)(dict)
+        self.optimizer = twin(original)
         self.optimizer.param_groups = [
             {**group, "params": [standins[id(p)] for p in group["params"]]} for group in original.param_groups
         ]

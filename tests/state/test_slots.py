@@ -1,0 +1,67 @@
+"""What an optimizer keeps is known from a step over tiny parameters: the same as real steps leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainkit.state.slots import bare_copy, count_slots, state_bytes
+
+SHAPES = [(6, 10), (9,), (), (4, 3, 2), (15, 15)]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, 0.1, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, centered=True, momentum=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.1),
+}
+
+
+def parameters(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_is_what_a_step_leaves(name: str, dtype: torch.dtype) -> None:
+    real, empty = parameters(dtype), parameters(dtype, "meta")
+    optimizer, planned = OPTIMIZERS[name](real), OPTIMIZERS[name](empty)
+    for parameter in real:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    found = state_bytes(planned)
+    left = [sum(v.nbytes for v in optimizer.state[p].values() if isinstance(v, Tensor)) for p in real]
+    assert [found[id(p)] for p in empty] == left
+    assert not any(p.grad is not None for p in empty)
+
+
+def test_groups_have_their_own_options() -> None:
+    first, second = parameters()[:2]
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "momentum": 0.9}], 0.1)
+    assert state_bytes(optimizer) == {id(first): 0, id(second): 36}
+    assert count_slots(optimizer) == 1
+
+
+@pytest.mark.parametrize("name, slots", [("sgd", 0), ("momentum", 1), ("adamw", 2), ("amsgrad", 3), ("adagrad", 1)])
+def test_count_slots(name: str, slots: int) -> None:
+    assert count_slots(OPTIMIZERS[name](parameters(device="meta"))) == slots
+    with torch.device("meta"):
+        assert count_slots(OPTIMIZERS[name](parameters())) == slots
+
+
+def test_nothing_is_done_to_the_optimizer() -> None:
+    real = parameters()
+    optimizer = OPTIMIZERS["adamw"](real)
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    state_bytes(optimizer)
+    assert not calls
+    assert not optimizer.state
+    assert bare_copy(optimizer).param_groups is optimizer.param_groups
+    assert all(torch.equal(p, torch.ones_like(p)) for p in real)

@@ -1,0 +1,231 @@
+"""A DeepSpeed configuration and the run: what both say must be the same, and what only the configuration says is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, Noisy, RegressionModule, train
+from torch.utils.data import DataLoader
+from worlds import run_world
+
+import trainkit
+from trainkit import Accelerator, Callback, Trainer, TrainModule
+from trainkit.errors import ConfigurationError, MissingMethodError
+from trainkit.strategies import ZeROStrategy
+
+CLIP = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.05}
+ADAM = {"type": "Adam", "params": {"lr": 0.01, "betas": [0.9, 0.98]}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 4, "warmup_type": "linear"}}
+
+
+class WithoutOptimizer(RegressionModule):
+    """Its configuration has one."""
+
+    configure_optimizers = TrainModule.configure_optimizers
+
+
+class Same(RegressionModule):
+    """Makes what the configuration says."""
+
+    def configure_optimizers(self) -> Any:
+        from deepspeed.runtime.lr_schedules import WarmupLR
+
+        made = torch.optim.AdamW(self.parameters(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.0)
+        scheduler = WarmupLR(made, warmup_min_lr=0.0, warmup_max_lr=0.01, warmup_num_steps=4, warmup_type="linear")
+        return {"optimizer": made, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def config(stage: int = 2, **sections: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, **sections}
+
+
+def case(make: type = RegressionModule, **arguments: Any) -> Case:
+    return Case(samples=24, batch_size=2, window=1, make=make, arguments={"precision": "32-true", **arguments})
+
+
+def test_optimizer_and_scheduler_of_the_configuration() -> None:
+    """As if ``configure_optimizers`` had made them; and Adam without decay, as DeepSpeed has it."""
+    told = config(3, optimizer=ADAM, scheduler=WARMUP)
+    mine = train(case(WithoutOptimizer), strategy=ZeROStrategy(config=told, device="cpu"))
+    other = train(case(Same), strategy=ZeROStrategy(stage=3, device="cpu"))
+    assert mine.losses == other.losses
+    assert mine.rates == other.rates
+    assert other.rates[:5] == pytest.approx([0.0, 0.0, 0.0025, 0.005, 0.0075])
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint("saved")
+
+
+def test_they_go_on_from_a_checkpoint() -> None:
+    told = config(optimizer=ADAM, scheduler=WARMUP)
+    whole = train(case(WithoutOptimizer), SaveAt(3), strategy=ZeROStrategy(config=told, device="cpu"))
+    rest = train(case(WithoutOptimizer), strategy=ZeROStrategy(config=told, device="cpu"), ckpt_path="saved")
+    assert rest.losses == {key: loss for key, loss in whole.losses.items() if key[0] >= 3}
+    assert rest.rates == whole.rates[3:]
+
+
+@pytest.mark.parametrize(
+    "told, arguments, message",
+    [
+        (
+            CLIP,
+            {},
+            r"'gradient_clipping': 0.05, and the run has Trainer\(gradient_clip_val=0.0\). Give Trainer\(gradient_clip_val=0",
+        ),
+        (CLIP, {"gradient_clip_val": 1.0}, r"0.05, and the run has Trainer\(gradient_clip_val=1.0\)"),
+        (config(gradient_accumulation_steps=4), {}, r"4, and the run has Trainer\(accumulate_grad_batches=1\)"),
+        (config(train_batch_size=64), {"global_batch_size": 32}, r"64, and the run has Trainer\(global_batch_size=32\)"),
+    ],
+)
+def test_what_contradicts_the_trainer(told: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Trainer(strategy=ZeROStrategy(config=told), accelerator="cpu", **arguments)
+
+
+@pytest.mark.parametrize(
+    "told, make, message",
+    [
+        (config(train_micro_batch_size_per_gpu=4), None, "4, and the run has the loader's batch_size=2"),
+        (config(gradient_accumulation_steps=3), None, "3, and the run has 2 micro-batches to an update"),
+        (config(optimizer=ADAM), None, "has the 'optimizer' 'Adam', and the run has SGD. Keep one of them"),
+        (config(optimizer={"type": "SGD", "params": {"lr": 0.1}}), None, "has 'lr': 0.1 for the optimizer, .* SGD has 0.05"),
+        (
+            config(optimizer={"type": "SGD", "params": {"lr": 0.05, "betas": 1}}),
+            None,
+            "has 'betas' for the optimizer, which SGD",
+        ),
+        (config(scheduler=WARMUP), Same, "the 'scheduler' 'WarmupLR', and configure_optimizers returned a WarmupLR. Keep one"),
+        (
+            config(optimizer={"type": "Adam"}),
+            WithoutOptimizer,
+            "'lr' is missing or \"auto\", and there is no configure_optimizers",
+        ),
+        (config(optimizer={"type": "Adm", "params": {"lr": 1}}), WithoutOptimizer, "'Adm' is not offered. Did you mean 'Adam'"),
+        (
+            config(optimizer={"type": "SGD", "params": {"lr": 1, "x": 2}}),
+            WithoutOptimizer,
+            "SGD does not take these params: .*'x'",
+        ),
+        (config(scheduler={"type": "WarmupRL"}), None, "the scheduler 'WarmupRL' is not known. Did you mean 'WarmupLR'"),
+        (
+            config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}),
+            None,
+            '"auto", and nothing in the run',
+        ),
+    ],
+)
+def test_what_contradicts_the_run(told: Any, make: type | None, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        train(
+            case(make or RegressionModule, global_batch_size=4),
+            strategy=ZeROStrategy(config=told, device="cpu"),
+        )
+
+
+def test_the_product_of_the_sizes() -> None:
+    arguments = {"accumulate_grad_batches": 2, "global_batch_size": None}
+    with pytest.raises(ConfigurationError, match="8, and the run has batch_size × micro-batches × processes = 2 × 2 × 1 = 4"):
+        train(case(**arguments), strategy=ZeROStrategy(config=config(train_batch_size=8), device="cpu"))
+
+
+def test_a_precision_that_is_named_twice_keeps_its_scale() -> None:
+    half = config(torch_autocast={"enabled": True, "dtype": "float16"}, fp16={"initial_scale_power": 5})
+    trainer = Trainer(strategy=ZeROStrategy(config=half), precision="16-mixed", accelerator="cpu")
+    assert trainer.precision.scaler is not None
+    assert trainer.precision.scaler.get_scale() == 32.0
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Ready batches, of which the loader does not know the size."""
+
+    def __iter__(self) -> Any:
+        yield from DataLoader(Noisy(8), 2)
+
+
+def test_sizes_that_cannot_be_compared_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = ZeROStrategy(config=config(train_micro_batch_size_per_gpu=4), device="cpu")
+    trainer = Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    trainer.fit(RegressionModule(), DataLoader(Stream(), batch_size=None))
+    assert "train_micro_batch_size_per_gpu of config are not compared: the loader does not say its batch_size" in caplog.text
+
+
+def test_auto_is_the_runs() -> None:
+    every = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    auto = {"type": "SGD", "params": {"lr": "auto", "momentum": "auto"}}
+    total = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 3, "warmup_max_lr": "auto"}}
+    told = config(gradient_clipping="auto", bf16={"enabled": "auto"}, optimizer=auto, scheduler=total, **every)
+    rates = train(case(gradient_clip_val=1.0), strategy=ZeROStrategy(config=told, device="cpu")).rates
+    assert max(rates) == pytest.approx(0.05)
+    assert 0 < rates[-1] < 0.005, "it ends after the last update"
+
+
+def test_a_module_without_an_optimizer_needs_one_somewhere() -> None:
+    with pytest.raises(MissingMethodError, match="WithoutOptimizer has no configure_optimizers"):
+        train(case(WithoutOptimizer), strategy=ZeROStrategy(config=config(), device="cpu"))
+
+
+def own_loop(told: Any, clip: float | None, window: int = 1) -> list[float]:
+    trainkit.seed_everything(5)
+    strategy = ZeROStrategy(config=told, device="cpu") if told else ZeROStrategy(2, device="cpu")
+    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=window)
+    net = RegressionModule().net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    model, prepared, loader = accelerator.prepare(net, optimizer, DataLoader(Noisy(16), 2))
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = (model(batch["x"].float()) - batch["y"].float()).square().mean()
+            accelerator.backward(loss)
+            if clip is not None:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            prepared.step()
+            prepared.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def refused(told: Any, clip: float | None) -> str:
+    """What is said of it."""
+    with pytest.raises(ConfigurationError) as caught:
+        own_loop(told, clip)
+    return str(caught.value)
+
+
+def test_an_own_loop_is_clipped_as_the_configuration_says() -> None:
+    """Whether it does so itself or leaves it to the configuration; another value is an error."""
+    clipped = run_world(2, own_loop, CLIP, None)
+    assert clipped == run_world(2, own_loop, CLIP, 0.05) == run_world(2, own_loop, None, 0.05)
+    assert clipped != run_world(2, own_loop, None, None)
+    assert "'gradient_clipping': 0.05, and the run has clip_grad_norm_(..., 1.0)" in run_world(1, refused, CLIP, 1.0)[0]
+
+
+@pytest.mark.parametrize(
+    "told, message",
+    [
+        (config(gradient_accumulation_steps=2), "2, and the run has 1 micro-batches to an update"),
+        (config(train_micro_batch_size_per_gpu=8), "8, and the run has the loader's batch_size=2"),
+        (config(optimizer=ADAM), "has the 'optimizer' 'Adam', and the run has SGD"),
+        (config(scheduler=WARMUP), "has the 'scheduler' 'WarmupLR', and in your own loop you make it"),
+    ],
+)
+def test_what_contradicts_an_own_loop(told: Any, message: str) -> None:
+    assert message in run_world(1, refused, told, None)[0]
+
+
+def test_the_plan_knows_the_optimizer_of_the_configuration() -> None:
+    """Two tensors for each parameter, before anything is trained."""
+    total = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 3, "warmup_max_lr": "auto"}}
+    trainer = Trainer(
+        strategy=ZeROStrategy(config=config(optimizer=ADAM, scheduler=total)), accelerator="cpu", max_steps=5, logger=False
+    )
+    made, parameters = trainer.plan(WithoutOptimizer(), processes=[1]), sum(p.numel() for p in RegressionModule().parameters())
+    (own,) = [row for row in made.rows if row.own]
+    assert own.footprint.device.optimizer == 2 * 4 * parameters

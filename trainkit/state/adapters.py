@@ -1,0 +1,120 @@
+"""What PEFT calls the parameters of its adapters in a file of their own, found without importing it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.errors import ConfigurationError
+from trainkit.state.model import ModelState
+
+__all__ = ["adapter_config", "adapter_folders", "adapter_names", "adapters_of"]
+
+# How PEFT names the parameters of its methods. Others keep what they learn in ways of their own, which it alone knows.
+_PREFIXES = {
+    "C3A": "c3a_",
+    "FOURIERFT": "fourierft_",
+    "HRA": "hra_",
+    "IA3": "ia3_",
+    "LN_TUNING": "ln_tuning_",
+    "LOHA": "hada_",
+    "LOKR": "lokr_",
+    "LORA": "lora_",
+    "MISS": "miss_",
+    "OFT": "oft_",
+    "ROAD": "road_",
+    "TRAINABLE_TOKENS": "trainable_tokens_",
+}
+_TO_SAVE = "modules_to_save"
+
+
+def adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Mapping[str, Any]], str]:
+    """The adapters of a model, and what is put before its names to have PEFT's.
+
+    Args:
+        configs: of the models in it, see :func:`trainkit.state.configs.model_configs`.
+
+    Returns:
+        Configurations by the adapter's name; empty if the model itself is neither a ``PeftModel`` nor has adapters put in.
+    """
+    own = configs.get("", {})
+    inside = own.get("kind") == "peft"
+    adapters = own.get("config") if inside else own.get("adapters")
+    known = {str(name): config for name, config in adapters.items()} if isinstance(adapters, Mapping) else {}
+    return known, "" if inside else "base_model.model."
+
+
+def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The parameters of an adapter: name in the model → name in PEFT's file, which lacks the adapter's.
+
+    Args:
+        names: of all parameters of the model.
+        adapter: which one.
+        adapters: the configurations of all of them.
+
+    Raises:
+        ConfigurationError: it is of a method whose parameters only PEFT can tell.
+    """
+    config, others = adapters[adapter], [name for name in adapters if name != adapter]
+    method = str(config.get("peft_type"))
+    if method not in _PREFIXES or not re.fullmatch(r"[A-Za-z0-9_-]+", adapter):
+        raise ConfigurationError(
+            f"The adapter {adapter!r} is of the PEFT method {method}, which keeps its parameters in a way that only PEFT knows "
+            f"(known here: {', '.join(sorted(_PREFIXES))}). Fix: load the model in Python and call its save_pretrained(folder)"
+        )
+    prefixes = {_PREFIXES[method], *(("trainable_tokens_",) if config.get("trainable_token_indices") else ())}
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        if any(f".{other}." in f"{name}." for other in others):
+            continue
+        if _TO_SAVE in parts and parts[parts.index(_TO_SAVE) + 1 :][:1] == [adapter]:
+            at = parts.index(_TO_SAVE)
+            found[name] = ".".join(parts[:at] + parts[at + 2 :])
+            continue
+        for place in (len(parts) - 1, len(parts) - 2):
+            if place > 0 and parts[place] == adapter and parts[place - 1].startswith(tuple(prefixes)):
+                kept = parts[:place] + parts[place + 1 :]
+                # DoRA's vector is kept without the name of the parameter that holds it
+                found[name] = ".".join(kept[:-1] if kept[-2:] == ["lora_magnitude_vector", "weight"] else kept)
+    return found | _biases(names, [*found], str(config.get("bias", "none")))
+
+
+def _biases(names: Collection[str], found: list[str], bias: str) -> dict[str, str]:
+    """The biases of the base that are trained with the adapter."""
+    if bias == "none":
+        return {}
+    layers = tuple(f"{name.partition('.lora_')[0]}.base_layer." for name in found if ".lora_" in name)
+    return {n: n for n in names if n.endswith(".bias") and n not in found and (bias == "all" or n.startswith(layers))}
+
+
+def adapter_config(config: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """What PEFT writes: the configuration, ready for use and not for training, with the base's name if it has one."""
+    values = {**config, "inference_mode": True}
+    if values.get("base_model_name_or_path") is None:
+        bases = [other.get("config") for other in configs.values() if other.get("kind") == "transformers"]
+        values["base_model_name_or_path"] = next((b["_name_or_path"] for b in bases if b and b.get("_name_or_path")), None)
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+
+
+def adapter_folders(state: ModelState) -> dict[str, tuple[dict[str, Tensor], bytes]]:
+    """The adapters of a model that was captured whole.
+
+    Returns:
+        By the path within the folder that PEFT opens (``""``: itself, the adapter called "default"), its tensors and
+        what ``adapter_config.json`` holds; nothing if the model itself has no adapters.
+
+    Raises:
+        ConfigurationError: one is of a method whose parameters only PEFT can tell.
+    """
+    adapters, start = adapters_of(state.configs)
+    tensors = {**state.tensors, **{alias: state.tensors[stored] for alias, stored in state.aliases.items()}}
+    folders = {}
+    for adapter, config in adapters.items():
+        weights = {start + new: tensors[name] for name, new in adapter_names(tensors, adapter, adapters).items()}
+        folders["" if adapter == "default" else adapter] = weights, adapter_config(config, state.configs)
+    return folders

@@ -1,0 +1,71 @@
+"""How much an optimizer keeps for its parameters, found by a step of a copy of it over tiny ones."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.state.standin import twin
+
+__all__ = ["bare_copy", "count_slots", "state_bytes"]
+
+# Sizes of the dimensions of a trial: in that of a slot one sees which dimensions of its parameter it has.
+_PRIMES = (3, 5, 7, 11, 13, 17, 19)
+
+
+def bare_copy(optimizer: Optimizer) -> Optimizer:
+    """Another optimizer of the same kind, without state and hooks, and with the same groups as long as it gets no others."""
+    made = twin(optimizer)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(made, name, OrderedDict())  # the user's are called once for each step, not for each part of it
+    return made
+
+
+def count_slots(optimizer: Optimizer) -> int:
+    """How many tensors of a parameter's size an optimizer keeps for each parameter, of flat float32 ones."""
+    device = optimizer.param_groups[0]["params"][0].device
+    if device.type == "meta" or type(optimizer).__name__.startswith("DeepSpeedCPU"):
+        device = torch.device("cpu")
+    tried = [_trial(optimizer, group, (3,), torch.float32, device) for group in optimizer.param_groups]
+    return max((sum(slot.ndim > 0 for slot in slots) for slots in tried), default=0)
+
+
+def state_bytes(optimizer: Optimizer) -> dict[int, int]:
+    """``id(parameter)`` → the bytes that an optimizer keeps for it. Nothing is made of the parameters' sizes."""
+    found: dict[int, int] = {}
+    tried: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            key = number, len(shape), parameter.dtype
+            if key not in tried:
+                tried[key] = _trial(optimizer, group, _PRIMES[: len(shape)], parameter.dtype, "cpu")
+            found[id(parameter)] = sum(_scaled(slot, shape) * slot.element_size() for slot in tried[key])
+    return found
+
+
+def _trial(
+    optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> list[Tensor]:
+    """What an optimizer keeps for a parameter of that shape after a step."""
+    trial = bare_copy(optimizer)
+    parameter = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    trial.param_groups = [{**group, "params": [parameter]}]
+    with torch.random.fork_rng(devices=[]), torch.device(device):  # whatever the default is
+        if isinstance(trial, torch.optim.Adagrad):  # which makes its state at construction
+            trial.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.ones_like(parameter)}
+        trial.step()
+    return [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
+
+
+def _scaled(slot: Tensor, shape: torch.Size) -> int:
+    """The elements that a slot of a trial has for a parameter of that shape."""
+    if slot.ndim == 0:
+        return 1
+    return math.prod(size for size, prime in zip(shape, _PRIMES, strict=False) if slot.numel() % prime == 0)
