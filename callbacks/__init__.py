@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
     from trainkit.callbacks.learning_rate_monitor import LearningRateMonitor
+    from trainkit.callbacks.memory_monitor import MemoryMonitor
     from trainkit.callbacks.model_checkpoint import ModelCheckpoint
     from trainkit.callbacks.model_summary import ModelSummary
     from trainkit.callbacks.nonfinite_guard import NonFiniteGuard
@@ -34,6 +35,7 @@ __all__ = [
     "GradientClipping",
     "LambdaCallback",
     "LearningRateMonitor",
+    "MemoryMonitor",
     "ModelCheckpoint",
     "ModelSummary",
     "NonFiniteGuard",
@@ -48,6 +50,7 @@ _FILES = {
     "GradientClipping": "gradient_clipping",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "learning_rate_monitor",
+    "MemoryMonitor": "memory_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "NonFiniteGuard": "nonfinite_guard",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +46,16 @@ def test_lightnings_names_of_zero(name: str, stage: int, optimizer: str | None, 
     made = make_strategy(name)
     assert isinstance(made, ZeROStrategy)
     assert (made.stage, made.config.offload_optimizer, made.config.offload_params) == (stage, optimizer, params)
+
+
+def test_the_configuration_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``deepspeed script.py --deepspeed_config FILE``; a strategy that is named otherwise does not look at it."""
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
+    monkeypatch.setattr(sys, "argv", ["script.py", "--deepspeed_config", "ds.json"])
+    made = make_strategy("deepspeed", device="cpu")
+    assert isinstance(made, ZeROStrategy)
+    assert (made.stage, made.config.offload_optimizer) == (3, "cpu")
+    assert make_strategy("zero1", device="cpu").name == "zero1"
 
 
 def test_a_name_that_nobody_knows() -> None:

@@ -7,14 +7,24 @@ use and the core never depends on the two folders.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.launch.arguments import deepspeed_config
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
 
-__all__ = ["CALLBACKS", "STRATEGIES", "load_callback", "load_strategy", "make_strategy"]
+__all__ = [
+    "CALLBACKS",
+    "FOOTPRINTS",
+    "STRATEGIES",
+    "load_callback",
+    "load_footprints",
+    "load_strategy",
+    "make_strategy",
+]
 
 STRATEGIES: dict[str, str] = {
     "ddp": "trainkit.strategies.ddp:DDPStrategy",
@@ -24,6 +34,18 @@ STRATEGIES: dict[str, str] = {
     "zero3": "trainkit.strategies.zero:ZeROStrategy",
     "zero3_offload": "trainkit.strategies.zero:ZeROStrategy",
 }
+
+# What a plan of memory compares, the cheapest in time first: paths, and options. Each has footprint, supported_precisions.
+_ZERO = "trainkit.strategies.zero_plan:ZeROMemory"
+FOOTPRINTS: list[tuple[str, dict[str, Any]]] = [
+    (STRATEGIES["single"], {"device": "cpu"}),
+    (STRATEGIES["ddp"], {"device": "cpu"}),
+    *((_ZERO, {"stage": stage}) for stage in (1, 2, 3)),
+    *((_ZERO, {"stage": stage, "offload_optimizer": "cpu"}) for stage in (1, 2, 3)),
+    (_ZERO, {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}),
+    (_ZERO, {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "."}),
+    (_ZERO, {"stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": "."}),
+]
 
 CALLBACKS: dict[str, str] = {
     "early_stopping": "trainkit.callbacks.early_stopping:EarlyStopping",
@@ -81,6 +103,11 @@ def load_callback(name: str) -> Any:
     return _load(_path(name, CALLBACKS, "callback"))
 
 
+def load_footprints() -> list[Any]:
+    """What a plan of memory compares, of :data:`FOOTPRINTS`."""
+    return [_load(path)(**options) for path, options in FOOTPRINTS]
+
+
 def load_strategy(name: str) -> Any:
     """The strategy class of a short name, imported now.
 
@@ -108,7 +135,7 @@ def make_strategy(strategy: str | Strategy, **options: Any) -> Strategy:
     """The strategy of a name, ``"auto"`` among them, or the object itself.
 
     Args:
-        strategy: a name, or a ``Strategy`` object.
+        strategy: a name, or a ``Strategy`` object; with "deepspeed" the command line's ``--deepspeed_config FILE`` counts.
         **options: arguments of the class, where a name was given.
 
     Raises:
@@ -116,6 +143,8 @@ def make_strategy(strategy: str | Strategy, **options: Any) -> Strategy:
     """
     if isinstance(strategy, str):
         name, own = _VARIANTS.get(strategy, (strategy, {}))
+        if strategy == "deepspeed" and (file := deepspeed_config(sys.argv[1:])) is not None:
+            return load_strategy(name)(config=file, **options)  # type: ignore[no-any-return]
         made: Strategy = load_strategy(name)(**{**_OPTIONS.get(name, {}), **own, **options})
         return made
     if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):

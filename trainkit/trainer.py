@@ -24,6 +24,7 @@ from trainkit.explain import explain
 from trainkit.hooks import HookTable
 from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
+from trainkit.plan import PROCESSES, MemoryPlan, make_plan
 from trainkit.precision import Precision
 from trainkit.profiler import Profiler, make_profiler
 from trainkit.resume import begin_resume, check_restore, restore_fit
@@ -253,6 +254,35 @@ class Trainer(Evaluating):
         text = explain(self, module if module is not None else self._module)
         self.print(text)
         return text
+
+    def plan(
+        self,
+        module: TrainModule,
+        *,
+        processes: Sequence[int] = PROCESSES,
+        per_host: int | None = None,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+    ) -> MemoryPlan:
+        """Print, and return, what each strategy would hold in memory to train a module, and the smallest that fits.
+
+        Nothing is trained, and nothing of the module's size is made. It may be one built under ``torch.device("meta")``;
+        ``configure_model`` is run there, on a copy. What is counted, and what is not, is said below the table.
+
+        Args:
+            module: what would be trained; it is not changed.
+            processes: numbers of processes to plan for.
+            per_host: of these on one machine, at most; default: all.
+            device_memory: bytes, or ``"80G"`` (GiB); default: what this trainer's GPU has.
+            host_memory: of a machine; default: what this one has.
+
+        Raises:
+            ModuleError, OptimizerError: the module cannot be planned.
+            ConfigurationError: a number that makes no sense.
+        """
+        plan = make_plan(self, module, processes, per_host, device_memory, host_memory)
+        self.print(plan)
+        return plan
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` in the main process only, above the progress bar."""

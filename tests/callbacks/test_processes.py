@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.callbacks import EarlyStopping, NonFiniteGuard, Timer
+from trainkit.callbacks import EarlyStopping, MemoryMonitor, NonFiniteGuard, Timer, memory_monitor
+from trainkit.callbacks._memory import Gauge
 from trainkit.callbacks.model_summary import ModelSummary
 from trainkit.callbacks.progress_bar import TQDMProgressBar
 from trainkit.errors import MissingMetricError, NonFiniteError
@@ -172,6 +173,29 @@ def test_a_process_without_anything_to_watch_takes_part() -> None:
     callback.on_train_start(trainer, module)
     with pytest.raises(NonFiniteError, match="in update 1: on rank 1, the loss. "):
         update(callback, trainer, module, [math.nan] if trainer.strategy.world.rank else [])
+
+
+# -------------------------------------------------------------------------------------------------------- MemoryMonitor
+
+
+@pytest.mark.world_size(3)
+def test_memory_is_summed_up_by_machine() -> None:
+    """The first machine has two processes, with 1 and 2 bytes, the second one with 4."""
+    trainer, module = setting()
+    rank = trainer.strategy.world.rank
+    trainer.strategy.world.node = rank // 2
+    memory_monitor.host_gauge = lambda: Gauge(lambda: (2**rank, 2**rank), lambda: True)  # in a process of this test's own
+    callback = MemoryMonitor(verbose=False)
+    callback.setup(trainer, module, "fit")
+    callback.on_fit_start(trainer, module)
+    use = callback.stages["setup"]
+    assert [process.node for process in use.processes] == [0, 0, 1]
+    assert [process.host.end for process in use.processes] == [1, 2, 4]
+    assert (use.host.end, use.together.end) == (4, 4)
+    trainer.strategy.world.node = 0 if rank == 0 else 1
+    callback.setup(trainer, module, "fit")
+    callback.on_fit_start(trainer, module)
+    assert callback.stages["setup"].together.end == 6
 
 
 # ------------------------------------------------------------------------------------------------- what one process shows

@@ -16,6 +16,7 @@ SIGNATURES = {
     "GradientClipping": "gradient_clip_val, gradient_clip_algorithm='norm', norm_type=2.0, log_norm=True",
     "LambdaCallback": "**hooks",
     "LearningRateMonitor": "logging_interval=None, log_momentum=False, log_weight_decay=False",
+    "MemoryMonitor": "logging_interval=None, verbose=True",
     "ModelCheckpoint": (
         "dirpath=None, filename=None, monitor=None, verbose=False, save_last=None, save_top_k=1, save_on_exception=True, "
         "save_weights_only=False, mode='min', auto_insert_metric_name=True, every_n_train_steps=None, "

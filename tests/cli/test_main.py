@@ -36,7 +36,7 @@ def test_options_are_frozen() -> None:
     """A new option is a decision: add it here and to the documentation."""
     found = options()
     subcommands = [f"checkpoint {name}" for name in ("ls", "show", "verify", "diff", "export")]
-    assert list(found) == ["", "checkpoint", *subcommands, "demo", "env", "launch", "plot", "test", "verify-resume"]
+    assert list(found) == ["", "checkpoint", *subcommands, "demo", "env", "launch", "plan", "plot", "test", "verify-resume"]
     assert found[""] == ["--help", "--version", "-h"]
     assert found["checkpoint ls"] == ["--help", "--json", "-h", "FOLDER"]
     assert found["checkpoint show"] == ["--help", "--json", "--state", "--tensors", "-h", "PATH"]
@@ -45,11 +45,13 @@ def test_options_are_frozen() -> None:
     assert found["checkpoint export"] == [
         "--attribute", "--dtype", "--format", "--help", "--max-shard-size", "--overwrite", "-h", "OUT", "PATH",
     ]  # fmt: skip
+    planning = ["--device-memory", "--help", "--host-memory", "--per-host", "--processes", "--real", "-h", "ARGS", "SCRIPT"]
+    assert found["plan"] == planning
     assert found["verify-resume"] == ["--help", "--more", "--steps", "-h", "SCRIPT"]
     assert found["env"] == ["--help", "-h"]
     assert found["launch"] == [
-        "--help", "--master-addr", "--master-port", "--max-restarts", "--module", "--nnodes", "--node-rank", "--nproc-per-node",
-        "-h", "-m", "ARGS", "SCRIPT",
+        "--export", "--help", "--hostfile", "--master-addr", "--master-port", "--max-restarts", "--module", "--nnodes",
+        "--node-rank", "--nproc-per-node", "--setup", "--ssh", "-h", "-m", "ARGS", "SCRIPT",
     ]  # fmt: skip
     assert found["test"] == ["--backend", "--help", "--nproc-per-node", "--strategy", "-h"]
     assert found["plot"] == ["--help", "--metrics", "--out", "--x", "-h", "RUN_DIR"]
@@ -104,7 +106,7 @@ def test_ctrl_c(subcommand: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("arguments, words", [
     (["plto", "x"], "trainkit: Unknown subcommand 'plto'. Did you mean 'plot'? There are: checkpoint, demo, env, launch, "),
-    (["zzz"], "trainkit: Unknown subcommand 'zzz'. There are: checkpoint, demo, env, launch, plot, test, verify-resume"),
+    (["zzz"], "trainkit: Unknown subcommand 'zzz'. There are: checkpoint, demo, env, launch, plan, plot, test, verify-resume"),
     ([], "usage: trainkit [-h] [--version] <subcommand>"),
     (["--vers"], "unrecognized arguments: --vers"),
     (["plot"], "the following arguments are required: RUN_DIR"),

@@ -23,6 +23,7 @@ _SUBCOMMANDS = {
     "demo": ("trainkit.cli.demo", "train a small language model on Python's own source code"),
     "env": ("trainkit.cli.env", "print what a bug report should say of the machine and the versions"),
     "launch": ("trainkit.cli.launch", "run a script in several processes, on one machine or several"),
+    "plan": ("trainkit.cli.plan", "say what a script's training takes of memory under each strategy, and what fits"),
     "plot": ("trainkit.cli.plot", "draw the metrics of a run to a PNG file"),
     "test": ("trainkit.cli.test", "try a set-up on several processes from end to end"),
     "verify-resume": ("trainkit.cli.verify_resume", "kill a script's training, resume it, and tell whether it goes on exactly"),

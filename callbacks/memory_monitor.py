@@ -1,0 +1,275 @@
+"""``MemoryMonitor``: the memory of device and host that each stage begins with, ends with, and needs in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainkit.callback import Callback
+from trainkit.callbacks._checks import check_choice
+from trainkit.callbacks._memory import Gauge, Memory, device_gauge, host_gauge
+from trainkit.console import notice
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.trainer import Trainer
+
+__all__ = ["Memory", "MemoryMonitor", "ProcessMemory", "StageMemory"]
+
+_EPOCH = "train_epoch"
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """One process in one stage.
+
+    Attributes:
+        node: the number of its machine.
+        host: its resident memory; None where that is not measured.
+        device: what torch has allocated on its device; None without one, or where that is not measured.
+    """
+
+    node: int
+    host: Memory | None
+    device: Memory | None
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One run of a stage. Each figure of ``device``, ``host`` and ``together`` is the largest there is.
+
+    Attributes:
+        stage: ``"setup"``, ``"sanity_check"``, ``"train"``, ``"train_epoch"``, ``"validate"``, ``"test"``, ``"predict"``.
+        epoch: ``trainer.current_epoch`` at its end.
+        step: ``trainer.global_step`` at its end.
+        processes: each process, by rank.
+    """
+
+    stage: str
+    epoch: int
+    step: int
+    processes: tuple[ProcessMemory, ...]
+
+    @property
+    def device(self) -> Memory | None:
+        """Of one device."""
+        return _largest(process.device for process in self.processes)
+
+    @property
+    def host(self) -> Memory | None:
+        """Of one process."""
+        return _largest(process.host for process in self.processes)
+
+    @property
+    def together(self) -> Memory | None:
+        """Of all processes of one machine; their peaks need not have come at one time, so that their sum is a bound."""
+        machines: dict[int, list[Memory | None]] = {}
+        for process in self.processes:
+            machines.setdefault(process.node, []).append(process.host)
+        return _largest(_sum(memories) for memories in machines.values())
+
+
+class MemoryMonitor(Callback):
+    """Says how much memory of host and device each stage has at its beginning, at its end, and at most in between.
+
+    Stages are the set-up of a run (with ``configure_model``, the strategy's work and the loading of a checkpoint),
+    the sanity check, training, each validation, test and predict. At the end of each the main process prints a line, and
+    ``stages`` and ``history`` have the figures, in bytes, of all processes. After an error each process prints what it
+    had until then.
+
+    The device's are of the tensors that torch has allocated (CUDA; ``torch.cuda.max_memory_allocated``), which is less than
+    what the driver shows: that has what torch keeps for later and what libraries take, too. On MPS torch counts no peak,
+    and the largest figure that was seen is a lower bound. On the CPU there is no device.
+
+    The host's are the resident memory of the process, on Linux: ``VmRSS`` and ``VmHWM`` of ``/proc/self/status``, exact as
+    far as the kernel counts, with nothing sampled. What several processes share, such as libraries, counts in each; loader
+    workers are processes of their own and are not counted. Elsewhere the host's memory is not measured, which is said.
+
+    Peaks are those of torch and of the kernel themselves, which are set back where a stage begins or ends: what reads
+    ``torch.cuda.max_memory_allocated`` or ``ru_maxrss`` beside this callback gets the peak since then. Where the kernel does
+    not allow it, the peak of the process since its start is an upper bound, unless the stage has raised it.
+
+    Args:
+        logging_interval: ``"epoch"``: each epoch of training is a stage too, ``"train_epoch"``, and logged; ``"step"``:
+            logged at log boundaries, every ``log_every_n_steps`` updates; None: nothing is logged. The metrics are
+            ``memory/host``, ``memory/host_peak``, ``memory/device``, ``memory/device_peak``, in MB (10^6 bytes) of the
+            process that has most; peaks are since the last boundary.
+        verbose: whether the lines are printed.
+
+    Attributes:
+        stages: the latest run of each stage.
+        history: all of them, in the order of their ends.
+
+    Raises:
+        ConfigurationError: an unknown interval.
+
+    Example::
+
+        monitor = MemoryMonitor()
+        Trainer(callbacks=[monitor]).fit(module)
+        print(monitor.stages["train"].host.peak / 1e9, "GB")
+    """
+
+    def __init__(self, logging_interval: str | None = None, verbose: bool = True) -> None:
+        super().__init__()
+        check_choice("MemoryMonitor", "logging_interval", logging_interval, ("step", "epoch"), optional=True)
+        self.logging_interval = logging_interval
+        self.verbose = verbose
+        self.stages: dict[str, StageMemory] = {}
+        self.history: list[StageMemory] = []
+        self._host: Gauge | None = None
+        self._device: Gauge | None = None
+        self._told: set[str] = set()
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        device = trainer.strategy.device
+        self._host, self._device = host_gauge(), device_gauge(device)
+        if self._host is None:
+            self._tell_once("the host's memory is not measured on this system, only on Linux.")
+        if self._device is None:
+            why = "there is no memory of a device" if device.type == "cpu" else "torch does not tell of the device's memory"
+            self._tell_once(f"on {device.type} {why}{', only the host' * (self._host is not None)}.")
+        self._begin("setup")
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._end("setup", trainer)
+
+    def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("sanity_check")
+
+    def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._end("sanity_check", trainer)
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("train")
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.logging_interval == "epoch":
+            self._begin(_EPOCH)
+        elif self.logging_interval == "step":
+            self._begin("step")
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.logging_interval == "step" and trainer.should_log and trainer.accelerator.sync_gradients:
+            for name, gauge in self._gauges():  # each process logs its own: nothing in a step waits for others
+                self._log(name, gauge.end("step"), on_step=True, on_epoch=False)
+            self._begin("step")
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.logging_interval == "epoch":
+            self._end(_EPOCH, trainer)
+            for name in ("host", "device"):
+                memory = getattr(self.stages[_EPOCH], name)
+                if memory is not None:
+                    self._log(name, memory, on_step=False, on_epoch=True)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._end("train", trainer)
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin_evaluation("validate", trainer)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.sanity_checking:
+            self._end("validate", trainer)
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin_evaluation("test", trainer)
+
+    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._end("test", trainer)
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin_evaluation("predict", trainer)
+
+    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._end("predict", trainer)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if not self.verbose or not isinstance(exception, Exception):
+            return
+        stages = [stage for _, gauge in self._gauges() for stage in gauge.open if stage != "step"]
+        if stages:  # the innermost one; the others cannot be asked, as they may be waiting for this process
+            mine = StageMemory(stages[-1], trainer.current_epoch, trainer.global_step, (self._measured(stages[-1], 0),))
+            notice(f"{_line(mine)}, until {type(exception).__name__}", everywhere=True)
+
+    def _gauges(self) -> list[tuple[str, Gauge]]:
+        return [(name, gauge) for name, gauge in (("host", self._host), ("device", self._device)) if gauge is not None]
+
+    def _begin(self, stage: str) -> None:
+        for _, gauge in self._gauges():
+            gauge.begin(stage)
+
+    def _begin_evaluation(self, stage: str, trainer: Trainer) -> None:
+        if trainer.sanity_checking:
+            return
+        if trainer.stage != "fit":
+            self._end("setup", trainer)
+        self._begin(stage)
+
+    def _end(self, stage: str, trainer: Trainer) -> None:
+        """At the end of a stage, to which all processes come."""
+        mine = self._measured(stage, trainer.strategy.world.node)
+        rows = trainer.strategy.world.exchange([mine.node, *(m and list(astuple(m)) for m in (mine.host, mine.device))])
+        processes = tuple(ProcessMemory(node, *(None if m is None else Memory(*m) for m in two)) for node, *two in rows)
+        done = StageMemory(stage, trainer.current_epoch, trainer.global_step, processes)
+        self.stages[stage] = done
+        self.history.append(done)
+        if self.verbose and (done.host or done.device):
+            notice(_line(done))
+
+    def _measured(self, stage: str, node: int) -> ProcessMemory:
+        host, device = (None if gauge is None else gauge.end(stage) for gauge in (self._host, self._device))
+        return ProcessMemory(node, host, device)
+
+    def _log(self, name: str, memory: Memory, **options: bool) -> None:
+        values = {f"memory/{name}": memory.end / 1e6, f"memory/{name}_peak": memory.peak / 1e6}
+        self.log_dict(values, reduce_fx="max", **options)
+
+    def _tell_once(self, text: str) -> None:
+        if self.verbose and text not in self._told:
+            notice(f"MemoryMonitor: {text}")
+            self._told.add(text)
+
+
+# -------------------------------------------------------------------------------------------------------------- summing up
+
+
+def _largest(memories: Iterable[Memory | None]) -> Memory | None:
+    known = [memory for memory in memories if memory is not None]
+    if not known:
+        return None
+    return Memory(max(m.start for m in known), max(m.end for m in known), max(m.peak for m in known), _bound(known))
+
+
+def _sum(memories: Iterable[Memory | None]) -> Memory | None:
+    known = [memory for memory in memories if memory is not None]
+    if not known:
+        return None
+    bound = "at most" if len(known) > 1 else known[0].bound
+    return Memory(sum(m.start for m in known), sum(m.end for m in known), sum(m.peak for m in known), bound)
+
+
+def _bound(memories: Sequence[Memory]) -> str:
+    return next((memory.bound for memory in memories if memory.bound), "")
+
+
+def _line(use: StageMemory) -> str:
+    name = f"train_epoch {use.epoch}" if use.stage == _EPOCH else use.stage
+    parts = []
+    if use.host is not None:
+        several = len(use.processes) > 1
+        parts.append(f"host{' (one process)' * several} {_text(use.host)}")
+        if several and use.together is not None:
+            count = max(map([process.node for process in use.processes].count, {process.node for process in use.processes}))
+            parts.append(f"{count} processes of a machine {_text(use.together)}")
+    if use.device is not None:
+        parts.append(f"device {_text(use.device)}")
+    return f"memory in {name}: {'; '.join(parts)}"
+
+
+def _text(memory: Memory) -> str:
+    """``120 → 130 MB, peak 150 MB``."""
+    bound = f"{memory.bound} " * bool(memory.bound)
+    return f"{memory.start / 1e6:,.0f} → {memory.end / 1e6:,.0f} MB, peak {bound}{memory.peak / 1e6:,.0f} MB"

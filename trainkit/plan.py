@@ -1,0 +1,290 @@
+"""``trainer.plan(module)``: what each strategy holds on how many processes, and the smallest that fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainkit.errors import ConfigurationError, TrainkitError
+from trainkit.footprint import Contents, Footprint, Held
+from trainkit.planning import contents_of_module, parse_bytes
+from trainkit.registry import load_footprints
+
+if TYPE_CHECKING:
+    from trainkit.module import TrainModule
+    from trainkit.strategy import Strategy
+    from trainkit.trainer import Trainer
+
+__all__ = ["PROCESSES", "MemoryPlan", "Row", "make_plan", "plan_contents"]
+
+PROCESSES = (1, 2, 4, 8)
+_HEADS = [part.name for part in fields(Held)]
+_NOT_IN_IT = (
+    "Not in it: activations and the batch, temporary memory of kernels and of the optimizer's step (fused=True has none), the "
+    "memory of Python, torch and the libraries of the device (some 0.5 GiB a process), fragmentation, loader workers."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy on one number of processes.
+
+    Attributes:
+        processes: of all machines.
+        footprint: of one process.
+        per_host: processes of a machine.
+        device: bytes on the device of a process; 0 on the CPU.
+        host: bytes on a machine, of all its processes.
+        fits: ``None``: not known, as the device's memory is not.
+        own: it is the strategy of the trainer that plans.
+    """
+
+    processes: int
+    footprint: Footprint
+    per_host: int
+    device: int
+    host: int
+    fits: bool | None
+    own: bool
+
+    @property
+    def strategy(self) -> str:
+        """Its name, and what is offloaded where."""
+        return self.footprint.name
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of parameters, gradients, optimizer state, masters and buffers; ``str()`` is the table.
+
+    Attributes:
+        rows: a strategy on a number of processes each, the cheapest strategies first.
+        precision: of the run.
+        parameters: elements of all parameters.
+        trained: of those that get gradients.
+        on_cpu: device and host are one memory.
+        device_memory: bytes of a device; ``None``: not known.
+        host_memory: bytes of a machine.
+        start: bytes of the module as each process builds it in host memory; under ZeRO-3 only if ``late`` is not true.
+        late: its layers are made in ``configure_model``.
+        notes: what cannot be had, and why.
+    """
+
+    rows: tuple[Row, ...]
+    precision: str
+    parameters: int
+    trained: int
+    on_cpu: bool
+    device_memory: int | None
+    host_memory: int
+    start: int
+    late: bool
+    notes: tuple[str, ...]
+
+    @property
+    def smallest(self) -> Row | None:
+        """The first row that fits: the cheapest strategy, and of it the fewest processes."""
+        return next((row for row in self.rows if row.fits), None)
+
+    def smallest_on(self, processes: int) -> Row | None:
+        """The cheapest strategy that fits on so many processes."""
+        return next((row for row in self.rows if row.fits and row.processes == processes), None)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def make_plan(
+    trainer: Trainer,
+    module: TrainModule,
+    processes: Sequence[int],
+    per_host: int | None,
+    device_memory: int | str | None,
+    host_memory: int | str | None,
+) -> MemoryPlan:
+    """As of :meth:`trainkit.Trainer.plan`."""
+    contents = contents_of_module(trainer, module)
+    late = next(module.parameters(), None) is None
+    start = sum(p.nbytes for p in (contents.weights if late else module.parameters()))
+    return plan_contents(trainer.strategy, contents, start, late, processes, per_host, device_memory, host_memory)
+
+
+def plan_contents(
+    strategy: Strategy,
+    contents: Contents,
+    start: int,
+    late: bool = False,
+    processes: Sequence[int] = PROCESSES,
+    per_host: int | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+) -> MemoryPlan:
+    """The plan of what a run has to keep; the other arguments are as of :meth:`trainkit.Trainer.plan`.
+
+    Args:
+        strategy: of the run.
+        contents: parameters and what the optimizer keeps for them.
+        start: bytes that each process builds in host memory.
+        late: in ``configure_model``.
+
+    Raises:
+        ConfigurationError: numbers that make no sense.
+    """
+    for name, numbers in (("processes", list(processes)), ("per_host", [] if per_host is None else [per_host])):
+        if (name == "processes" and not numbers) or any(type(n) is not int or n < 1 for n in numbers):
+            raise ConfigurationError(f"{name} must be whole numbers ≥ 1, not {numbers}. For example: processes=(1, 2, 4, 8)")
+    on_cpu = strategy.device.type != "cuda" and device_memory is None
+    device = None if on_cpu else _device_memory(strategy, device_memory)
+    host = _bytes(host_memory) or _memory_of_this_machine()
+    rows: list[Row] = []
+    notes: list[str] = []
+    for one, own in _candidates(strategy, notes):
+        for number in sorted(set(processes)):
+            try:
+                held = one.footprint(contents, number)
+            except TrainkitError as error:
+                notes.append(f"{_name_of(one)}: {error}")
+                break
+            if _pointless(held.name, number) and not (own and number == strategy.world_size):
+                continue
+            each = min(number, per_host or number)
+            first = 0 if late and held.divides_layers else start
+            rows.append(_row(held, number, each, on_cpu, device, host, first, own))
+    return MemoryPlan(
+        rows=tuple(rows),
+        precision=strategy.precision.name,
+        parameters=sum(weight.numel for weight in contents.weights),
+        trained=sum(weight.numel for weight in contents.trained),
+        on_cpu=on_cpu,
+        device_memory=device,
+        host_memory=host,
+        start=start,
+        late=late,
+        notes=tuple(_merged(notes)),
+    )
+
+
+def _row(held: Footprint, number: int, each: int, on_cpu: bool, device: int | None, host: int, start: int, own: bool) -> Row:
+    here = 0 if on_cpu else held.device.total
+    there = each * (held.together.total if on_cpu else held.host.total)
+    most = max(there, each * start)  # the module is built before anything of it goes elsewhere
+    fits = most <= host and (on_cpu or device is None or here <= device)
+    return Row(number, held, each, here, there, None if fits and not on_cpu and device is None else fits, own)
+
+
+def _candidates(strategy: Strategy, notes: list[str]) -> Iterator[tuple[Any, bool]]:
+    """What is compared, the cheapest first; the run's own strategy with its options in the place of the one of that name."""
+    empty = Contents(())
+    name, seen = strategy.footprint(empty, 1).name, False
+    for one in load_footprints():
+        if strategy.precision.name not in one.supported_precisions:
+            notes.append(f"{_name_of(one)}: not in {strategy.precision.name}, but in {', '.join(one.supported_precisions)}.")
+            continue
+        own = _name_of(one) == name
+        seen |= own
+        yield (strategy, True) if own else (one, False)
+    if not seen:
+        yield strategy, True
+
+
+def _name_of(one: Any) -> str:
+    return str(one.footprint(Contents(()), 1).name)
+
+
+def _merged(notes: list[str]) -> list[str]:
+    """Notes that say the same of several strategies as one."""
+    by_text: dict[str, list[str]] = {}
+    for note in notes:
+        name, _, text = note.partition(": ")
+        by_text.setdefault(text, []).append(name)
+    return [f"{'; '.join(names)}: {text}" for text, names in by_text.items()]
+
+
+def _pointless(name: str, processes: int) -> bool:
+    """One device on several processes; and what is divided over one, with nothing offloaded."""
+    return processes > 1 if name == "single" else processes == 1 and " on " not in name
+
+
+def _bytes(given: int | str | None) -> int | None:
+    return parse_bytes(str(given)) if given is not None else None
+
+
+def _device_memory(strategy: Strategy, given: int | str | None) -> int | None:
+    if given is not None:
+        return _bytes(given)
+    return torch.cuda.get_device_properties(strategy.device).total_memory if strategy.device.type == "cuda" else None
+
+
+def _memory_of_this_machine() -> int:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    raise ConfigurationError("this system does not say how much memory it has. Give it: host_memory='64G', --host-memory 64G")
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+def _lines(plan: MemoryPlan) -> Iterator[str]:
+    scale, unit = _unit([row.footprint.together.total for row in plan.rows])
+    yield (
+        f"{plan.parameters:,} parameters, {plan.trained:,} of them trained, {plan.precision}. {unit} at the largest moment "
+        "of an update, after the first one:"
+    )
+    disk = any(row.footprint.disk for row in plan.rows)
+    here = ["a process"] if plan.on_cpu else ["a device", "+ host"]
+    heads = [*_HEADS, *here, "a machine" if plan.on_cpu else "a host", *(["NVMe"] if disk else []), "checkpoint"]
+    width = max([len(row.strategy) for row in plan.rows], default=0) + 2
+    yield f"  {'strategy':<{width}}{'processes':>9}" + "".join(f"{head:>11}" for head in heads)
+    for row in plan.rows:
+        held = row.footprint.together if plan.on_cpu else row.footprint.device
+        sums = [held.total] if plan.on_cpu else [held.total, row.footprint.host.total]
+        values = [*(getattr(held, head) for head in _HEADS), *sums, row.host]
+        values += [row.footprint.disk] if disk else []
+        cells = "".join(f"{value / scale:>11.2f}" for value in [*values, row.footprint.checkpoint])
+        mark = "*" if row.own else " "
+        verdict = "" if row.fits is None else "  fits" if row.fits else "  -"
+        yield f"{mark} {row.strategy:<{width}}{row.processes:>9}{cells}{verdict}"
+    yield from _below(plan, scale, unit)
+
+
+def _below(plan: MemoryPlan, scale: int, unit: str) -> Iterator[str]:
+    if any(row.own for row in plan.rows):
+        yield "* this Trainer's strategy, with its options; the others with their defaults."
+    if plan.on_cpu:
+        yield "On the CPU device and host are one memory: a column holds both. For a GPU give its memory: --device-memory 80G"
+    else:
+        yield "The columns up to 'a device' are of the device; '+ host' is what the process holds in host memory beside it."
+    first = "Each process but those of stage 3" if plan.late else "Each process"
+    advice = "" if plan.late else " Stage 3 does not if its layers are made in configure_model."
+    yield f"{first} begins with the whole module in host memory, {_size(plan.start)}, which counts for what fits.{advice}"
+    yield "While a checkpoint is written in the background, the processes hold another copy of it in host memory, a part each."
+    yield _NOT_IN_IT
+    yield from plan.notes
+    limits = f"{_size(plan.host_memory)} a machine"
+    if plan.on_cpu or plan.device_memory is not None:
+        limits = limits if plan.on_cpu else f"{_size(plan.device_memory or 0)} a device and {limits}"
+        yield f"Smallest that fits in {limits}: {_said(plan.smallest)}"
+        for number in sorted({row.processes for row in plan.rows}):
+            yield f"  on {number:>3} process{'es' if number > 1 else '  '}  {_said(plan.smallest_on(number))}"
+    else:
+        yield "What fits is not known: there is no GPU here. Give its memory: --device-memory 80G, plan(device_memory='80G')"
+
+
+def _said(row: Row | None) -> str:
+    if row is None:
+        return "none of these"
+    return f"{row.strategy}" + (f", {row.processes} process{'es' * (row.processes > 1)}")
+
+
+def _unit(values: Sequence[int]) -> tuple[int, str]:
+    largest = max(values, default=0)
+    return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB") if largest >= 2**20 else (2**10, "KiB")
+
+
+def _size(value: int) -> str:
+    scale, unit = _unit([value])
+    return f"{value / scale:.1f} {unit}"
