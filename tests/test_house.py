@@ -34,6 +34,7 @@ PUBLIC = {
         "GradientClipping",
         "LambdaCallback",
         "LearningRateMonitor",
+        "MemoryMonitor",
         "ModelCheckpoint",
         "ModelSummary",
         "NonFiniteGuard",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from support import ROOT, run_python
+from worlds import run_world
 
 EXAMPLES = ROOT / "examples"
 
@@ -24,18 +26,24 @@ def _no_seed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.rng._process_seed", None)
 
 
-@pytest.fixture
-def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+def imported(example: str) -> ModuleType:
     """The example of that name, imported from its file."""
-    name = f"example_{request.param}"
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{request.param}.py")
+    name = f"example_{example}"
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{example}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """As :func:`imported`, for one test."""
+    module = imported(request.param)
     yield module
-    del sys.modules[name]
+    del sys.modules[module.__name__]
 
 
 def test_each_example_is_tested() -> None:
@@ -140,6 +148,57 @@ def test_a_killed_run_goes_on_to_the_same_result(example: ModuleType, run_dir: P
 def test_the_result_depends_on_the_seed_alone(example: ModuleType) -> None:
     results = [example.main(["--max-epochs", "1", "--seed", seed, "--root", root]) for seed, root in ("1a", "1b", "2c")]
     assert results[0] == results[1] != results[2]
+
+
+def adapt(pairs: int) -> tuple[float, float, list[str]]:
+    size = ["--pairs", str(pairs), "--width", "32", "--batch-size", "4", "--base-epochs", "4", "--max-epochs", "3"]
+    return imported("seq2seq_lora").main([*size, "--learning-rate", "3e-3", "--device", "cpu", "--root", "run"])
+
+
+def reopened(pairs: int) -> tuple[float, list[str]]:
+    """The perplexity of the base with the adapter, both opened as anybody would open them, and what they generate."""
+    from peft import PeftModel
+    from transformers import AutoModelForSeq2SeqLM
+
+    example = imported("seq2seq_lora")
+    model = PeftModel.from_pretrained(AutoModelForSeq2SeqLM.from_pretrained("run/base"), "run/adapter").eval()
+    batch = example.collate(example.pairs("*/**/*.py", pairs)[1])
+    perplexity = math.exp(model(**batch).loss.detach())
+    del batch["labels"]
+    return perplexity, example.decode(model.generate(**batch, max_new_tokens=example.LONGEST, do_sample=False))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_adapter_learns_and_opens_elsewhere(size: int, run_dir: Path) -> None:
+    """Under ZeRO-3 with offload, which each of these processes is told by the example itself."""
+    results = run_world(size, adapt, 48)
+    assert all(result == results[0] for result in results)
+    before, after, said = results[0]
+    assert after < before
+    assert len(said) == 12
+    [(perplexity, again)] = run_world(1, reopened, 48)
+    assert perplexity == pytest.approx(after, rel=1e-5)
+    assert again == said
+
+
+@pytest.mark.parametrize("example", ["seq2seq_lora"], indirect=True)
+def test_the_pairs_are_those_of_the_standard_library(example: ModuleType) -> None:
+    train, held_out = example.pairs("sh*.py", 10**6)
+    assert abs(len(train) - 4 * len(held_out)) <= 4
+    assert not {*train} & {*held_out}
+    assert ("Copy data and metadata. Return the file's destination.", "copy2") in train + held_out
+    assert all(text and name.isidentifier() for text, name in train)
+    assert [len(part) for part in example.pairs("sh*.py", 8)] == [8, 2]
+    assert {*example.pairs("email/**/*.py", 10**6)[0]}.isdisjoint(train)
+
+
+@pytest.mark.parametrize("example", ["seq2seq_lora"], indirect=True)
+def test_bytes_are_tokens_as_those_of_byt5(example: ModuleType) -> None:
+    texts = ["naïve", "x"]
+    assert example.decode(example.encode(texts)) == texts
+    labels = example.collate([("a b", "x" * 40), ("", "y")])["labels"]
+    assert labels.shape == (2, example.LONGEST)
+    assert labels[1].tolist() == [ord("y") + 3, 1] + [-100] * 22
 
 
 def test_an_example_runs_as_a_script(run_dir: Path) -> None:

@@ -1,0 +1,253 @@
+"""What real runs hold in memory beside what ``trainer.plan`` says.
+
+    python benchmarks/plan.py [--only zero1 …] [--processes 1 2] [--precisions 32-true …] [--nvme FOLDER] [--json FILE]
+
+A transformer's layers of some 13 million parameters, one sample a batch, AdamW(fused=True), trained for three updates by real
+processes over gloo on the CPU, where device and host are one memory. Measured on each process, the largest is taken:
+
+- tensors: the storages of all tensors that Python can see, in the middle of the second update, when the optimizer has stepped;
+  beside the plan's moment ``"update"``. DDP's buckets are not tensors that Python sees, so they are left out of both.
+- RSS: how far the resident memory (``VmHWM``, set back before the second update) rises above what the process held when the
+  same had been trained with a tiny model; beside the largest moment of the plan. Large blocks are mapped one by one and given
+  back at once (``MALLOC_MMAP_THRESHOLD_``), so that it is what is in use.
+- NVMe: the bytes of the files there, of one process.
+- checkpoint: the bytes of the folder that ``Trainer.save_checkpoint`` writes, beside the plan's.
+
+A row is bad beyond 10 %, a checkpoint beyond 1 %; then the program returns 1. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainkit import Trainer, TrainModule
+from trainkit.strategies import DDPStrategy, ZeROStrategy
+
+KINDS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "ddp": {},
+    **{f"zero{stage}": {"stage": stage} for stage in (1, 2, 3)},
+    **{f"zero{stage}, optimizer on cpu": {"stage": stage, "offload_optimizer": "cpu"} for stage in (1, 2, 3)},
+    "zero3, both on cpu": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+    "zero3, optimizer on nvme": {"stage": 3, "offload_optimizer": "nvme"},
+    "zero3, both on nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
+}
+LIMIT, CHECKPOINT_LIMIT = 0.1, 0.01
+seen_high: list[int] = []
+
+
+class Watched(torch.optim.AdamW):
+    """Calls a function at the end of each step."""
+
+    look: Callable[[], None] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step()
+        if Watched.look is not None:
+            Watched.look()
+        return result
+
+
+class Layers(TrainModule):
+    """An embedding, feed-forward layers with norms, and a head."""
+
+    folder: Path | None = None  # for a checkpoint at the end
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4 * width, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 16)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 1:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        if self.trainer.global_step == 2:
+            seen_high[:] = [resident("VmHWM")]
+        x = self.embedding(batch)
+        for layer in self.layers:
+            x = x + layer(x)
+        loss: Tensor = self.head(x).float().square().mean()
+        return loss
+
+    def on_train_end(self) -> None:
+        if Layers.folder is not None:
+            self.trainer.save_checkpoint(Layers.folder / "saved")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Watched(self.parameters(), lr=1e-4, fused=True)
+
+
+def live() -> int:
+    """Bytes of all tensors that Python can see."""
+    gc.collect()
+    found: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thing in gc.get_objects():
+            if isinstance(thing, Tensor):
+                for tensor in (thing, thing.grad if thing.is_leaf else None):
+                    if tensor is not None and tensor.device.type == "cpu":
+                        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def resident(name: str) -> int:
+    """``VmRSS`` or ``VmHWM``."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def train(kind: str, precision: str, module: Layers, nvme: str | None) -> Trainer:
+    """Three updates."""
+    options = dict(KINDS[kind])
+    if "nvme" in options.values():
+        options["nvme_path"] = nvme
+    strategy: Any = ZeROStrategy(**options) if options else DDPStrategy() if kind == "ddp" else "auto"
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    trainer = Trainer(accelerator="cpu", strategy=strategy, precision=precision, max_steps=3, **quiet)
+    trainer.fit(module, DataLoader(torch.arange(64), batch_size=1))  # type: ignore[arg-type]
+    return trainer
+
+
+def work(kind: str, precision: str, folder: str, nvme: str | None, width: int, layers: int) -> dict[str, float]:
+    """One process of a run: what it holds, and what the plan says."""
+    train(kind, precision, Layers(16, 1), nvme)
+    gc.collect()
+    tensors, rss = live(), resident("VmRSS")
+    seen: list[int] = []
+    disk = [0]
+
+    def look() -> None:
+        seen.append(live() - tensors)
+        if nvme is not None and "nvme" in kind:
+            disk[0] = sum(file.stat().st_size for file in Path(nvme).rglob("*") if file.is_file())
+
+    Watched.look = look
+    Layers.folder = Path(folder)
+    module = Layers(width, layers)
+    trainer = train(kind, precision, module, nvme)
+    Watched.look = None
+    stored = sum(file.stat().st_size for file in (Path(folder) / "saved").iterdir())
+    high, world = seen_high[0] - rss, trainer.world_size
+    plan = Trainer(accelerator="cpu", strategy=trainer.strategy, precision=precision, logger=False).plan(
+        Layers(width, layers), processes=[world]
+    )
+    footprint = next(row.footprint for row in plan.rows if row.strategy == kind and row.processes == world)
+    moment = footprint.moments["update"]
+    update = moment.device + moment.host
+    return {
+        "tensors": seen[-1],
+        "said_tensors": update.total - (update.buffers if kind == "ddp" else 0),
+        "rss": high,
+        "said_rss": footprint.together.total,
+        "checkpoint": stored,
+        "said_checkpoint": footprint.checkpoint,
+        "disk": disk[0] / world,
+        "said_disk": footprint.disk,
+    }
+
+
+def measure(kind: str, precision: str, size: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Start the processes of a run; the largest of what they hold."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="benchmark-")
+    command = [sys.executable, __file__, "--work", kind, precision, folder, str(arguments.width), str(arguments.layers)]
+    command += [arguments.nvme] if arguments.nvme else []
+    processes = []
+    for rank in range(size):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        environment = {
+            **os.environ,
+            **({name: str(value) for name, value in place.items()} if size > 1 else {}),
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+            "MALLOC_ARENA_MAX": "1",
+        }
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    outputs = [process.communicate() for process in processes]
+    shutil.rmtree(folder)
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"{kind}, {precision}, {size} processes failed:\n" + "\n".join(err[-3000:] for _, err in outputs))
+    found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return {name: max(one[name] for one in found) for name in found[0]}
+
+
+def line(name: str, size: int, precision: str, row: dict[str, float]) -> tuple[str, bool]:
+    """A row as text, and whether it is within the limits."""
+    text, fine = f"{name:<26}{size:>2}  {precision:<10}", True
+    limits = {"tensors": LIMIT, "rss": LIMIT, "checkpoint": CHECKPOINT_LIMIT}
+    for what, limit in (limits | ({"disk": LIMIT} if row["said_disk"] else {})).items():
+        ratio = row[what] / row[f"said_{what}"]
+        good = abs(ratio - 1) <= limit
+        fine &= good
+        text += f"{row[what] / 1e6:>10.1f}{row[f'said_{what}'] / 1e6:>9.1f}{ratio:>7.3f}{' ' if good else '!'}"
+    return text, fine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="STRATEGY", help=f"beginnings of: {'; '.join(KINDS)}")
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--precisions", nargs="+", default=["32-true", "bf16-true"])
+    parser.add_argument("--nvme", help="a folder on a disk; without it nothing is offloaded to one")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    heads = "".join(f"{what:>10}{'plan':>9}{'':>8}" for what in ("tensors", "RSS", "saved", "NVMe"))
+    print(f"{'MB, largest process':<40}{heads}".rstrip())
+    rows, bad = [], 0
+    for kind in KINDS:
+        chosen = arguments.only is None or any(kind.startswith(only) for only in arguments.only)
+        if not chosen or ("nvme" in kind and arguments.nvme is None):
+            continue
+        for size in arguments.processes:
+            for precision in arguments.precisions:
+                if kind == "single" and size > 1:
+                    continue
+                row = measure(kind, precision, size, arguments)
+                text, fine = line(kind, size, precision, row)
+                print(text, flush=True)
+                bad += not fine
+                rows.append({"strategy": kind, "processes": size, "precision": precision, **row})
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+    print(f"{len(rows) - bad} of {len(rows)} rows within {LIMIT:.0%}, and {CHECKPOINT_LIMIT:.0%} for a checkpoint.")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        kind, precision, saved, width, layers, *nvme = sys.argv[2:]
+        print(json.dumps(work(kind, precision, saved, nvme[0] if nvme else None, int(width), int(layers))))
+    else:
+        sys.exit(main())

@@ -1,0 +1,208 @@
+"""What a training step under ZeRO costs beside DeepSpeed's engine in a loop by hand, and the memory of a save and a load.
+
+    python benchmarks/zero.py [--only mlp gpt zero2 ... | memory] [--repeats 5] [--chunks 16] [--json FILE]
+
+Steps: two processes over gloo on the CPU; a multilayer perceptron of 10 million parameters, and the GPT over bytes of
+``trainkit demo``; AdamW, float32. The loop by hand calls ``deepspeed.initialize`` with the same configuration that
+``ZeROStrategy(config=)`` gets, and reads the same data. How it is measured is in ``pairs.py``.
+
+Memory: an own loop's process, of two, with 36 million parameters and AdamW, 430 MB of state. Of ``save_state`` how far the
+process's largest resident memory rises above what it held, beside the largest tensor (written at once) or its share of the
+state (written in the background); to either comes one gathered tensor, since a CPU's memory is the device's too. Of
+``load_state`` how far its private memory rises beyond what it holds afterwards, beside the largest tensor; files that are
+mapped are not in that, which the system takes back when it needs to.
+
+Returns 1 if a ratio of the wall's clock is above 1.05, or one of memory above 1.10. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pairs import BATCH, ROOT, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, work
+from torch import nn
+from torch.utils.data import DataLoader
+
+LIMIT, MEMORY_LIMIT = 1.05, 1.10
+KINDS: dict[str, tuple[int, str | None, str | None]] = {
+    "zero1": (1, None, None),
+    "zero2": (2, None, None),
+    "zero2-cpu": (2, "cpu", None),
+    "zero3": (3, None, None),
+    "zero3-both-cpu": (3, "cpu", "cpu"),
+}
+MEMORY = ("save", "save_in_background", "load")
+
+
+def configuration(kind: str, model: str) -> dict[str, Any]:
+    """DeepSpeed's."""
+    stage, optimizer, params = KINDS[kind]
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 10_000_000, "allgather_bucket_size": 10_000_000}
+    if optimizer:
+        zero["offload_optimizer"] = {"device": optimizer, "pin_memory": False}
+    if params:
+        zero["offload_param"] = {"device": params, "pin_memory": False}
+    return {
+        "train_micro_batch_size_per_gpu": BATCH[model],
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "steps_per_print": 2**31,
+    }
+
+
+def by_hand(kind: str, model: str, data: Clocked) -> None:
+    """DeepSpeed's tutorial."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from torch.utils.data.distributed import DistributedSampler
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    deepspeed.init_distributed("gloo")
+    module = make_module(model)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module), config=configuration(kind, model))
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
+    sampler.set_epoch(0)
+    for batch in DataLoader(data, BATCH[model], sampler=sampler):
+        engine.backward(loss_of(model, engine, batch))
+        engine.step()
+    os._exit(0)  # DeepSpeed aborts now and then when an interpreter ends
+
+
+def trainer(kind: str, model: str, data: Clocked) -> None:
+    from trainkit.strategies import ZeROStrategy
+
+    fit(ZeROStrategy(config=configuration(kind, model)), model, data)
+
+
+HANDS = {f"hand-{kind}": Contender(f"{kind} by hand", partial(by_hand, kind), f"hand-{kind}", None) for kind in KINDS}
+CONTENDERS = HANDS | {kind: Contender(kind, partial(trainer, kind), f"hand-{kind}", LIMIT) for kind in KINDS}
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def resident(name: str) -> float:
+    """MB, out of ``/proc/self/status``."""
+    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1e3
+
+
+LOOK = """
+import select, sys
+most = 0
+print(flush=True)
+while not select.select([sys.stdin], [], [], 0.001)[0]:
+    with open(f"/proc/{sys.argv[1]}/status") as file:
+        most = max(most, int(file.read().split("RssAnon:")[1].split()[0]))
+print(most)
+"""
+
+
+class Peak:
+    """The largest private memory within it, in MB, looked at each millisecond by another process: a thread may have to wait."""
+
+    def __enter__(self) -> Peak:
+        pipe = subprocess.PIPE
+        self._looking = subprocess.Popen([sys.executable, "-c", LOOK, str(os.getpid())], stdin=pipe, stdout=pipe, text=True)
+        assert self._looking.stdout is not None
+        self._looking.stdout.readline()  # it has begun
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        time.sleep(0.01)
+        said, _nothing = self._looking.communicate()
+        self.found = int(said) / 1e3
+
+
+def prepared(kind: str, updates: int = 1) -> Any:
+    """The accelerator of an own loop after so many updates."""
+    from trainkit import Accelerator
+    from trainkit.strategies import ZeROStrategy
+
+    stage, optimizer, params = KINDS[kind]
+    strategy = ZeROStrategy(stage, offload_optimizer=optimizer, offload_params=params, device="cpu", pin_memory=False)
+    accelerator = Accelerator(strategy=strategy)
+    net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)), nn.Linear(2048, 1024))
+    model, made = accelerator.prepare(net, adamw(net))
+    for _ in range(updates):
+        accelerator.backward(model(torch.ones(1, 2048)).square().mean())
+        made.step()
+        made.zero_grad()
+    return accelerator
+
+
+def measure_memory(kind: str, what: str, folder: Path) -> None:
+    """Print the MB that an action took, and those that it is measured by; what is loaded has been saved there before."""
+    accelerator = prepared(kind, updates=0 if what == "load" else 1)
+    largest, state = 4 * 2048 * 2048 / 1e6, 3 * 4 * (8 * (2048 + 1) * 2048 + (2048 + 1) * 1024) / 1e6
+    if what == "load":
+        with Peak() as peak:
+            accelerator.load_state(folder)
+        taken, allowed = peak.found - resident("RssAnon"), largest
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the largest resident memory counts from here
+        before = resident("VmRSS")
+        accelerator.save_state(folder, blocking=what == "save")
+        while not folder.exists():
+            time.sleep(0.01)
+        taken = resident("VmHWM") - before
+        allowed = largest + (largest if what == "save" else state / accelerator.world.size)
+    if accelerator.is_main_process:
+        print(f"{taken} {allowed}", flush=True)
+
+
+def taken_and_allowed(kind: str, what: str, folder: str) -> tuple[float, float]:
+    """What :func:`measure_memory` prints in two new processes."""
+    command = [sys.executable, "-m", "trainkit", "launch", "--nproc-per-node", "2", __file__, "--memory", kind, what]
+    # large blocks go back to the system, so that what is measured is what is held
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    place = f"{folder}/{'in_background' if what == 'save_in_background' else 'state'}"
+    done = subprocess.run([*command, place], env=environment, cwd=folder, check=True, capture_output=True, text=True)
+    taken, allowed = map(float, done.stdout.split()[-2:])
+    return taken, allowed
+
+
+def compare_memory() -> int:
+    """Measure and print; 1 if a limit is exceeded."""
+    missed = 0
+    print(f"\n{'MB of a process, two of them':<36}{'it':>10}{'allowed':>10}{'ratio':>10}")
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            for what in MEMORY:
+                taken, allowed = taken_and_allowed(kind, what, folder)
+                ratio = taken / allowed
+                missed += ratio > MEMORY_LIMIT
+                verdict = f"≤ {MEMORY_LIMIT:.2f} {'MISSED' if ratio > MEMORY_LIMIT else 'met'}"
+                print(f"{f'{kind}: {what}':<36}{taken:>10.1f}{allowed:>10.1f}{ratio:>10.2f}  {verdict}", flush=True)
+    return int(missed > 0)
+
+
+def main() -> int:
+    """Measure, print, and return 1 if a limit is exceeded."""
+    parser = argument_parser(__doc__, [*CONTENDERS, "memory"])
+    parser.add_argument("--memory", nargs=3, metavar=("KIND", "WHAT", "FOLDER"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory:
+        kind, what, folder = arguments.memory
+        measure_memory(kind, what, Path(folder))
+        return 0
+    if arguments.work:
+        work(arguments, CONTENDERS)
+        return 0
+    missed = 0 if arguments.only == ["memory"] else compare(__file__, arguments, CONTENDERS, list(HANDS))
+    return missed | (compare_memory() if arguments.only in (None, ["memory"]) else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
