@@ -17,16 +17,17 @@ from trainkit.launch.lifeline import ALIVE, GO, MARK, SIGNAL, versions
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
 
-# ``work`` is what the agent does within.
+# ``work`` is what the agent does within; how long a silence may be counts from the first word after "at work".
 AGENT = """\
 import os, signal, subprocess, sys, time
 from trainkit.launch.lifeline import Lifeline
-with Lifeline({silence}) as lifeline:
+with Lifeline({vain}) as lifeline:
     if not lifeline.begin():
         sys.exit(2)
     told = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    lifeline._silence = {silence}
     print("at work", flush=True)
 {work}
     lifeline.end(7)
@@ -55,7 +56,7 @@ def start() -> Iterator[Start]:
 
     def run(work: str, silence: float = VAIN, begin: bool = True) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
-        command = [sys.executable, "-c", AGENT.format(work=work, silence=silence)]
+        command = [sys.executable, "-c", AGENT.format(work=work, silence=silence, vain=VAIN)]
         agent = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
         started.append(agent)
         assert agent.stdout is not None
@@ -106,7 +107,9 @@ def test_an_end(start: Start, how: str) -> None:
     assert agent.stdout is not None
     if how == "the connection has gone":
         agent.stdout.close()
-    if not how.startswith("nothing"):
+    if how.startswith("nothing"):
+        tell(agent, ALIVE)
+    else:
         agent.stdin.close()
         agent.stdin = None
     assert agent.wait(PATIENCE) == 0

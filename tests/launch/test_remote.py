@@ -37,6 +37,11 @@ def part(does: str, **other: str) -> str:
     return HEAD.replace("{versions}", json.dumps({**versions(), **other})) + does + "\nexit\n}\n"
 
 
+# One ends when it is known that the other has: a process that has ended is there until somebody has asked how.
+FIRST = "echo $$ > new-pid; mv new-pid pid; "
+SECOND = 'until [ -e pid ] && ! kill -0 "$(cat pid)" 2> /dev/null; do sleep 0.01; done; '
+
+
 def ends(code: int) -> str:
     return f"echo '{MARK}{{\"code\": {code}}}'; exit"
 
@@ -103,19 +108,19 @@ def test_those_that_do_not_listen_are_left(run: Run, tmp_path: Path, capfd: pyte
 
 # What a and b do, and the code that comes of it: the first that ends need not be the first that has failed.
 CAUSES = {
-    "the first": (ends(7), f"sleep 0.2; {ends(8)}", 7),
-    "what says more than 1": (ends(1), f"sleep 0.2; {ends(7)}", 7),
+    "the first": (FIRST + ends(7), SECOND + ends(8), 7),
+    "what says more than 1": (FIRST + ends(1), SECOND + ends(7), 7),
     "what follows from it, in our words": (
-        f"echo 'trainkit: rank 0 ended because rank 3 failed: ValueError: x' >&2; {ends(1)}",
-        f"sleep 0.2; echo 'ValueError: x' >&2; {ends(1)}",
+        f"{FIRST}echo 'trainkit: rank 0 ended because rank 3 failed: ValueError: x' >&2; {ends(1)}",
+        f"{SECOND}echo 'ValueError: x' >&2; {ends(1)}",
         1,
     ),
     "what follows from it, in torch's": (
-        f"echo 'RuntimeError: Connection closed by peer [10.0.0.1]:2' >&2; {ends(134)}",
-        f"sleep 0.2; echo 'ValueError: x' >&2; {ends(9)}",
+        f"{FIRST}echo 'RuntimeError: Connection closed by peer [10.0.0.1]:2' >&2; {ends(134)}",
+        f"{SECOND}echo 'ValueError: x' >&2; {ends(9)}",
         9,
     ),
-    "a lost agent": (f"sleep 0.2; {ends(7)}", "exit 255", 1),
+    "a lost agent": (SECOND + ends(7), f"{FIRST}exit 255", 1),
     "nothing but a lost agent": (f"told signal; {ends(143)}", "exit 255", 1),
     "one that was told to end": (f"told signal; {ends(143)}", ends(143), 143),
 }
@@ -129,13 +134,14 @@ def test_exit_codes(run: Run, first: str, second: str, code: int) -> None:
 
 def test_what_failed_first_is_read_last(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     trace = "echo 'Traceback (most recent call last):' >&2; echo '{}' >&2; "
-    cause = part("echo before >&2; " + trace.format("ValueError: x") + ends(1))
-    effect = part("sleep 0.3; " + trace.format("RuntimeError: Connection closed by peer") + ends(1))
-    assert run(patience=PATIENCE, a=cause, b=effect) == 1
+    cause = "echo before >&2; " + trace.format("ValueError: x") + ends(1)
+    effect = part(SECOND + trace.format("RuntimeError: Connection closed by peer") + ends(1))
+    assert run(patience=PATIENCE, a=part(FIRST + cause), b=effect) == 1
     shown = capfd.readouterr().err.splitlines()
     first = ["a: Traceback (most recent call last):", "a: ValueError: x"]
     assert shown[-3:] == ["trainkit: a failed first, with:", *first]
-    assert run(patience=PATIENCE, a=part("sleep 0.3; " + cause.partition("told go\n")[2][:-8]), b=part(ends(1))) == 1
+    Path("pid").unlink()
+    assert run(patience=PATIENCE, a=part(SECOND + cause), b=part(FIRST + ends(1))) == 1
     assert capfd.readouterr().err.splitlines() == ["a: before", *first]  # it is last: nothing is said again
 
 
@@ -169,7 +175,10 @@ NOT_READY = {
         {"a": "exec /nowhere/python\n"},
         "exit code 127: .* for another Python: --setup 'TRAINKIT_PYTHON=/path/to/python'",
     ),
-    "slow": ({"a": part(ends(0)), "b": "while read -r line; do :; done\n"}, "not ready within 1 s: b. Is it the set-up"),
+    "slow": (
+        {"a": part(ends(0)), "b": "while read -r line; do :; done\n"},
+        r"not ready within 1 s: (a, )?b\. Is it the set-up",
+    ),
     "torch": ({"a": part(ends(0)), "b": part(ends(0), torch="1.0")}, "b has torch 1.0, but a has "),
     "Python": (
         {"a": part(ends(0), Python="2.7"), "b": part(ends(0))},
