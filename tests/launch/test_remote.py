@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from agents import wait_until
 from patience import PATIENCE, VAIN
+from support import run_python
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch import remote
@@ -281,6 +283,24 @@ def test_a_signal_before_all_are_ready(start: Start) -> None:
     process = start(a=f"touch begun-a; exec sleep {VAIN}\n")
     os.killpg(process.pid, signal.SIGTERM)
     assert process.communicate(timeout=VAIN / 2)[0] == "143\n"
+
+
+def test_a_signal_while_machines_are_called(ssh: list[str]) -> None:
+    """It is not lost on those that come after it."""
+    program = """
+        import os, signal, sys
+        from trainkit.launch import remote
+
+        class Called(remote.Connection):
+            def __init__(self, *arguments):
+                super().__init__(*arguments)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        remote.Connection = Called
+        print(remote.run_nodes({"a": sys.argv[2], "b": sys.argv[2]}, [sys.argv[1]], 30.0, 600.0))
+    """
+    done = run_python("-c", dedent(program), *ssh, f"exec sleep {VAIN}\n", timeout=VAIN / 2)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "143\n", "")
 
 
 def test_the_end_of_a_starter_that_is_killed(start: Start, tmp_path: Path) -> None:

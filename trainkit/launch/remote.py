@@ -61,8 +61,7 @@ def run_nodes(scripts: Mapping[str, str], ssh: Sequence[str], grace: float, join
             f"there is no program {ssh[0]!r} here, by which the machines are reached. Install it (Debian, Ubuntu: apt install "
             "openssh-client; Fedora, RHEL: dnf install openssh-clients), or name another one: --ssh '/path/to/ssh -p 2222'"
         )
-    nodes = _Nodes(scripts, ssh, grace)
-    with nodes, _Signals() as signals:
+    with _Signals() as signals, _Nodes(scripts, ssh, grace) as nodes:  # in this order: a machine that is called may answer
         if not nodes.meet(signals, join_timeout):
             return INTERRUPTED if signals.received[0] == signal.SIGINT else PREEMPTED
         return nodes.run(signals)
