@@ -167,18 +167,42 @@ class Claims:
             raise ConfigurationError(
                 f"{self._source} has the 'optimizer' {section['type']!r}, and the run has {kind}. Keep one of them."
             )
+        switches = self._check_adam(section, optimizer) if section["type"] in _ADAMS else ()
         for name, value in section["params"].items():
-            if name not in (*optimizer.defaults, *_OF_DEEPSPEED):
+            if name in switches:
+                continue
+            if name not in optimizer.defaults:
                 raise ConfigurationError(
                     f"{self._source} has {name!r} for the optimizer, which {kind} does not take. Take it out."
                 )
-            here = optimizer.defaults.get(name, value)
+            here = optimizer.defaults[name]
             same = tuple(here) == tuple(value) if isinstance(value, list | tuple) else here == value
             if value != AUTO and not same:
-                raise ConfigurationError(
-                    f"{self._source} has {name!r}: {value!r} for the optimizer, and the run's {kind} has {here!r}. Give one "
-                    'value, or write "auto" into the configuration.'
-                )
+                raise self._another(f"{name!r}: {value!r}", optimizer, here)
+
+    def _check_adam(self, section: dict[str, Any], optimizer: Optimizer) -> tuple[str, ...]:
+        """Hold it against an Adam of the user's: what torch and DeepSpeed do not both have among the defaults.
+
+        Returns:
+            The names of these parameters.
+        """
+        params, defaults = section["params"], optimizer.defaults
+        correction = params.get("bias_correction", True)
+        if correction not in (AUTO, defaults.get("bias_correction", True)):
+            raise self._another(f"'bias_correction': {correction!r}", optimizer, not correction)
+        decoupled = True if section["type"] == "AdamW" else params.get("adam_w_mode", True)
+        here = bool(defaults.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", False)))
+        decays = any(group["weight_decay"] for group in optimizer.param_groups)  # else the two are the same
+        if decays and decoupled not in (AUTO, here):
+            how = "" if "adam_w_mode" in params else " (what DeepSpeed takes it for)"
+            raise self._another(f"{section['type']!r} with 'adam_w_mode': {decoupled!r}{how}", optimizer, here)
+        return _OF_DEEPSPEED
+
+    def _another(self, told: str, optimizer: Optimizer, here: Any) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self._source} has {told} for the optimizer, and the run's {type(optimizer).__name__} has {here!r}. Give one "
+            'value, or write "auto" into the configuration.'
+        )
 
     def _make_optimizer(self, module: nn.Module, device: torch.device) -> Optimizer:
         section = self._config.optimizer

@@ -79,9 +79,7 @@ class Engine:
         self._last_order: list[tuple[Any, ...]] = []
         self._seen: set[int] = set()  # ids of the parameters that the window has gradients of
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        self.order = (
-            0  # a number that stands for the order in which the window's gradients have come, the same on all processes
-        )
+        self.order = 0
         self._reduce = self._intercept()
         self.zero._coalesce_grad_reduction = local
 

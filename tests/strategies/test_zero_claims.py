@@ -136,6 +136,48 @@ def test_the_product_of_the_sizes() -> None:
         train(case(**arguments), strategy=ZeROStrategy(config=config(train_batch_size=8), device="cpu"))
 
 
+def of(kind: str, decay: float) -> type:
+    """A module with such an optimizer of torch's."""
+
+    class Module(RegressionModule):
+        def configure_optimizers(self) -> Any:
+            return getattr(torch.optim, kind)(self.parameters(), lr=0.01, weight_decay=decay)
+
+    return Module
+
+
+@pytest.mark.parametrize(
+    "kind, decay, told",
+    [
+        ("Adam", 0.0, {"type": "Adam"}),  # without decay the two are one
+        ("Adam", 0.0, {"type": "AdamW", "params": {"torch_adam": True}}),
+        ("Adam", 0.1, {"type": "Adam", "params": {"adam_w_mode": False}}),
+        ("Adam", 0.1, {"type": "Adam", "params": {"adam_w_mode": "auto", "bias_correction": "auto"}}),
+        ("AdamW", 0.1, {"type": "Adam", "params": {"weight_decay": 0.1, "bias_correction": True}}),
+        ("AdamW", 0.1, {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}),
+    ],
+)
+def test_an_adam_that_both_have(kind: str, decay: float, told: Any) -> None:
+    strategies = [ZeROStrategy(config=config(optimizer=told), device="cpu"), ZeROStrategy(stage=2, device="cpu")]
+    assert len({str(train(case(of(kind, decay)), strategy=strategy).losses) for strategy in strategies}) == 1
+
+
+@pytest.mark.parametrize(
+    "kind, told, message",
+    [
+        ("Adam", {"type": "Adam"}, r"has 'Adam' with 'adam_w_mode': True \(what DeepSpeed takes it for\) .* Adam has False"),
+        ("Adam", {"type": "AdamW"}, r"has 'AdamW' with 'adam_w_mode': True \(what DeepSpeed .* the run's Adam has False"),
+        ("AdamW", {"type": "Adam", "params": {"adam_w_mode": False}}, "has 'Adam' with 'adam_w_mode': False .* AdamW has True"),
+        ("Adam", {"type": "Adam", "params": {"bias_correction": False}}, "has 'bias_correction': False .* Adam has True"),
+        ("SGD", {"type": "SGD", "params": {"torch_adam": True}}, "has 'torch_adam' for the optimizer, which SGD does not take"),
+    ],
+)
+def test_another_adam(kind: str, told: Any, message: str) -> None:
+    """One whose decay is another, although the class is the same, or goes for the same."""
+    with pytest.raises(ConfigurationError, match=message):
+        train(case(of(kind, 0.1)), strategy=ZeROStrategy(config=config(optimizer=told), device="cpu"))
+
+
 def test_a_precision_that_is_named_twice_keeps_its_scale() -> None:
     half = config(torch_autocast={"enabled": True, "dtype": "float16"}, fp16={"initial_scale_power": 5})
     trainer = Trainer(strategy=ZeROStrategy(config=half), precision="16-mixed", accelerator="cpu")
