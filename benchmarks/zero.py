@@ -131,7 +131,8 @@ def prepared(kind: str, updates: int = 1) -> Any:
     from trainkit.strategies import ZeROStrategy
 
     stage, optimizer, params = KINDS[kind]
-    strategy = ZeROStrategy(stage, offload_optimizer=optimizer, offload_params=params, device="cpu", pin_memory=False)
+    # what is offloaded is not page-locked, as in configuration(); the option is for that alone
+    strategy = ZeROStrategy(stage, offload_optimizer=optimizer, offload_params=params, device="cpu", pin_memory=not optimizer)
     accelerator = Accelerator(strategy=strategy)
     net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)), nn.Linear(2048, 1024))
     model, made = accelerator.prepare(net, adamw(net))

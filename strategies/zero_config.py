@@ -79,6 +79,7 @@ _ONLY = {  # where options are used that are not used everywhere
         "zero3_save_16bit_model",
     ),
     "stages 1 and 2": ("allgather_bucket_size", "round_robin_gradients"),
+    "offload": ("pin_memory",),
     "NVMe": ("aio_block_size", "aio_queue_depth", "aio_threads", "aio_single_submit", "aio_overlap_events"),
     "offload_params='nvme'": ("max_params_in_cpu", "param_buffer_count"),
     "offload_optimizer='nvme'": ("optimizer_buffer_count",),
@@ -325,6 +326,7 @@ def _unused(options: Mapping[str, Any]) -> dict[str, str]:
     holds = {
         "stage 3": stage == 3,
         "stages 1 and 2": stage != 3,
+        "offload": any(places),
         "NVMe": "nvme" in places,
         "offload_params='nvme'": places[1] == "nvme",
         "offload_optimizer='nvme'": places[0] == "nvme",

@@ -167,6 +167,7 @@ def test_no_loss_on_a_stage_where_nobody_waits(kind: str) -> None:
         ({"stage": 2, "sub_group_size": 10}, "sub_group_size=10 is for stage 3, and this is .* Leave it out"),
         ({"stage": 3, "round_robin_gradients": True}, "round_robin_gradients=True is for stages 1 and 2"),
         ({"stage": 3, "optimizer_buffer_count": 5}, "optimizer_buffer_count=5 is for offload_optimizer='nvme'"),
+        ({"stage": 3, "pin_memory": False}, "pin_memory=False is for offload, and this is .*offload_optimizer=None"),
         ({"stage": 3, "max_params_in_cpu": 5}, "max_params_in_cpu=5 is for offload_params='nvme'"),
         ({"timeout": -1}, "timeout must be a timedelta or seconds"),
     ],
