@@ -261,7 +261,7 @@ class EarlyStopping(Callback):
             warn(f"{text}It is left out, because of strict=False.")
 
     def _print(self, trainer: Trainer, module: TrainModule, message: str) -> None:
-        if trainer.world_size == 1 or self.log_rank_zero_only:
+        if trainer.strategy.world.size == 1 or self.log_rank_zero_only:
             module.print(message)
         else:
             print(f"[rank {module.global_rank}] {message}")

@@ -265,7 +265,7 @@ class ModelCheckpoint(CheckpointBooks):
         if trainer.stage != "fit" or not self._begun or not self._saves_at(trainer, exception):
             return
         reason = trainer.checkpointing.why_not_savable(exception)
-        if reason is None or trainer.world_size == 1:
+        if reason is None or trainer.strategy.world.size == 1:
             trainer.checkpointing.wait()
         if reason is None:
             self._save(trainer, "exception")

@@ -113,7 +113,7 @@ class PredictionWriter(Callback):
             batch_idx: its number among those of this process.
             dataloader_idx: the number of the loader.
         """
-        number = batch_idx * trainer.world_size + trainer.global_rank
+        number = _number(trainer, batch_idx)
         folder = self._folder(trainer, dataloader_idx)
         named = _named_tensors(prediction)
         if named is None:
@@ -137,7 +137,7 @@ class PredictionWriter(Callback):
                 that for each.
             batch_indices: for each loader, for each batch, as in :meth:`write_on_batch_end`.
         """
-        ranks = 1 if self.once else trainer.world_size
+        ranks = 1 if self.once else trainer.strategy.data_world.size
         first = 0 if self.once else trainer.global_rank
         by_loader = [predictions] if len(batch_indices) == 1 else predictions
         for loader, (own, indices) in enumerate(zip(by_loader, batch_indices, strict=True)):
@@ -177,8 +177,9 @@ class PredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        number = batch_idx * trainer.world_size + trainer.global_rank
-        indices = _positions(_sources(trainer)[dataloader_idx], number)
+        indices = _positions(
+            _sources(trainer)[dataloader_idx], _number(trainer, batch_idx), trainer.strategy.data_world.devices
+        )
         if "batch" in self.write_interval:
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
         if "epoch" in self.write_interval:
@@ -226,16 +227,22 @@ def _sources(trainer: Trainer) -> list[Any]:
     return trainer.evaluation_sources["predict"]
 
 
-def _positions(source: Any, number: int) -> list[int] | None:
-    """The samples of a batch in the dataset, where the loader reads it in its order."""
+def _number(trainer: Trainer, batch_idx: int) -> int:
+    """The number of a batch of this process among those of all."""
+    world = trainer.strategy.data_world
+    return batch_idx * world.size + world.rank
+
+
+def _positions(source: Any, number: int, devices: int) -> list[int] | None:
+    """The samples of a batch in the dataset, where the loader reads it in its order; it is made of one for each device."""
     batches = source.batch_sampler if isinstance(source, DataLoader) else None
     if type(batches) is not BatchSampler:
         return None
     sampler: Any = batches.sampler
     if type(sampler) is not SequentialSampler and not (type(sampler) is DistributedSampler and not sampler.shuffle):
         return None
-    start = number * batches.batch_size
-    return list(range(start, min(start + batches.batch_size, len(source.dataset))))
+    size = batches.batch_size * devices
+    return list(range(number * size, min((number + 1) * size, len(source.dataset))))
 
 
 def _gathered_on_main(trainer: Trainer, own: list[list[Any]]) -> list[list[Any]]:

@@ -20,6 +20,7 @@ from trainkit.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
+    from trainkit.distributed import World
     from trainkit.module import TrainModule
     from trainkit.trainer import Trainer
 
@@ -164,9 +165,9 @@ class ThroughputMonitor(Callback):
         mark = _Mark(now, self._batches, self._samples, self._tokens, self._flops, self._waited)
         self._marks.append(mark)
         if trainer.should_log and now > self._marks[0].time:
-            rates = self._rates(self._marks[0], mark, trainer.world_size)
+            rates = self._rates(self._marks[0], mark, trainer.strategy.data_world)
             self.log_dict(rates, on_step=True, on_epoch=False, batch_size=1)  # every process counts as much as another
-            if trainer.world_size > 1 and self.measure_flops and self.flops_per_sample is None:
+            if trainer.strategy.data_world.size > 1 and self.measure_flops and self.flops_per_sample is None:
                 # another may have counted its own by now, and all log the same names; this one's does not count
                 self.log_dict(self._flop_rates(0.0), on_step=True, on_epoch=False, batch_size=0)
 
@@ -190,18 +191,19 @@ class ThroughputMonitor(Callback):
         if self._counter is not None:
             self._end_counting()
 
-    def _rates(self, first: _Mark, last: _Mark, world_size: int) -> dict[str, float]:
+    def _rates(self, first: _Mark, last: _Mark, world: World) -> dict[str, float]:
         seconds = last.time - first.time
-        # The logged value is the mean over the processes, so a rate of all of them is the mean times their number.
+        # The logged value is the mean over the processes, so a rate of all of them is the mean times their number. A process
+        # of several devices has a micro-batch of each in what counts as one batch here.
         rates = {
-            "throughput/batches_per_sec": (last.batches - first.batches) / seconds * world_size,
-            "throughput/samples_per_sec": (last.samples - first.samples) / seconds * world_size,
+            "throughput/batches_per_sec": (last.batches - first.batches) / seconds * world.width,
+            "throughput/samples_per_sec": (last.samples - first.samples) / seconds * world.size,
             "throughput/data_wait_share": (last.waited - first.waited) / seconds,
         }
         if self.length_fn is not None:
-            rates["throughput/tokens_per_sec"] = (last.tokens - first.tokens) / seconds * world_size
+            rates["throughput/tokens_per_sec"] = (last.tokens - first.tokens) / seconds * world.size
         if self.flops_per_batch is not None or self.flops_per_sample is not None:
-            rates |= self._flop_rates((last.flops - first.flops) / seconds)
+            rates |= self._flop_rates((last.flops - first.flops) / seconds / world.devices)
         return rates
 
     def _flop_rates(self, flops: float) -> dict[str, float]:

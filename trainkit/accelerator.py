@@ -228,7 +228,8 @@ class Accelerator(GradientVerbs, StateVerbs):
             device=self.device,
             generators=self.strategy.generators(),
             window=self.window if window else None,
-            world=self.world,
+            world=self.strategy.data_world,
+            ahead=self.strategy.ahead,
             **{"seed": self.seed, "stage": Stage.TRAIN, **options},
         )
         self._loaders.append(prepared)

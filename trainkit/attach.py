@@ -125,7 +125,7 @@ def share_log_folders(trainer: Trainer, saved: Sequence[Mapping[str, Any]] = ())
     Raises:
         ConfigurationError: a folder cannot be made.
     """
-    if trainer.world_size > 1 and trainer.loggers:
+    if trainer.strategy.world.size > 1 and trainer.loggers:
         from trainkit.loggers.attach import share_folders
 
         share_folders(trainer.loggers, trainer.strategy.world, saved)

@@ -35,6 +35,7 @@ class World:
         local_size: the processes of its machine.
         node: the number of its machine.
         nodes: the number of machines.
+        devices: the devices that each process drives, each with a micro-batch of its own.
         launcher: what started the processes, for messages.
         control: a gloo group of all of them, of this object's own.
         channel: the connection beside the collectives.
@@ -52,6 +53,7 @@ class World:
         local_size: int = 1,
         node: int = 0,
         nodes: int = 1,
+        devices: int = 1,
         launcher: str = "one process",
         control: dist.ProcessGroup | None = None,
         channel: Channel | None = None,
@@ -62,6 +64,7 @@ class World:
         self.rank, self.size = rank, size
         self.local_rank, self.local_size = local_rank, local_size
         self.node, self.nodes = node, nodes
+        self.devices = devices
         self.launcher = launcher
         self.control = control
         self.channel = channel
@@ -76,6 +79,11 @@ class World:
     def is_main(self) -> bool:
         """Whether this is the process that prints, logs and writes."""
         return self.rank == 0
+
+    @property
+    def width(self) -> int:
+        """The devices of all processes: so many micro-batches are worked on side by side."""
+        return self.size * self.devices
 
     def exchange(self, value: Any) -> list[Any]:
         """What every process gave, in the order of their ranks. Values are JSON: lists, dicts, strings, numbers (nan too)."""

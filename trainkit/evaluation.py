@@ -62,7 +62,7 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches:
     after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_end")
     if plan.logs:
         metrics.scope = Scope.EVAL_BATCH
-    alone = trainer.world_size == 1
+    alone = trainer.strategy.world.size == 1
     batch_idx = -1
     for batch_idx, batch in enumerate(batches if alone else _in_rows(trainer, plan, index, batches)):
         if batch is NOTHING:
@@ -109,7 +109,7 @@ def _rows_of(trainer: Trainer, plan: EvaluationPlan, batches: Iterator[Any], len
             _end_row(trainer, plan, had, *word.wait())
         yield batch
         had = batch is not NOTHING
-        place = world.rank + 1 if had else 0  # rows are filled from the first rank on
+        place = trainer.strategy.data_world.rank + 1 if had else 0  # rows are filled from the first rank on
         word = world.begin_largest([place, signals.received or 0, metrics.pending])
     if word is not None:
         _end_row(trainer, plan, had, *word.wait())
@@ -211,6 +211,7 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def _no_gradients(trainer: Trainer) -> AbstractContextManager[Any]:
-    # parameters that are gathered under inference_mode could not be trained afterwards
-    plain = trainer.inference_mode and not trainer.strategy.sharded_parameters
+    # parameters that are gathered under inference_mode could not be trained afterwards, and XLA has no inference tensors
+    strategy = trainer.strategy
+    plain = trainer.inference_mode and not (strategy.sharded_parameters or strategy.lazy_tensors)
     return torch.inference_mode() if plain else torch.no_grad()

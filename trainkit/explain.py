@@ -21,11 +21,12 @@ def explain(trainer: Trainer, module: TrainModule | None) -> str:
 
 
 def _where(trainer: Trainer) -> list[str]:
+    world = trainer.strategy.data_world
     folders = [f"{type(logger).__name__} in {logger.root_dir}" for logger in trainer.loggers]
     return [
         "Where",
         f"  strategy       {trainer.strategy!r}",
-        f"  processes      {trainer.world_size}",
+        f"  processes      {world.size}" + (f", each with {world.devices} devices" if world.devices > 1 else ""),
         f"  precision      {trainer.precision.name}",
         f"  seed           {trainer.seed}",
         f"  folder         {trainer.arguments.default_root_dir}",

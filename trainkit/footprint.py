@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from torch.optim import Optimizer
 
-__all__ = ["Contents", "Footprint", "Held", "Moment", "Weight"]
+__all__ = ["Contents", "Footprint", "Held", "Moment", "Weight", "undivided"]
 
 
 @dataclass(frozen=True)
@@ -141,3 +141,20 @@ class Footprint:
         """The most of both at a time, which is what there is on the CPU."""
         sums = (moment.device + moment.host for moment in self.moments.values() if not moment.reserved)
         return max(sums, key=lambda held: held.total)
+
+
+def undivided(name: str, contents: Contents) -> Footprint:
+    """What a process holds that has all of it on its device.
+
+    Args:
+        name: of the strategy.
+        contents: of the model and its optimizer.
+    """
+    state = sum(weight.state for weight in contents.weights)
+    held = Held(
+        parameters=sum(weight.nbytes for weight in contents.weights) + contents.buffers,
+        gradients=sum(weight.nbytes for weight in contents.trained),
+        optimizer=state,
+    )
+    stored = held.gradients + state + contents.stored_bare  # gradients are as large as what is trained
+    return Footprint(name, {"update": Moment(held)}, checkpoint=stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from trainkit.errors import MetricError, UnknownNameError, nearest
 
-__all__ = ["alike", "is_metric_object", "number_of", "one_element", "read", "reduction_of", "stacked", "weight_of"]
+__all__ = ["TO_HOST", "alike", "is_metric_object", "number_of", "one_element", "read", "reduction_of", "stacked", "weight_of"]
 
 # Name → functions that mean the same; given to Lightning's log, they do.
 _REDUCTIONS: dict[str, tuple[Any, ...]] = {
@@ -83,12 +84,19 @@ def weight_of(name: str, batch_size: Any) -> float:
     return weight
 
 
+TO_HOST: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {}
+"""Types of devices whose values are read one and all by a function of their own: XLA would compile a stack of each length."""
+
+
 def stacked(values: list[Any]) -> Tensor:
     """The values as one tensor, in float64, on the device of the first tensor (on the CPU where that has no float64)."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not tensors:
         return torch.tensor(values, dtype=torch.float64)
     first = tensors[0]
+    if first.device.type in TO_HOST:
+        fetched = iter(TO_HOST[first.device.type]([t.detach() for t in tensors]))
+        return stacked([next(fetched).item() if isinstance(value, Tensor) else value for value in values])
     device = torch.device("cpu") if first.device.type == "mps" else first.device
     if len(tensors) == len(values) and all(t.dtype is first.dtype and t.device == first.device for t in tensors):
         return torch.stack([t.reshape(()) for t in tensors]).to(device).double()  # one kernel instead of one a value

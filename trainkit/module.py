@@ -228,7 +228,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
             ConfigurationError: torch's own objects, for manual optimization on several processes.
         """
         prepared = self.trainer.prepared_optimizers
-        if not (use_pl_optimizer or self.automatic_optimization) and self.trainer.world_size > 1:
+        if not (use_pl_optimizer or self.automatic_optimization) and self.trainer.strategy.data_world.size > 1:
             raise ConfigurationError(
                 "self.optimizers(use_pl_optimizer=False): torch's own step would not average the gradients over "
                 "the processes. Use self.optimizers()."

@@ -104,7 +104,7 @@ def running(
             yield
         status = "success"
     except BaseException as exception:
-        trainer.strategy.broken = trainer.world_size > 1
+        trainer.strategy.broken = trainer.strategy.world.size > 1
         ending = report_failure(trainer.strategy.world.channel, _ending(trainer, exception))
         if status != "none":
             _report(trainer, ending)
@@ -174,7 +174,7 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
     trainer.active_plan = trainer.val_plan = None
     trainer.plans = {}
     trainer.results = MetricResults()
-    compiled, world = trainer.compiler is not None, trainer.strategy.world
+    compiled, world = trainer.compiler is not None, trainer.strategy.data_world
     trainer.metrics = MetricStore(trainer.emit, trainer.results, compiled=compiled, world=world)
     trainer.train_metrics = trainer.metrics
     if stage == "fit":
@@ -183,7 +183,7 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
         trainer.next_save_step = math.inf
         trainer.computed, trainer.states_of_loggers = {}, None
         trainer.checkpointing = Checkpointing(trainer)
-        trainer.control = Control(trainer) if trainer.world_size > 1 else None
+        trainer.control = Control(trainer) if trainer.strategy.world.size > 1 else None
         trainer.fitted = module
         trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], []
         trainer.__dict__.pop("fit_plan", None)  # what is asked of it before there is a new one must not be the old one's
@@ -227,7 +227,7 @@ def build_hooks(trainer: Trainer) -> None:
 def plan_evaluation(trainer: Trainer, name: str, given: Any, *, sanity: bool = False) -> EvaluationPlan | None:
     """The plan of an evaluation, also kept for ``num_val_batches`` and the like; ``None`` if there is nothing to run."""
     results = MetricResults() if sanity else trainer.results
-    compiled, world = trainer.compiler is not None, trainer.strategy.world
+    compiled, world = trainer.compiler is not None, trainer.strategy.data_world
     store = MetricStore(trainer.emit, results, compiled=compiled, world=world)
     plan = evaluation_plan(trainer, name, given, store, sanity=sanity)
     trainer.plans["sanity" if sanity else name] = plan

@@ -124,7 +124,7 @@ def _accumulation(trainer: Trainer, source: Any) -> int:
     per_round = size * trainer.world_size
     if wanted % per_round:
         raise ConfigurationError(
-            f"global_batch_size={wanted} is not a multiple of batch_size × processes = {size} × {trainer.world_size}. "
+            f"global_batch_size={wanted} is not a multiple of batch_size × devices = {size} × {trainer.world_size}. "
             f"Use {max(1, round(wanted / per_round)) * per_round}, or another batch_size."
         )
     return wanted // per_round
@@ -185,7 +185,7 @@ def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
         loader=loader,
         training_step=step,
         automatic=module.automatic_optimization,
-        several=trainer.world_size > 1,
+        several=trainer.strategy.data_world.size > 1,
         without_optimizer=False,
         optimizer=None,
         backward=backward,

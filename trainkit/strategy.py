@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from trainkit.console import notice
 from trainkit.data.nested import move
 from trainkit.data.window import Window
+from trainkit.device import find_device
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
-from trainkit.footprint import Contents, Footprint, Held, Moment
+from trainkit.footprint import Contents, Footprint, undivided
 from trainkit.gradient_norm import total_norm
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import PRECISIONS, Precision
@@ -67,7 +68,7 @@ class Strategy:
     broken: bool = False
 
     def __init__(self, device: str | torch.device = "auto", precision: Precision | str | int | None = None) -> None:
-        self.device = _available(device)
+        self.device = self.resolve_device(device)
         self.precision: Precision
         self._precision_was_given = precision is not None
         self.use_precision("32-true" if precision is None else precision, given=precision is not None)
@@ -87,8 +88,13 @@ class Strategy:
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
-        return self.world.size
+        """The number of devices that the data is dealt out to: of processes, unless each of them drives several."""
+        return self.data_world.width
+
+    @property
+    def data_world(self) -> World:
+        """The processes that the data is dealt out to, and whose metrics are reduced; not :attr:`world` where all read all."""
+        return self.world
 
     @property
     def is_main_process(self) -> bool:
@@ -110,6 +116,18 @@ class Strategy:
             raise ConfigurationError(
                 f"{self!r} runs on one device, and {' and '.join(more)} asks for more. Use strategy='ddp', or devices=1."
             )
+
+    def resolve_device(self, device: str | torch.device) -> torch.device:
+        """The device that the argument names.
+
+        Raises:
+            ConfigurationError: it is not there, or nothing for this strategy.
+        """
+        return find_device(device)
+
+    def accepts(self, accelerator: str) -> bool:
+        """Whether the strategy, made before, runs on what the ``Trainer`` is told: a kind of device, or "auto"."""
+        return accelerator in ("auto", self.device.type)
 
     def check_arguments(self, arguments: TrainerArguments) -> None:
         """Refuse arguments of the ``Trainer`` that ask for what cannot be done here, before any process is started.
@@ -251,6 +269,11 @@ class Strategy:
         """Within it one micro-batch is worked on; gradients travel only where ``full``."""
         return _NULL
 
+    @property
+    def ahead(self) -> Callable[..., Iterator[Any]] | None:
+        """How batches come to the device; see :class:`trainkit.data.PreparedLoader`, which decides if it is ``None``."""
+        return None
+
     def move(self, batch: Any) -> Any:
         """The batch on the device."""
         return move(batch, self.device, non_blocking=self.device.type == "cuda")
@@ -339,6 +362,14 @@ class Strategy:
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
         """Take over what has been loaded into what :meth:`stored_optimizer` has returned."""
 
+    def restored(self, optimizers: Iterable[Optimizer]) -> None:
+        """The state of a checkpoint has been put back into prepared modules and into these optimizers."""
+
+    @property
+    def compilations(self) -> int | None:
+        """Graphs that have been compiled in this process; ``None`` where nothing is compiled by itself."""
+        return None
+
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """What one process holds, in bytes: for :meth:`trainkit.Trainer.plan`. Activations are not in it.
 
@@ -349,15 +380,7 @@ class Strategy:
         Raises:
             TrainkitError: this strategy cannot train that.
         """
-        weights = contents.weights
-        state = sum(weight.state for weight in weights)
-        held = Held(
-            parameters=sum(weight.nbytes for weight in weights) + contents.buffers,
-            gradients=sum(weight.nbytes for weight in contents.trained),
-            optimizer=state,
-        )
-        stored = held.gradients + state + contents.stored_bare  # gradients are as large as what is trained
-        return Footprint(self.name, {"update": Moment(held)}, checkpoint=stored)
+        return undivided(self.name, contents)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Tensors of all processes, stacked in front; with one process as they are.
@@ -373,28 +396,3 @@ class Strategy:
 
     def teardown(self) -> None:
         """Give back what :meth:`__init__` and the preparations took."""
-
-
-def _available(device: str | torch.device) -> torch.device:
-    if str(device) == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ConfigurationError(f"unknown device {device!r}. Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'.") from None
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigurationError(
-                f"device {str(resolved)!r}: torch sees no CUDA device. Use accelerator='cpu', or install a CUDA build of torch."
-            )
-        count = torch.cuda.device_count()
-        if resolved.index is not None and resolved.index >= count:
-            raise ConfigurationError(f"device {str(resolved)!r}: there are {count} CUDA devices, numbered from 0.")
-        return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
-    if resolved.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigurationError("device 'mps': this machine or build of torch has no MPS. Use accelerator='cpu'.")
-    if resolved.type not in ("cpu", "cuda", "mps"):
-        raise ConfigurationError(f"device {str(resolved)!r} is not supported. Use 'cpu', 'cuda' or 'mps'.")
-    return resolved

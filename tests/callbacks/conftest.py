@@ -88,7 +88,11 @@ def trainer() -> Any:
         should_stop=False,
         stage="fit",
         strategy=SimpleNamespace(
-            device=torch.device("cpu"), world=World(), gradient_norm=lambda optimizer: None, sharded_parameters=False
+            data_world=World(),
+            device=torch.device("cpu"),
+            gradient_norm=lambda optimizer: None,
+            sharded_parameters=False,
+            world=World(),
         ),
         world_size=1,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from dealt import Alike
 from tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import EarlyStopping
@@ -124,7 +125,7 @@ def test_says_why_it_stops_only_when_verbose(trainer, module) -> None:
 
 
 def test_with_several_processes_each_prints_unless_told(trainer, module, capsys) -> None:
-    trainer.world_size = 2
+    trainer.strategy.world = Alike(1, 2)
     module.global_rank = 1
     for rank_zero_only in (False, True):
         callback = EarlyStopping("val_loss", verbose=True, log_rank_zero_only=rank_zero_only)

@@ -23,6 +23,7 @@ from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.folder import free_name, list_checkpoints, read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
+from trainkit.distributed import World
 from trainkit.errors import CheckpointWriteError, ConfigurationError, MissingMetricError, Preempted, UnsavableError
 
 
@@ -797,7 +798,7 @@ def test_a_save_in_flight_is_not_called_a_checkpoint(begin, caplog, processes: i
     """One process completes it; of several another one may have failed in the middle of its part."""
     caplog.set_level("INFO", "trainkit")
     run = begin(ModelCheckpoint())
-    run.trainer.world_size = processes
+    run.trainer.strategy.world = World(size=processes)
     run.epoch()
     run.checkpointing.hold = True
     run.epoch()

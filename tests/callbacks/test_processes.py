@@ -52,7 +52,9 @@ def setting() -> tuple[Any, Any]:
         sanity_checking=False,
         should_stop=False,
         stage="fit",
-        strategy=SimpleNamespace(device=torch.device("cpu"), world=world, gradient_norm=lambda optimizer: None),
+        strategy=SimpleNamespace(
+            device=torch.device("cpu"), data_world=world, world=world, gradient_norm=lambda optimizer: None
+        ),
         world_size=world.size,
     )
     return trainer, Module(world.rank)

@@ -127,9 +127,9 @@ def test_all_processes_skip_the_same_update() -> None:
 class Rates(ThroughputMonitor):
     """With rates that are known."""
 
-    def _rates(self, first: Any, last: Any, world_size: int) -> dict[str, float]:
-        super()._rates(first, last, world_size)
-        return {"rate": [1.0, 4.0][int(self._module.global_rank)] * world_size}  # type: ignore[union-attr]
+    def _rates(self, first: Any, last: Any, world: Any) -> dict[str, float]:
+        super()._rates(first, last, world)
+        return {"rate": [1.0, 4.0][int(self._module.global_rank)] * world.size}  # type: ignore[union-attr]
 
 
 def logged(samples: int) -> Any:

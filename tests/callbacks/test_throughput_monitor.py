@@ -8,6 +8,7 @@ from tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import LambdaCallback, ThroughputMonitor, throughput_monitor
 from trainkit.callbacks._peak_flops import peak_flops
+from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
 from trainkit.precision import Precision
 
@@ -102,7 +103,7 @@ def test_tokens_and_the_users_own_counts(trainer, module, clock, start) -> None:
 
 
 def test_rates_are_of_all_processes_together(trainer, module, clock, start) -> None:
-    trainer.world_size = 4
+    trainer.strategy.data_world = World(size=4)
     callback = start(length_fn=lambda batch: 8)
     step(callback, trainer, module, clock, [8])
     logged = step(callback, trainer, module, clock, [8])
@@ -110,6 +111,18 @@ def test_rates_are_of_all_processes_together(trainer, module, clock, start) -> N
     assert logged["throughput/samples_per_sec"] == 4 * 2.0
     assert logged["throughput/tokens_per_sec"] == 4 * 2.0
     assert logged["throughput/data_wait_share"] == 0.25
+
+
+def test_a_batch_of_several_devices_is_counted_as_it_is(trainer, module, clock, start) -> None:
+    """It has the samples of all of them, and a micro-batch of each."""
+    trainer.strategy.data_world = World(devices=4)
+    callback = start(flops_per_batch=8e12, length_fn=lambda batch: 8)
+    step(callback, trainer, module, clock, [8])
+    logged = step(callback, trainer, module, clock, [8])
+    assert logged["throughput/batches_per_sec"] == 4 * 0.25
+    assert logged["throughput/samples_per_sec"] == 2.0
+    assert logged["throughput/tokens_per_sec"] == 2.0
+    assert logged["throughput/tflops_per_device"] == 0.5
 
 
 def test_time_in_validation_counts_for_nothing(trainer, module, clock, start) -> None:
@@ -143,7 +156,7 @@ def test_a_second_fit_starts_anew(trainer, module, clock, start) -> None:
 
 @pytest.mark.parametrize("flops", [8e12, lambda batch: 1e12 * len(batch[0])])
 def test_utilization(trainer, module, clock, start, flops: Any) -> None:
-    trainer.world_size = 2  # a share, and per device: not multiplied
+    trainer.strategy.data_world = World(size=2)  # a share, and per device: not multiplied
     callback = start(flops_per_batch=flops, available_flops=20e12)
     step(callback, trainer, module, clock, [8])
     logged = step(callback, trainer, module, clock, [8])

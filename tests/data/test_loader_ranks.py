@@ -321,13 +321,10 @@ def test_fillers_of_other_loaders() -> None:
 
 def in_windows_on_cuda() -> list[Any]:
     """One ahead on some processes and not on others, as the sizes of their first batches make it."""
-    from trainkit.data import loader as module
-    from trainkit.data import prefetch
-
     world = joined()
     events: list[str] = []
 
-    def to_device(items: Any, load: Any, device: Any, start: int = 0) -> Any:
+    def to_device(items: Any, load: Any, start: int = 0) -> Any:
         ahead = world.rank == 0
         waiting: list[Any] = []
         for number, item in enumerate(items, start):
@@ -337,21 +334,14 @@ def in_windows_on_cuda() -> list[Any]:
                 yield waiting.pop(0)
         yield from waiting
 
-    assert prefetch.to_device is module.to_device
-    module.to_device = to_device
-    try:
-        loader = prepared(ragged(), world, 2)
-        loader._device = torch.device("cuda", 0)
-        loader._transfer = lambda batch, m: batch
-        found = []
-        for one in read(loader):
-            if one.full:
-                assert world.sums([1.0]) == [2.0], "as at the end of every step"
-            events.append("worked")
-            found.append(as_lists(one))
-        return [found, events]
-    finally:
-        module.to_device = prefetch.to_device
+    loader = prepared(ragged(), world, 2, ahead=to_device, transfer=lambda batch, m: batch)
+    found = []
+    for one in read(loader):
+        if one.full:
+            assert world.sums([1.0]) == [2.0], "as at the end of every step"
+        events.append("worked")
+        found.append(as_lists(one))
+    return [found, events]
 
 
 def test_fetching_ahead_does_not_disturb_what_processes_tell_one_another() -> None:

@@ -77,16 +77,16 @@ def test_small_batches_are_loaded_when_they_are_needed(small: int, monkeypatch: 
     monkeypatch.setattr(prefetch, "SMALL", small)
     monkeypatch.setattr(prefetch, "one_ahead", lambda items, load, device, start: chosen.append(start) or iter(items))
     batches = iter([(torch.zeros(1), torch.zeros(1, dtype=torch.int32)), torch.zeros(100)])  # the first one decides
-    found = list(prefetch.to_device(batches, lambda item, number: (item, number), DEVICE, 3))
+    found = list(prefetch.to_device(batches, lambda item, number: (item, number), 3, device=DEVICE))
     assert chosen == ([3] if small == 8 else [])
     assert small == 8 or [number for _, number in found] == [3, 4]
-    assert list(prefetch.to_device(iter([]), lambda item, number: item, DEVICE)) == []
+    assert list(prefetch.to_device(iter([]), lambda item, number: item, device=DEVICE)) == []
 
 
 def test_a_batch_of_unknown_size_counts_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
     monkeypatch.setattr(prefetch, "one_ahead", lambda items, load, device, start: chosen.append(start) or iter(items))
-    list(prefetch.to_device(iter([SimpleNamespace(to=lambda device: None)]), lambda item, number: item, DEVICE))
+    list(prefetch.to_device(iter([SimpleNamespace(to=lambda device: None)]), lambda item, number: item, device=DEVICE))
     assert chosen == [0]
 
 

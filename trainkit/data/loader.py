@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 
+from trainkit.data.assembling import each_joined, joined, side_by_side
 from trainkit.data.combined import CombinedLoader, CombinedStream
 from trainkit.data.nested import batch_size, move
 from trainkit.data.position import Positions
@@ -30,8 +32,9 @@ class PreparedLoader(Positions):
     Iterating it starts the next epoch, or the one given to :meth:`set_epoch`. What it does not define is the user's
     loader's: ``len(prepared.dataset)`` works.
 
-    Of W processes, process r has micro-batches r, r + W, … of the epoch; W of them, one for each, are a row. Lengths, limits
-    and what :meth:`iterate` takes are in rows, and so the same in all processes; positions are in micro-batches of all.
+    Of W processes, process r has micro-batches r, r + W, … of the epoch; W of them, one for each, are a row. A process that
+    drives several devices has a micro-batch for each, side by side in one batch: that is a row too. Lengths, limits and what
+    :meth:`iterate` takes are in rows, and so the same in all processes; positions are in micro-batches of all.
 
     Args:
         source: a ``DataLoader``, a :class:`~trainkit.data.CombinedLoader`, or any iterable of batches.
@@ -47,6 +50,8 @@ class PreparedLoader(Positions):
         finish: applied to a batch on the device after the generators are seeded for the work on it.
         sequential: do not shuffle.
         world: the processes that the epoch is dealt out to; all of them make and read the same loaders in the same order.
+        ahead: ``ahead(items, load, start)`` gives the items, each out of ``load(item, number)``, and may load some ahead of
+            their time; ``load`` is ``None`` where it would but move the tensors. Default: what suits the device.
         repeat_filler: where only others have a micro-batch, this process is given one that counts nothing (its last one again,
             or the first of the epoch). Otherwise it is given none, and ``NOTHING`` where it has none in a whole window.
 
@@ -75,6 +80,7 @@ class PreparedLoader(Positions):
         finish: Callable[[Any], Any] | None = None,
         sequential: bool = False,
         world: World = _ONE_PROCESS,
+        ahead: Callable[..., Iterator[Any]] | None = None,
         repeat_filler: bool = False,
     ) -> None:
         self.source = source
@@ -84,14 +90,16 @@ class PreparedLoader(Positions):
         self._window = window
         self._weigh = weigh
         self._non_blocking = device.type == "cuda"
-        self._moves = transfer is None
+        self._ahead = partial(to_device, device=device) if ahead is None and device.type == "cuda" else ahead
+        self._moves, self._moves_ahead = transfer is None, ahead is not None
         self._transfer = self._move if transfer is None else transfer
         self._finish = finish
         if isinstance(source, CombinedLoader):
             self._stream: Stream = CombinedStream(source, seed, stage, index, device, sequential, world)
             self._count: Callable[[Any], int] = source.count
+            self._join = joined if source.mode == "sequential" else each_joined
         else:
-            self._count = batch_size
+            self._count, self._join = batch_size, joined
             self._stream = open_stream(source, seed, self._stage, device, sequential, world)
         self.limit = limit
         self.micro_limit: int | None = None
@@ -106,7 +114,7 @@ class PreparedLoader(Positions):
             if window is None:
                 trail.stop()  # an evaluation begins anew each time
             else:
-                trail.keep(4 + 2 * window.size)  # a window that is worked on, and the next one fetched ahead
+                trail.keep((4 + 2 * window.size) * world.devices)  # a window that is worked on, and the next one fetched ahead
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # not set yet: an object that is being copied or unpickled
@@ -146,19 +154,61 @@ class PreparedLoader(Positions):
         keys = KeyStream(self._seed, self._stage, Purpose.FORWARD, epoch)
         if self._world.size > 1:
             return self._in_rows(epoch, start, keys)
+        if self._world.devices > 1:
+            return self._in_wide_rows(epoch, start, keys)
         raw = iter(self._stream.batches(epoch, start, self._end))
-        if self._window is None or (self._window.size == 1 and self._weigh is None):
-            return self._one_by_one(raw, keys, start)
-        return self._in_windows(self._window, raw, keys, start)
+        sizes, length = self._stream.sizes, self.length
+        if sizes is not None and length != self._stream.length:
+            sizes = (sizes[0], sizes[0])  # the limit leaves the short last micro-batch out
+        return self._of_one_process(raw, keys, start, sizes, self._transfer)
 
-    def _one_by_one(self, raw: Iterator[Any], keys: KeyStream, start: int) -> Iterator[Any]:
+    def _of_one_process(
+        self,
+        raw: Iterator[Any],
+        keys: Callable[[int], int],
+        start: int,
+        sizes: tuple[int, int] | None,
+        transfer: Callable[[Any, int], Any],
+    ) -> Iterator[Any]:
+        if self._window is None or (self._window.size == 1 and self._weigh is None):
+            return self._one_by_one(raw, keys, start, transfer)
+        items = windows(
+            raw, self._window.size, count=self._count, start=start, length=self.length, sizes=sizes, weigh=self._weigh
+        )
+        return self._in_windows(self._window, items, keys, start, transfer)
+
+    def _in_wide_rows(self, epoch: int, start: int, keys: KeyStream) -> Iterator[Any]:
+        """An epoch of which a process takes a micro-batch for each of its devices at a time."""
+        self._begin_rows(epoch, start)
+        devices, begin, end = self._world.devices, self._micro_batch(epoch, start), self.micro_batches
+        raw = side_by_side(iter(self._stream.batches(epoch, begin, self._end)), devices, self._join)
+        sizes = self._stream.sizes
+        if sizes is not None and end is not None:
+            last = sizes[1] if end == self._stream.length else sizes[0]
+            sizes = (sizes[0] * devices, (end - begin - 1) % devices * sizes[0] + last)
+
+        def first(row: int) -> int:
+            return begin + (row - start) * devices
+
+        def transfer(batch: Any, row: int) -> Any:
+            return self._transfer(batch, first(row))
+
+        return self._of_one_process(raw, lambda row: keys(first(row)), start, sizes, transfer)
+
+    def _begin_rows(self, epoch: int, start: int) -> None:
+        self._epoch = epoch
+        if self._resumed[0] == epoch and start < self._resumed[1]:
+            self._resumed = (-1, 0, 0)  # the epoch begins anew
+
+    def _one_by_one(
+        self, raw: Iterator[Any], keys: Callable[[int], int], start: int, transfer: Callable[[Any, int], Any]
+    ) -> Iterator[Any]:
         """Every micro-batch is a window of its own that counts in full, so there is nothing to say about it."""
         if self._window is not None:
             self._window.take(MicroBatch(None, True, True, 1.0))
-        device, generators, finish = self._device, self._generators, self._finish
-        moves, transfer = self._moves, self._transfer
-        if device.type == "cuda":
-            raw, moves, transfer = to_device(raw, self._transfer, device, start), False, _as_it_is
+        device, generators, finish, moves = self._device, self._generators, self._finish, self._moves
+        if self._ahead is not None:
+            raw, moves, transfer = self._ahead(raw, self._loads(transfer), start=start), False, _as_it_is
         for m, batch in enumerate(raw, start):
             # move itself where it is all that self._transfer does: at every step, a call counts
             batch = move(batch, device) if moves else transfer(batch, m)
@@ -168,14 +218,17 @@ class PreparedLoader(Positions):
         if self._window is not None:
             self._window.driven = False  # what is read next may be a loader that was not prepared
 
-    def _in_windows(self, window: Window, raw: Iterator[Any], keys: KeyStream, start: int) -> Iterator[Any]:
-        sizes, length = self._stream.sizes, self.length
-        if sizes is not None and length != self._stream.length:
-            sizes = (sizes[0], sizes[0])  # the limit leaves the short last micro-batch out
-        items = windows(raw, window.size, count=self._count, start=start, length=length, sizes=sizes, weigh=self._weigh)
-        if self._device.type == "cuda":
-            items = to_device(items, self._transfer_micro, self._device, start)
-        transfer = _as_it_is if self._device.type == "cuda" else self._transfer
+    def _in_windows(
+        self,
+        window: Window,
+        items: Iterator[MicroBatch],
+        keys: Callable[[int], int],
+        start: int,
+        transfer: Callable[[Any, int], Any],
+    ) -> Iterator[Any]:
+        if self._ahead is not None:
+            load = self._loads(lambda micro, m: micro._replace(batch=transfer(micro.batch, m)))
+            items, transfer = self._ahead(items, load, start=start), _as_it_is
         for m, item in enumerate(items, start):
             batch = transfer(item.batch, m)
             window.take(item)
@@ -188,9 +241,8 @@ class PreparedLoader(Positions):
 
     def _in_rows(self, epoch: int, start: int, keys: KeyStream) -> Iterator[Any]:
         """This process's part of an epoch."""
-        world, self._epoch = self._world, epoch
-        if self._resumed[0] == epoch and start < self._resumed[1]:
-            self._resumed = (-1, 0, 0)  # the epoch begins anew
+        world = self._world
+        self._begin_rows(epoch, start)
         begin = self._micro_batch(epoch, start)
         raw = iter(self._stream.batches(epoch, begin, self._end, world.rank, world.size))
         if self._window is not None:
@@ -199,15 +251,9 @@ class PreparedLoader(Positions):
 
     def _own(self, raw: Iterator[Any], keys: KeyStream, first: int) -> Iterator[Any]:
         """The micro-batches of this process, in an evaluation."""
-        device, generators, finish, transfer, step = (
-            self._device,
-            self._generators,
-            self._finish,
-            self._transfer,
-            self._world.size,
-        )
-        if device.type == "cuda":
-            raw = to_device(raw, lambda batch, place: self._transfer(batch, first + place * step), device)
+        generators, finish, transfer, step = self._generators, self._finish, self._transfer, self._world.size
+        if self._ahead is not None:
+            raw = self._ahead(raw, self._loads(lambda batch, place: self._transfer(batch, first + place * step)), start=0)
             transfer = _as_it_is
         for m, batch in zip(count(first, step), raw):
             batch = transfer(batch, m)
@@ -221,8 +267,8 @@ class PreparedLoader(Positions):
         """The micro-batches of this process in windows that all work on; one that counts nothing where it has none."""
         world = self._world
         items = self._pieces(window.size, raw, start, begin)
-        if self._device.type == "cuda":
-            items = to_device(items, lambda piece, _: self._transferred(piece), self._device)
+        if self._ahead is not None:
+            items = self._ahead(items, self._loads(lambda piece, _: self._transferred(piece)), start=0)
         for piece in items:
             shared = piece.shared
             shared.settle(world)
@@ -238,7 +284,7 @@ class PreparedLoader(Positions):
             full = piece.full and not fillers
             window.deal(piece.first, full, share, empty=empty, uneven=shared.uneven, filler=piece.filler)
             self.given = end if full else start + piece.row + 1
-            batch = piece.batch if self._device.type == "cuda" else self._transferred(piece).batch
+            batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
             seed_generators(keys(piece.m), self._generators)
             if piece.filler:
                 batch = self.filler() if self._repeat_filler else NOTHING
@@ -292,8 +338,8 @@ class PreparedLoader(Positions):
     def _transferred(self, piece: Piece) -> Piece:
         return piece if piece.filler else piece._replace(batch=self._transfer(piece.batch, piece.m))
 
-    def _transfer_micro(self, micro: MicroBatch, m: int) -> MicroBatch:
-        return micro._replace(batch=self._transfer(micro.batch, m))
+    def _loads(self, load: Callable[[Any, int], Any]) -> Callable[[Any, int], Any] | None:
+        return None if self._moves and self._moves_ahead else load
 
 
 def _as_it_is(batch: Any, m: int) -> Any:

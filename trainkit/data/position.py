@@ -18,7 +18,7 @@ __all__ = ["Positions"]
 class Positions:
     """The part of :class:`trainkit.data.PreparedLoader` that knows where it is.
 
-    Rows are what this run counts: a micro-batch for each of its processes. A position is in samples and in micro-batches of
+    Rows are what this run counts: a micro-batch for each of its devices. A position is in samples and in micro-batches of
     all, so that a run of another number of processes can go on from it.
     """
 
@@ -52,15 +52,15 @@ class Positions:
     def length(self) -> int | None:
         """Rows of an epoch, ``None`` if only its end tells."""
         length = self.micro_batches
-        if length is None or self._world.size == 1:
+        if length is None or self._world.width == 1:
             return length
         row, begin = self._resumed[1:] if self._resumed[0] == self._epoch else (0, 0)
-        return row + -(-max(0, length - begin) // self._world.size)
+        return row + -(-max(0, length - begin) // self._world.width)
 
     @property
     def _end(self) -> int | None:
         """The micro-batch at which the limits end an epoch."""
-        limit = None if self.limit is None else self.limit * self._world.size
+        limit = None if self.limit is None else self.limit * self._world.width
         return limit if self.micro_limit is None else self.micro_limit if limit is None else min(limit, self.micro_limit)
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,8 +97,8 @@ class Positions:
         Returns:
             ``epoch``; ``batches``: micro-batches of all processes; ``samples`` (``None`` where only the batches themselves tell
             their sizes); ``complete``: those were all batches of the epoch; ``dataset``: the number of samples there are;
-            ``iterable``: the state of an iterable that has one. Of several processes also ``processes``, ``rank`` (whose
-            ``iterable`` it is) and ``splits`` (each has a stream of its own); see :meth:`gathered`.
+            ``iterable``: the state of an iterable that has one. Of several devices also ``processes`` (so many micro-batches
+            are a row), ``rank`` (whose ``iterable`` it is) and ``splits`` (each has a stream of its own); see :meth:`gathered`.
         """
         sizes, length, world = self._stream.sizes, self._stream.length, self._world
         batches = whole = self._micro_batch(epoch, rows)
@@ -118,8 +118,8 @@ class Positions:
             "dataset": self._stream.samples,
             "iterable": next((state for state in states if state is not None), None),
         }
-        if world.size > 1:
-            found |= {"processes": world.size, "rank": world.rank, "splits": self._stream.splits}
+        if world.width > 1:
+            found |= {"processes": world.width, "rank": world.rank, "splits": self._stream.splits}
         return found
 
     def gathered(self, position: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Positions:
                 f"the dataset has {here} samples, and had {there} when the checkpoint was written: the rest of the epoch comes "
                 "from another order, in which samples that were seen may come again. From the next epoch on all is regular."
             )
-        return -(-self._start_in(position) // self._world.size)
+        return -(-self._start_in(position) // self._world.width)
 
     def _start_in(self, position: Mapping[str, Any]) -> int:
         """The micro-batch that follows a position."""
@@ -184,5 +184,5 @@ class Positions:
         """The number of the micro-batch that a row begins with. The first row after a resume begins where that was."""
         resumed, first, begin = self._resumed
         if epoch == resumed and row >= first:
-            return begin + (row - first) * self._world.size
-        return row * self._world.size
+            return begin + (row - first) * self._world.width
+        return row * self._world.width

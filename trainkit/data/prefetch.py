@@ -21,7 +21,7 @@ T = TypeVar("T")
 SMALL = 1 << 20
 
 
-def to_device(items: Iterator[T], load: Callable[[T, int], T], device: torch.device, start: int = 0) -> Iterator[T]:
+def to_device(items: Iterator[T], load: Callable[[T, int], T], start: int = 0, *, device: torch.device) -> Iterator[T]:
     """The items loaded to a CUDA device: large ones, judged by the first, by :func:`one_ahead`, small ones one by one."""
     head = list(islice(items, 1))
     items = chain(head, items)

@@ -255,6 +255,7 @@ def restore(
     if "scheduler" in wanted:
         _same_number("schedulers", parts.schedulers, state["schedulers"], what)
     said = [text for load in loads for text in load()]
+    parts.strategy.restored(parts.optimizers if "optimizer" in wanted else ())
     if "scheduler" in wanted:
         for scheduler, own in zip(parts.schedulers, state["schedulers"], strict=True):
             restore_scheduler(scheduler, own, what)

@@ -43,7 +43,7 @@ def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
 
     Over several processes all of them call it: what each has its own part of is gathered, the rest is the main process's.
     """
-    module, datamodule, world = trainer.lightning_module, trainer.datamodule, trainer.strategy.world
+    module, datamodule, world = trainer.lightning_module, trainer.datamodule, trainer.strategy.data_world
     state: dict[str, Any] = {
         "hyper_parameters": _hyper_parameters(module),
         "hyper_parameters_name": getattr(module, "_hparams_name", None),
@@ -172,7 +172,8 @@ def restore_loop(trainer: Trainer, saved: Mapping[str, Any]) -> None:
 def restore_run(trainer: Trainer, state: Mapping[str, Any], wanted: set[str]) -> None:
     """Metrics, callbacks, loggers and the data module, as far as they are wanted."""
     if "loop" in wanted:
-        metrics = merge_states(state["metrics"], trainer.global_rank, trainer.world_size)
+        world = trainer.strategy.data_world
+        metrics = merge_states(state["metrics"], world.rank, world.size)
         trainer.train_metrics.load_state_dict(metrics, trainer.lightning_module, trainer.device)
         trainer.results.load_state_dict(state["results"])
         if trainer.datamodule is not None and state.get("datamodule"):

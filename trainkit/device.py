@@ -1,0 +1,39 @@
+"""The device of a name, if it is there."""
+
+from __future__ import annotations
+
+import torch
+
+from trainkit.errors import ConfigurationError
+
+__all__ = ["find_device"]
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    """The device; of ``"auto"`` the current CUDA device, else MPS, else the CPU.
+
+    Raises:
+        ConfigurationError: it is not there, or of a kind that no strategy of one device runs on.
+    """
+    if str(device) == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigurationError(f"unknown device {device!r}. Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'.") from None
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigurationError(
+                f"device {str(resolved)!r}: torch sees no CUDA device. Use accelerator='cpu', or install a CUDA build of torch."
+            )
+        count = torch.cuda.device_count()
+        if resolved.index is not None and resolved.index >= count:
+            raise ConfigurationError(f"device {str(resolved)!r}: there are {count} CUDA devices, numbered from 0.")
+        return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
+    if resolved.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigurationError("device 'mps': this machine or build of torch has no MPS. Use accelerator='cpu'.")
+    if resolved.type not in ("cpu", "cuda", "mps"):
+        raise ConfigurationError(f"device {str(resolved)!r} is not supported. Use 'cpu', 'cuda' or 'mps'.")
+    return resolved
