@@ -18,10 +18,11 @@ from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.strategies.ddp import DDPStrategy
+    from trainkit.strategies.xla import XLAStrategy
     from trainkit.strategies.zero import ZeROStrategy
 
-__all__ = ["DDPStrategy", "ZeROStrategy"]
+__all__ = ["DDPStrategy", "XLAStrategy", "ZeROStrategy"]
 
-_FILES = {"DDPStrategy": "ddp", "ZeROStrategy": "zero"}
+_FILES = {"DDPStrategy": "ddp", "XLAStrategy": "xla", "ZeROStrategy": "zero"}
 
 __getattr__, __dir__ = lazily(globals(), _FILES)

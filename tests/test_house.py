@@ -74,7 +74,7 @@ PUBLIC = {
         "UnsupportedArgumentError",
     ],
     "trainkit.loggers": ["CSVLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger"],
-    "trainkit.strategies": ["DDPStrategy", "ZeROStrategy"],
+    "trainkit.strategies": ["DDPStrategy", "XLAStrategy", "ZeROStrategy"],
 }
 
 # Files ("trainkit/x.py") and functions ("trainkit/x.py:name") that may be long, each with the reason.

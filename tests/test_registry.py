@@ -68,8 +68,7 @@ def test_a_name_that_nobody_knows() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "xla",
-        "xla_fsdp",
+        "bagua",
         "horovod",
     ],
 )

@@ -58,8 +58,9 @@ def test_accelerators() -> None:
     assert read_wanted("gpu", "auto", None) == read_wanted("cuda", "auto", None)
     with pytest.raises(UnknownNameError, match="unknown accelerator 'cpus'.*Did you mean 'cpu'"):
         read_wanted("cpus", 1, None)
-    with pytest.raises(UnsupportedArgumentError, match="'tpu' is not in this version"):
-        read_wanted("tpu", 1, None)
+    assert read_wanted("tpu", 4, None) == Wanted("xla", 4)
+    with pytest.raises(UnsupportedArgumentError, match="'hpu' is not in this version"):
+        read_wanted("hpu", 1, None)
 
 
 def test_one_mps_device() -> None:

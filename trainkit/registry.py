@@ -29,6 +29,7 @@ __all__ = [
 STRATEGIES: dict[str, str] = {
     "ddp": "trainkit.strategies.ddp:DDPStrategy",
     "single": "trainkit.strategy:Strategy",
+    "xla": "trainkit.strategies.xla:XLAStrategy",
     "zero1": "trainkit.strategies.zero:ZeROStrategy",
     "zero2": "trainkit.strategies.zero:ZeROStrategy",
     "zero3": "trainkit.strategies.zero:ZeROStrategy",
@@ -77,6 +78,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepspeed_stage_2_offload": ("zero2", {"offload_optimizer": "cpu"}),
     "deepspeed_stage_3": ("zero3", {}),
     "deepspeed_stage_3_offload": ("zero3_offload", {}),
+    "xla_fsdp": ("xla", {"fsdp": True}),
 }
 
 # What Lightning calls by these names, and what to use here.
@@ -89,9 +91,12 @@ _NOT_OURS: dict[str, str] = {
     "deepspeed_stage_3_offload_nvme": "name the folder on the NVMe disk: ZeROStrategy(stage=3, offload_optimizer='nvme', "
     "offload_params='nvme', nvme_path='/local_nvme')",
     "fsdp": "parameters are sharded by ZeRO. Use strategy='zero3'",
+    "single_xla": "write strategy='xla', devices=1",
+    "tpu_spawn": "write strategy='xla', with the same devices",
+    "xla_debug": "write strategy='xla'; what is compiled is told by the callback RecompileMonitor",
     "single_device": "write strategy='auto' and choose the device with accelerator='cpu', 'gpu' or 'mps'",
 }
-_NOT_YET = ("xla", "hpu", "horovod", "bagua", "colossalai", "tpu")
+_NOT_YET = ("hpu", "horovod", "bagua", "colossalai")
 
 
 def load_callback(name: str) -> Any:
@@ -125,8 +130,8 @@ def load_strategy(name: str) -> Any:
             raise UnsupportedArgumentError(f"strategy={name!r}: {_NOT_OURS[kind]}.")
         if name.lower().startswith(_NOT_YET):
             raise UnsupportedArgumentError(
-                f"strategy={name!r} is not in this version: it has one device (strategy='auto'), DDP ('ddp') and ZeRO "
-                "('zero1', 'zero2', 'zero3'). XLA is being built; see 'What is not there yet' in the README."
+                f"strategy={name!r} is not in this version: it has one device (strategy='auto'), DDP ('ddp'), ZeRO "
+                "('zero1', 'zero2', 'zero3') and XLA ('xla')."
             )
     return _load(_path(name, STRATEGIES, "strategy"))
 

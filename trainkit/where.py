@@ -8,6 +8,7 @@ import torch
 
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.launch.joining import processes
+from trainkit.launch.tpu import tpu_is_chosen
 from trainkit.launch.wanted import Wanted
 from trainkit.registry import make_strategy
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["joined_strategy", "read_wanted"]
 
-_KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
+_KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "tpu": "xla"}
 
 
 def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> Wanted:
@@ -27,11 +28,11 @@ def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> Wanted:
     Raises:
         ConfigurationError: devices or nodes that make no sense.
         UnknownNameError: an unknown accelerator.
-        UnsupportedArgumentError: a TPU, HPU or IPU.
+        UnsupportedArgumentError: an HPU or IPU.
     """
-    if accelerator in ("tpu", "hpu", "ipu"):
+    if accelerator in ("hpu", "ipu"):
         raise UnsupportedArgumentError(
-            f"accelerator={accelerator!r} is not in this version. Use 'auto', 'cpu', 'gpu' or 'mps'."
+            f"accelerator={accelerator!r} is not in this version. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'."
         )
     if not isinstance(accelerator, str) or accelerator not in _KINDS:
         raise UnknownNameError(
@@ -85,7 +86,12 @@ def joined_strategy(
         ConfigurationError: arguments that contradict each other or what is there.
     """
     if isinstance(strategy, str):
-        name = "ddp" if strategy == "auto" and processes(wanted) > 1 else strategy
+        name = strategy
+        if strategy == "auto":
+            on_tpu = wanted.accelerator == "xla" or (wanted.accelerator == "auto" and tpu_is_chosen())
+            name = "xla" if on_tpu else "ddp" if processes(wanted) > 1 else strategy
+        elif wanted.accelerator == "xla" and not strategy.startswith("xla"):
+            raise ConfigurationError(f"accelerator='tpu' works with strategy='xla', not with {strategy!r}. Leave strategy out.")
         options: dict[str, Any] = {"sync_batchnorm": True} if sync_batchnorm and name.startswith("ddp") else {}
         device = _single_device(wanted) if name in ("auto", "single") else wanted.accelerator
         made = make_strategy(name, device=device, **options)
@@ -119,7 +125,7 @@ def _single_device(wanted: Wanted) -> torch.device | str:
 
 
 def _check_device(made: Strategy, wanted: Wanted) -> None:
-    if wanted.accelerator != "auto" and wanted.accelerator != made.device.type:
+    if not made.accepts(wanted.accelerator):
         raise ConfigurationError(f"accelerator={wanted.accelerator!r} and {made!r} name different devices. Give one of them.")
 
 

@@ -12,7 +12,7 @@ class Wanted:
     """The arguments of ``Trainer`` that say where a run runs; ``None`` is what the user left open.
 
     Attributes:
-        accelerator: "auto", "cpu", "cuda" or "mps".
+        accelerator: "auto", "cpu", "cuda", "mps" or "xla".
         per_node: processes of each machine; -1: one for each GPU.
         indices: the GPUs of each machine, one for each of its processes.
         nodes: machines.

@@ -1,0 +1,185 @@
+"""Batches to XLA devices, through torch_xla's ``MpDeviceLoader``: the next is on its way while one is being worked on.
+
+``MpDeviceLoader`` reads the loader that it is given in a thread, as far ahead as its queues are long. What fetches a batch
+draws from the random generators that the step draws from too, so here it is fetched on the main thread, between steps, under
+its own key; the threads of ``MpDeviceLoader`` are given what has been fetched, and do nothing but the transfer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.data.nested import leaves, map_tensors, move
+
+__all__ = ["BatchSharding", "loaded_ahead", "to_xla"]
+
+_NEVER = 1 << 62  # batches after which MpDeviceLoader would sync by itself
+
+
+class BatchSharding:
+    """How the tensors of a batch are divided over a mesh: by their first dimension, numbers not at all.
+
+    It takes the place of a ``ShardingSpec``, which is for tensors of one number of dimensions.
+
+    Args:
+        mesh: of the devices.
+        axes: of the mesh, over which the samples are divided.
+
+    Attributes:
+        parts: into so many.
+    """
+
+    minibatch = False  # each host gives all samples, and the runtime takes those of its own devices
+
+    def __init__(self, mesh: Any, axes: tuple[str, ...]) -> None:
+        self._spmd = importlib.import_module("torch_xla.distributed.spmd")
+        self.mesh, self._axes = mesh, axes
+        self.parts = math.prod(mesh.shape()[axis] for axis in axes)
+        self._specs: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        return True
+
+    def can_apply(self, tensor: Tensor) -> bool:
+        """Whether a tensor is divided."""
+        return tensor.ndim > 0
+
+    def xla_spec(self, tensor: Tensor) -> Any:
+        """What the runtime is told of a tensor."""
+        spec = self._specs.get(tensor.ndim)
+        if spec is None:
+            spec = self._specs[tensor.ndim] = self._spmd.ShardingSpec(self.mesh, self.partition(tensor))
+        return spec.xla_spec(tensor)
+
+    def partition(self, tensor: Tensor) -> tuple[Any, ...]:
+        """The axes of the mesh for the dimensions of a tensor."""
+        return (self._axes, *[None] * (tensor.ndim - 1)) if tensor.ndim else ()
+
+    def mark(self, value: Any) -> Any:
+        """A batch that is on the device already, its tensors divided."""
+        xla: Any = importlib.import_module("torch_xla")
+        for leaf in leaves(value):
+            if isinstance(leaf, Tensor) and leaf.device.type == "xla" and not xla._XLAC._get_xla_sharding_spec(leaf):
+                self._spmd.mark_sharding(leaf, self.mesh, self.partition(leaf))
+        return value
+
+
+def to_xla(batch: Any, device: torch.device, sharding: BatchSharding | None) -> Any:
+    """A batch on the device, divided over the mesh."""
+    tensors = _tensors_on_cpu(batch)
+    if tensors:
+        xm: Any = importlib.import_module("torch_xla.core.xla_model")
+        batch = _with_tensors(batch, xm.send_cpu_data_to_device(tensors, device, sharding))
+    if _moves_itself(batch):
+        batch = move(batch, device)
+    return batch if sharding is None else sharding.mark(batch)
+
+
+def loaded_ahead(
+    items: Iterator[Any],
+    load: Callable[[Any, int], Any] | None,
+    start: int,
+    *,
+    device: torch.device,
+    sharding: BatchSharding | None,
+    before: Callable[[], None],
+) -> Iterator[Any]:
+    """The items on the device, each on its way while its predecessor is being worked on.
+
+    Args:
+        items: batches, or tuples that hold one, on the CPU.
+        load: ``load(item, number)`` brings one to the device, where a hook of the user's takes part in that; not ahead then.
+        start: the number of the first item.
+        device: where to.
+        sharding: over several devices.
+        before: called when an item is asked for: the work on the one before is complete.
+    """
+    if load is not None:
+        for number, item in enumerate(_each(items, before), start):
+            loaded = load(item, number)
+            yield loaded if sharding is None else sharding.mark(loaded)
+        return
+    feed = _Feed()
+    room: Any = importlib.import_module("torch_xla.distributed.parallel_loader")
+    loader = room.MpDeviceLoader(
+        feed,
+        device,
+        batches_per_execution=_NEVER,  # the strategy syncs, once per step
+        loader_prefetch_size=2,
+        device_prefetch_size=1,  # it waits until so many are there, and then sends them together
+        input_sharding=sharding,
+    )
+    arrivals = iter(loader)
+    waiting: deque[tuple[Any, bool]] = deque()
+
+    def arrived() -> Any:
+        item, sent = waiting.popleft()
+        item = _with_tensors(item, next(arrivals)) if sent else item
+        return to_xla(item, device, sharding) if _moves_itself(item) else item
+
+    try:
+        for item in _each(items, before):
+            tensors = _tensors_on_cpu(item)
+            if tensors:
+                feed.put(tensors)
+            waiting.append((item, bool(tensors)))
+            if len(waiting) > 1:
+                yield arrived()
+        while waiting:
+            yield arrived()
+            before()
+    finally:
+        feed.end()
+        loader._parallel_loader.close()
+
+
+def _each(items: Iterator[Any], before: Callable[[], None]) -> Iterator[Any]:
+    while True:
+        before()
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        yield item
+
+
+class _Feed:
+    """What ``MpDeviceLoader`` reads: what it is given, until it is told that there is no more."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[list[Tensor] | None] = queue.SimpleQueue()
+
+    def put(self, tensors: list[Tensor]) -> None:
+        self._items.put(tensors)
+
+    def end(self) -> None:
+        self._items.put(None)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        while (tensors := self._items.get()) is not None:
+            yield tensors
+
+
+def _tensors_on_cpu(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(value, lambda tensor: found.append(tensor) if tensor.device.type == "cpu" else None)
+    return found
+
+
+def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    """The value with these in the place of its tensors on the CPU, in their order."""
+    arrived = iter(tensors)
+    return map_tensors(value, lambda tensor: next(arrived) if tensor.device.type == "cpu" else tensor)
+
+
+def _moves_itself(value: Any) -> bool:
+    """Whether there is something in it that is no tensor and brings itself to a device."""
+    return any(not isinstance(leaf, Tensor) and callable(getattr(leaf, "to", None)) for leaf in leaves(value))

@@ -1,0 +1,235 @@
+"""``XLAStrategy``: TPUs, and XLA's CPU runtime for trials, by torch_xla."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.distributed import World
+from trainkit.errors import ConfigurationError
+from trainkit.launch.wanted import Wanted
+from trainkit.metric_values import TO_HOST
+from trainkit.precision import Precision
+from trainkit.strategies._xla_rates import steady_rates
+from trainkit.strategies._xla_runtime import (
+    XLAGenerator,
+    choose_runtime,
+    compilations,
+    count_devices,
+    imported,
+    keep_compilations,
+    read_together,
+)
+from trainkit.strategies._xla_sharding import ShardedModel, divide_state, make_mesh, share_of
+from trainkit.strategies._xla_transfer import BatchSharding, loaded_ahead, to_xla
+from trainkit.strategy import Strategy
+
+__all__ = ["XLAStrategy"]
+
+
+class XLAStrategy(Strategy):
+    """Training on XLA devices: one, or all of the host's at once.
+
+    Tensors are lazy: operations are recorded, compiled to one graph per step and run when the step is complete. So a step must
+    not read values (``.item()``, ``print(loss)``, ``if loss > 1``): log them, and they are read after it.
+
+    With several devices one process drives them all (SPMD): the batches of all of them, ``batch_size`` samples each, are one
+    tensor that is divided over the devices, and the numbers are those of DDP on as many processes. ``BatchNorm`` takes its
+    statistics over all of them.
+
+    Args:
+        mode: ``"spmd"``.
+        mesh: how the devices are laid out: a ``torch_xla.distributed.spmd.Mesh``, or sizes by axis, such as
+            ``{"data": 2, "fsdp": 4}``. Batches are divided over "data" and "fsdp". Default: one axis of all devices.
+        fsdp: divide parameters, gradients and optimizer state over the devices of the axis "fsdp" (torch_xla's FSDPv2).
+        compilation_cache: a folder in which compiled graphs are kept from run to run, on TPUs.
+        device: ``"auto"`` or ``"xla"``.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` or ``"64-true"`` (slow on TPUs, which have no float64).
+
+    Raises:
+        ConfigurationError: an argument that is wrong or contradicts another.
+        MissingPackageError: torch_xla is not installed, or not with the torch that it loads with.
+    """
+
+    name: ClassVar[str] = "xla"
+    lazy_tensors: ClassVar[bool] = True
+    supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+
+    def __init__(
+        self,
+        *,
+        mode: str = "spmd",
+        mesh: Any = None,
+        fsdp: bool = False,
+        compilation_cache: str | PathLike[str] | None = None,
+        device: str | torch.device = "auto",
+        precision: Precision | str | int | None = None,
+    ) -> None:
+        if mode != "spmd":
+            raise ConfigurationError(f"mode must be 'spmd', not {mode!r}.")
+        self.mode, self.fsdp = mode, fsdp
+        self._accelerator, self._mesh_wanted = str(device), mesh
+        self._compilation_cache = compilation_cache
+        super().__init__(device, precision)
+        self._data_world = World()
+        self.mesh: Any = None
+        self._xla: Any = None
+        self._sharding: BatchSharding | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._models: dict[int, ShardedModel] = {}  # by the id of the user's
+        self._pending = False  # something has been recorded since the last sync, or may have been
+
+    @property
+    def data_world(self) -> World:
+        """See :attr:`trainkit.Strategy.data_world`: every process reads all, and drives its devices at once."""
+        return self._data_world
+
+    def resolve_device(self, device: str | torch.device) -> torch.device:
+        """See :meth:`trainkit.Strategy.resolve_device`: which it is says the runtime, which has not begun."""
+        if str(device) not in ("auto", "xla", "cpu"):
+            raise ConfigurationError(f"strategy='xla' runs on a TPU, or for trials on the CPU, not on {str(device)!r}.")
+        return torch.device("xla")
+
+    def accepts(self, accelerator: str) -> bool:
+        """See :meth:`trainkit.Strategy.accepts`."""
+        return accelerator in ("auto", "xla", "cpu")
+
+    def join(self, wanted: Wanted) -> None:
+        """See :meth:`trainkit.Strategy.join`: the runtime begins here."""
+        if wanted.accelerator == "auto" and self._accelerator != "auto":
+            wanted = replace(wanted, accelerator=self._accelerator)
+        choose_runtime(wanted)
+        self._xla = imported()
+        xr: Any = importlib.import_module("torch_xla.runtime")
+        if self._compilation_cache is not None:
+            keep_compilations(self._compilation_cache, xr)
+        count = count_devices(wanted, xr, all_hosts=True)
+        if count > 1 or self._mesh_wanted is not None or self.fsdp:
+            xr.use_spmd()
+            self.mesh = make_mesh(self._mesh_wanted, count, self.fsdp)
+            self._sharding = BatchSharding(self.mesh, share_of(self.mesh))
+            count = self._sharding.parts
+        elif xr.is_spmd():
+            raise ConfigurationError(
+                "devices=1, but SPMD is on in this process, for all devices of the runtime. Leave devices out, or run in "
+                "another process."
+            )
+        self.device = self._xla.device()
+        self._data_world = World(devices=count)
+        self._generators = (XLAGenerator(self.device),)
+        TO_HOST["xla"] = read_together
+        self.joined = True
+
+    def generators(self) -> tuple[Any, ...]:
+        """XLA's random generator, with the methods of torch's."""
+        return self._generators
+
+    @property
+    def compilations(self) -> int:
+        """See :attr:`trainkit.Strategy.compilations`."""
+        return compilations()
+
+    def sync(self) -> None:
+        """Run what has been recorded."""
+        self._xla.sync()
+        self._pending = False
+
+    def _settle(self) -> None:
+        if self._pending:
+            self.sync()
+        self._pending = True
+
+    # ------------------------------------------------------------------ models and optimizers
+
+    def prepare_module(self, module: nn.Module) -> nn.Module:
+        """The module on the device; its parameters stay the objects that they are, so that ties hold."""
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            module = super().prepare_module(module)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+        if self.fsdp:
+            self._models[id(module)] = ShardedModel(module, self.mesh)
+        self.sync()
+        return module
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """See :meth:`trainkit.Strategy.wrap`."""
+        return self._models.get(id(module), module)
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """See :meth:`trainkit.Strategy.unwrap`."""
+        return module.module if isinstance(module, ShardedModel) else super().unwrap(module)
+
+    def step_function(
+        self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """See :meth:`trainkit.Strategy.step_function`.
+
+        Raises:
+            ConfigurationError: the module is out of ``torch.compile``.
+        """
+        if compiler is not None:
+            raise ConfigurationError("torch.compile has no part in strategy='xla', which compiles every step. Leave it out.")
+        step = super().step_function(wrapped, module, name)
+        sharded = self._models.get(id(module))
+        if sharded is not None:
+            step = partial(sharded.run, step)
+        if name == "training_step":
+            return step
+
+        def synced(*args: Any) -> Any:
+            outputs = step(*args)
+            self.sync()
+            return outputs
+
+        return synced
+
+    def restored(self, optimizers: Iterable[Optimizer]) -> None:
+        """See :meth:`trainkit.Strategy.restored`: loaded tensors are divided as the parameters that they belong to."""
+        if self.mesh is not None:
+            divide_state(optimizers)
+        self.sync()
+
+    # ------------------------------------------------------------------ a step
+
+    @property
+    def ahead(self) -> Callable[..., Iterator[Any]]:
+        """See :attr:`trainkit.Strategy.ahead`."""
+        return partial(loaded_ahead, device=self.device, sharding=self._sharding, before=self._settle)
+
+    def move(self, batch: Any) -> Any:
+        """See :meth:`trainkit.Strategy.move`."""
+        return to_xla(batch, self.device, self._sharding)
+
+    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
+        """See :meth:`trainkit.Strategy.backward`; inside a window the micro-batch ends here."""
+        super().backward(loss, **kwargs)
+        if self.window is not None and not self.window.full:
+            self.sync()
+
+    def sync_buffers(self) -> None:
+        """See :meth:`trainkit.Strategy.sync_buffers`: there is one of each; a window ends here that has had no update."""
+        self.sync()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Update the parameters, and run the step."""
+        with steady_rates(optimizer):
+            updated = super().optimizer_step(optimizer, closure)
+        self.sync()
+        return updated
+
+    def teardown(self) -> None:
+        """Forget the models."""
+        self._begin()
