@@ -50,6 +50,9 @@ class XLAStrategy(Strategy):
         mesh: how the devices are laid out: a ``torch_xla.distributed.spmd.Mesh``, or sizes by axis, such as
             ``{"data": 2, "fsdp": 4}``. Batches are divided over "data" and "fsdp". Default: one axis of all devices.
         fsdp: divide parameters, gradients and optimizer state over the devices of the axis "fsdp" (torch_xla's FSDPv2).
+        pad_last_batch: fill the short last batch of an epoch up with copies of its last sample, for losses that leave out what
+            ``self.sample_mask`` says. It then is the same graph as the others; otherwise it is compiled once in a run.
+            BatchNorm sees the copies.
         compilation_cache: a folder in which compiled graphs are kept from run to run, on TPUs.
         device: ``"auto"`` or ``"xla"``.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` or ``"64-true"`` (slow on TPUs, which have no float64).
@@ -69,13 +72,14 @@ class XLAStrategy(Strategy):
         mode: str = "spmd",
         mesh: Any = None,
         fsdp: bool = False,
+        pad_last_batch: bool = False,
         compilation_cache: str | PathLike[str] | None = None,
         device: str | torch.device = "auto",
         precision: Precision | str | int | None = None,
     ) -> None:
         if mode != "spmd":
             raise ConfigurationError(f"mode must be 'spmd', not {mode!r}.")
-        self.mode, self.fsdp = mode, fsdp
+        self.mode, self.fsdp, self.pad_last_batch = mode, fsdp, pad_last_batch
         self._accelerator, self._mesh_wanted = str(device), mesh
         self._compilation_cache = compilation_cache
         super().__init__(device, precision)

@@ -230,6 +230,7 @@ class Accelerator(GradientVerbs, StateVerbs):
             window=self.window if window else None,
             world=self.strategy.data_world,
             ahead=self.strategy.ahead,
+            pad=self.strategy.move if self.strategy.pad_last_batch and window else None,
             **{"seed": self.seed, "stage": Stage.TRAIN, **options},
         )
         self._loaders.append(prepared)

@@ -81,6 +81,7 @@ class MetricStore:
             :meth:`logged_at`. It grows in an epoch, and is the same on all processes for the batches of one row; negative: it
             has had none.
         gaps: stamps of the loaders before at which others had a batch and it had none, as (first, end).
+        count: the samples of a batch that count.
         schema: stands for the metrics of this epoch, where there are several processes: which, and how they are reduced.
             Processes that have logged the same have the same number; 0 if nothing was logged.
     """
@@ -104,10 +105,9 @@ class MetricStore:
         self.scope = Scope.NOWHERE
         self.batch: Any = None
         self._size: tuple[Any, int] = (None, 0)
-        self.suffix = ""
-        self.stamp = -1
+        self.suffix, self.stamp = "", -1
         self.gaps: list[tuple[int, int]] = []
-        self.schema = 0
+        self.schema, self.count = 0, size_of
 
     def _log(
         self,
@@ -214,7 +214,7 @@ class MetricStore:
             return 1
         batch, size = self._size
         if batch is not self.batch or batch is None:
-            size = 0 if self.batch is NOTHING else size_of(self.batch)
+            size = 0 if self.batch is NOTHING else self.count(self.batch)
             self._size = (self.batch, size)
         return size
 

@@ -236,6 +236,18 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         chosen: list[Any] = list(prepared) if use_pl_optimizer else [optimizer.optimizer for optimizer in prepared]
         return chosen[0] if len(chosen) == 1 else chosen
 
+    @property
+    def sample_mask(self) -> Tensor:
+        """Which samples of the batch that is being worked on count: bool, [batch], on the device.
+
+        All of them, unless the strategy fills short batches up, as ``XLAStrategy(pad_last_batch=True)`` does. A loss that
+        leaves the others out is right either way::
+
+            mask = self.sample_mask
+            loss = (F.cross_entropy(logits, labels, reduction="none") * mask).sum() / mask.sum()
+        """
+        return self.trainer.sample_mask
+
     def lr_schedulers(self) -> Any:
         """The learning-rate scheduler, the list of them, or ``None``."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]

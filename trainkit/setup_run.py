@@ -89,6 +89,8 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
         repeat_filler=not module.automatic_optimization or trainer.strategy.sharded_parameters,
         **_transfer(trainer, Stage.TRAIN, 0),
     )
+    if loader.samples is not None:
+        trainer.train_metrics.count = lambda batch: loader.samples or 0  # not those that it was filled up with
     _refuse_empty(loader, source, "training")
     limit = arguments.limit_train_batches
     assert limit is not None

@@ -46,6 +46,7 @@ class Strategy:
         lazy_tensors: values exist only after a sync.
         supported_precisions: names of the precisions that work.
         world: the processes of the run.
+        pad_last_batch: short batches are filled up in training.
         joined: :meth:`join` has been called.
         window: the accumulation window of the ``Accelerator`` that uses the strategy.
         broken: a run has failed on several processes, and the others do not come to a collective at its end.
@@ -63,6 +64,7 @@ class Strategy:
     supported_precisions: ClassVar[tuple[str, ...]] = tuple(PRECISIONS)
 
     world: World = World()
+    pad_last_batch: bool = False
     joined: bool = False
     window: Window | None = None
     broken: bool = False

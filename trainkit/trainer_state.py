@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.cadence import Cadence
+from trainkit.data.nested import batch_size
 from trainkit.errors import ModuleError
 from trainkit.metrics import MetricResults, MetricStore
 from trainkit.registry import load_callback
@@ -231,6 +232,22 @@ class TrainerState(Cadence):
     def training(self) -> bool:
         """Whether a fit is running and is not validating just now."""
         return self.stage == "fit" and not self.validating
+
+    @property
+    def sample_mask(self) -> Tensor:
+        """See :attr:`trainkit.TrainModule.sample_mask`.
+
+        Raises:
+            ModuleError: no batch is being worked on.
+        """
+        import torch
+
+        if self.active_plan is None and self.stage == "fit" and self.fit_plan.loader.samples is not None:
+            return self.fit_plan.loader.sample_mask
+        batch = self.metrics.batch if self.stage is not None else None
+        if batch is None:
+            raise ModuleError("self.sample_mask is of the batch that is being worked on, and there is none. Use it in a step.")
+        return torch.ones(batch_size(batch), dtype=torch.bool, device=self.device)
 
     @property
     def testing(self) -> bool:

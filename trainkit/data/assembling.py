@@ -7,6 +7,7 @@ In a batch the first dimension of every tensor is that of the samples, and so ar
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -15,9 +16,71 @@ import torch
 from torch import Tensor
 
 from trainkit.data.nested import batch_size, rebuild
-from trainkit.errors import DataError
+from trainkit.data.sources import batch_size_of
+from trainkit.errors import DataError, ModuleError
 
-__all__ = ["each_joined", "joined", "padded", "side_by_side"]
+__all__ = ["Filled", "each_joined", "joined", "padded", "side_by_side"]
+
+
+class Filled:
+    """Fills batches up to one size, and knows how many samples were in those that have not been worked on yet.
+
+    Args:
+        size: samples of a full batch.
+
+    Attributes:
+        samples: of the batch that is being worked on.
+        asked: its mask has been asked for.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = self.samples = size
+        self.asked = True
+        self._counts: deque[int] = deque()
+
+    @classmethod
+    def of(cls, source: Any, devices: int) -> Filled:
+        """For the batches of a loader, put side by side for so many devices.
+
+        Raises:
+            DataError: it does not say how many samples they have.
+        """
+        size = None if isinstance(getattr(source, "loaders", None), Mapping | list | tuple) else batch_size_of(source)
+        if size is None:
+            raise DataError(
+                f"pad_last_batch=True fills batches up to the loader's batch_size, and {type(source).__name__} has none, or "
+                "one for each of its loaders. Use a DataLoader with a batch_size, or leave pad_last_batch out."
+            )
+        return cls(size * devices)
+
+    def fill(self, batch: Any) -> Any:
+        """A batch of full size."""
+        samples = batch_size(batch)
+        self._counts.append(samples)
+        return batch if samples >= self.size else padded(batch, samples, self.size)
+
+    def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches as they are worked on, in the order in which they were filled.
+
+        Raises:
+            ModuleError: nobody has asked for the mask of one.
+        """
+        self._counts.clear()
+        for batch in batches:
+            self.samples, self.asked = self._counts.popleft(), False
+            yield batch
+            if not self.asked:
+                raise ModuleError(
+                    "pad_last_batch=True fills short batches up with samples that must not count, and the loss does not leave "
+                    "them out. In training_step: mask = self.sample_mask (bool, one for each sample), and "
+                    "loss = (F.cross_entropy(logits, y, reduction='none') * mask).sum() / mask.sum(); in a loop of your own: "
+                    "mask = loader.sample_mask. Or leave pad_last_batch out: a short batch costs one compilation more, once."
+                )
+
+    def mask(self) -> Tensor:
+        """Which samples of the batch that is being worked on count: bool, [batch], on the CPU."""
+        self.asked = True
+        return torch.arange(max(self.size, self.samples)) < self.samples
 
 
 def side_by_side(batches: Iterator[Any], devices: int, join: Callable[[Sequence[Any]], Any]) -> Iterator[Any]:

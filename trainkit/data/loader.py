@@ -8,8 +8,9 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trainkit.data.assembling import each_joined, joined, side_by_side
+from trainkit.data.assembling import Filled, each_joined, joined, side_by_side
 from trainkit.data.combined import CombinedLoader, CombinedStream
 from trainkit.data.nested import batch_size, move
 from trainkit.data.position import Positions
@@ -52,6 +53,7 @@ class PreparedLoader(Positions):
         world: the processes that the epoch is dealt out to; all of them make and read the same loaders in the same order.
         ahead: ``ahead(items, load, start)`` gives the items, each out of ``load(item, number)``, and may load some ahead of
             their time; ``load`` is ``None`` where it would but move the tensors. Default: what suits the device.
+        pad: fill short batches up to the size of the others, and so bring the mask of what counts to the device.
         repeat_filler: where only others have a micro-batch, this process is given one that counts nothing (its last one again,
             or the first of the epoch). Otherwise it is given none, and ``NOTHING`` where it has none in a whole window.
 
@@ -81,6 +83,7 @@ class PreparedLoader(Positions):
         sequential: bool = False,
         world: World = _ONE_PROCESS,
         ahead: Callable[..., Iterator[Any]] | None = None,
+        pad: Callable[[Tensor], Tensor] | None = None,
         repeat_filler: bool = False,
     ) -> None:
         self.source = source
@@ -101,6 +104,9 @@ class PreparedLoader(Positions):
         else:
             self._count, self._join = batch_size, joined
             self._stream = open_stream(source, seed, self._stage, device, sequential, world)
+        self._filled = None if pad is None else Filled.of(source, world.devices)
+        self._to_device = pad
+        self._masks: dict[int, Tensor] = {}
         self.limit = limit
         self.micro_limit: int | None = None
         self._epoch = 0
@@ -137,6 +143,23 @@ class PreparedLoader(Positions):
         """The epoch that is being iterated, or was last."""
         return self._epoch
 
+    @property
+    def samples(self) -> int | None:
+        """The samples of the batch that was given last that count, where it may have been filled up; else ``None``."""
+        return None if self._filled is None else self._filled.samples
+
+    @property
+    def sample_mask(self) -> Tensor:
+        """Which samples of the batch that was given last count, where short ones are filled up: bool, [batch]."""
+        if self._filled is None or self._to_device is None:
+            raise DataError(
+                "sample_mask: this loader's batches are not filled up. They are with XLAStrategy(pad_last_batch=True)."
+            )
+        mask = self._filled.mask()
+        if self._filled.samples not in self._masks:
+            self._masks[self._filled.samples] = self._to_device(mask)
+        return self._masks[self._filled.samples]
+
     def set_epoch(self, epoch: int) -> None:
         """The next iteration gives this epoch, from its first batch unless it is the one that a checkpoint was taken in."""
         if epoch != self._next_epoch:
@@ -155,7 +178,10 @@ class PreparedLoader(Positions):
         if self._world.size > 1:
             return self._in_rows(epoch, start, keys)
         if self._world.devices > 1:
-            return self._in_wide_rows(epoch, start, keys)
+            return self._watched(self._in_wide_rows(epoch, start, keys))
+        return self._watched(self._in_rows_of_one(epoch, start, keys))
+
+    def _in_rows_of_one(self, epoch: int, start: int, keys: KeyStream) -> Iterator[Any]:
         raw = iter(self._stream.batches(epoch, start, self._end))
         sizes, length = self._stream.sizes, self.length
         if sizes is not None and length != self._stream.length:
@@ -170,12 +196,18 @@ class PreparedLoader(Positions):
         sizes: tuple[int, int] | None,
         transfer: Callable[[Any, int], Any],
     ) -> Iterator[Any]:
+        filled = self._filled
         if self._window is None or (self._window.size == 1 and self._weigh is None):
-            return self._one_by_one(raw, keys, start, transfer)
+            return self._one_by_one(raw if filled is None else map(filled.fill, raw), keys, start, transfer)
         items = windows(
             raw, self._window.size, count=self._count, start=start, length=self.length, sizes=sizes, weigh=self._weigh
         )
+        if filled is not None:
+            items = (micro._replace(batch=filled.fill(micro.batch)) for micro in items)
         return self._in_windows(self._window, items, keys, start, transfer)
+
+    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches if self._filled is None else self._filled.watched(batches)
 
     def _in_wide_rows(self, epoch: int, start: int, keys: KeyStream) -> Iterator[Any]:
         """An epoch of which a process takes a micro-batch for each of its devices at a time."""
