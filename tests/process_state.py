@@ -17,7 +17,7 @@ import torch
 # that wandb's runs talk to, and autograd's own threads, which Python calls dummies.
 LASTING_THREADS = {"TMonitor", "_DummyThread", "wandb-AsyncioManager-main", "wandb-ServiceFinalizer"}
 
-# Variables that pytest, scikit-learn, torch and wandb set for themselves.
+# Variables that pytest, scikit-learn, torch, torch_xla and wandb set for themselves.
 NOT_OURS = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
@@ -25,6 +25,12 @@ NOT_OURS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by DeepSpeed, which accelerate imports where it is installed
     "TORCHINDUCTOR_CACHE_DIR",
     "WANDB_SERVICE",
+    # set by torch_xla, which accelerate imports where it is installed
+    "GRPC_VERBOSITY",
+    "PJRT_DEVICE",
+    "PJRT_DYNAMIC_PLUGINS",
+    "TF_CPP_MIN_LOG_LEVEL",
+    "XLA_FLAGS",
 }
 
 # Signals whose handlers Python can read and set.
