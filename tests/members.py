@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from patience import PATIENCE, VAIN, within
+from support import without_gloo
 from worlds import start_world
 
 from trainkit.distributed import World
@@ -163,4 +164,4 @@ def now() -> None:
 def terminal() -> str:
     """What the processes have printed."""
     path = Path("terminal.txt")
-    return path.read_text() if path.exists() else ""
+    return without_gloo(path.read_text()) if path.exists() else ""

@@ -44,7 +44,16 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
 def _set_default_device(value: torch.device) -> None:
     # To set the CPU, even though it is the default, leaves a mode behind that every later call of torch goes through, and in
     # which modules take other paths: a transformer's evaluation then differs in the last bit.
-    torch.set_default_device(None if value == torch.device("cpu") else value)
+    if value == torch.device("cpu"):
+        _set_no_default_device()
+    else:
+        torch.set_default_device(value)
+
+
+def _set_no_default_device(_: object = None) -> None:
+    torch.set_default_device(None)
+    if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", "not there") is None:
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context  # torch 2.9 cannot read the None
 
 
 def _set_environment(value: dict[str, str]) -> None:
@@ -63,7 +72,7 @@ def _set_signals(value: dict[int, Any]) -> None:
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": (torch.get_default_device, _set_default_device),
-    "torch function modes": (torch._C._len_torch_function_stack, lambda value: torch.set_default_device(None)),
+    "torch function modes": (torch._C._len_torch_function_stack, _set_no_default_device),
     "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
     "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.is_anomaly_enabled()": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 from process_state import ProcessState
-from support import ROOT, run_python
+from support import ROOT, run_python, without_gloo
 from tiny import TinyModule
 from torch.utils.data import DataLoader
 
@@ -103,3 +103,12 @@ def test_the_tiny_module_learns(tiny_module: TinyModule, tiny_loader: DataLoader
     trainer = Trainer(max_epochs=20, logger=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(tiny_module, tiny_loader)
     assert trainer.callback_metrics["train_loss"] < 0.1
+
+
+def test_lines_of_gloo_are_left_out() -> None:
+    """Also two that were written at the same time."""
+    twice = "[Gloo] Rank [Gloo] Rank 01 is connected to  is connected to 22 peer ranks.  peer ranks. "
+    twice += "Expected number of connected peer ranks is : Expected number of connected peer ranks is : 22\n\n"
+    once = "[Gloo] Rank 2 is connected to 2 peer ranks. Expected number of connected peer ranks is : 2\n"
+    assert without_gloo(twice + "rank 2\n" + once + "2 of 3\n") == "rank 2\n2 of 3\n"
+    assert without_gloo("1\n\n2\n") == "1\n\n2\n"

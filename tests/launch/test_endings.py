@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from members import GRACE, LIMIT, Ended, Member, as_script, end_of, now
+from members import GRACE, LIMIT, Ended, Member, as_script, end_of, now, terminal
 from patience import PATIENCE, VAIN, within
 from support import ROOT, run_python
 from worlds import free_port
@@ -310,7 +310,7 @@ def test_bare_processes(fail: bool) -> None:
             for rank in (0, 1)
         ]
         codes = [process.wait(PATIENCE) for process in ranks]
-    output = Path("terminal.txt").read_text()
+    output = terminal()
     if fail:
         assert codes == [1, 1]
         assert_last_traceback(Ended(codes, [], output), 1, "ValueError: boom")
