@@ -106,7 +106,7 @@ def compare_tensors(first: Tensor | None, second: Tensor | None) -> str | None:
         if not count:
             at = start + int(unequal.int().argmax())
         count += int(unequal.sum())
-        largest = _larger(largest, _largest_difference(a[unequal], b[unequal]))
+        largest = _larger(largest, _largest_difference(_chosen(a, unequal), _chosen(b, unequal)))
     if not count:
         return None
     index = tuple(int(i) for i in np.unravel_index(at, tuple(first.shape) or (1,))) if first.dim() else ()
@@ -118,6 +118,10 @@ def compare_tensors(first: Tensor | None, second: Tensor | None) -> str | None:
 
 def _bits(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8).reshape(flat.numel(), -1)
+
+
+def _chosen(flat: Tensor, mask: Tensor) -> Tensor:
+    return _bits(flat)[mask].reshape(-1).view(flat.dtype)  # torch 2.9 has no indexing of float8
 
 
 def _largest_difference(first: Tensor, second: Tensor) -> float:
