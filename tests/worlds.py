@@ -30,7 +30,7 @@ from typing import Any
 
 from patience import PATIENCE
 
-__all__ = ["WorldError", "free_port", "run_world", "start_world"]
+__all__ = ["World", "WorldError", "find", "free_port", "run_world", "start_world", "where_is"]
 
 _PRELOAD = [
     "torch",
@@ -46,6 +46,8 @@ _PRELOAD = [
     "pytest",
     "tiny",
 ]
+if importlib.util.find_spec("torch_xla") is not None:  # in the environment of `make test-xla`; see xla_runs.py
+    _PRELOAD += ["torch_xla", "torch_xla.core.xla_model", "torch_xla.distributed.spmd"]
 _SHOW = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # makes a process, or a child that was forked from it, write its stacks
 
 
@@ -56,30 +58,45 @@ class WorldError(AssertionError):
 class World:
     """Processes that run one function.
 
+    Args:
+        size: number of processes.
+        where: the function, as :func:`where_is` has it.
+        args: of the function.
+        env: variables that the processes get.
+        launched: they get the variables that torchrun sets too.
+        log: a file for what they print, else it goes where the tests' own output went when the first world was made.
+
     Attributes:
         processes: in the order of their ranks.
     """
 
-    def __init__(self, size: int, function: Callable[..., Any], args: Sequence[Any], env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        size: int,
+        where: tuple[str, str, str],
+        args: Sequence[Any],
+        env: dict[str, str],
+        *,
+        launched: bool = True,
+        log: str | None = None,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         port = free_port()
         self.processes, self._pipes = [], []
         self._stacks = tempfile.NamedTemporaryFile(prefix="stacks-")  # noqa: SIM115
-        where = (_file_of(function), function.__module__, function.__qualname__)
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            variables = {
+            torchrun = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 "LOCAL_WORLD_SIZE": str(size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                **env,
             }
-            given = (theirs, self._stacks.name, where, tuple(args), variables, os.getcwd(), sys.path)
+            variables = {**(torchrun if launched else {}), "OMP_NUM_THREADS": "1", **env}
+            given = (theirs, (self._stacks.name, log), where, tuple(args), variables, os.getcwd(), sys.path)
             process = context.Process(target=_work, args=given)
             process.start()
             theirs.close()
@@ -156,7 +173,7 @@ class World:
 
 def start_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> World:
     """Start ``function(*args)`` in so many processes. It must be one of a module's, arguments and results be picklable."""
-    return World(size, function, args, env or {})
+    return World(size, where_is(function), args, env or {})
 
 
 def run_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> list[Any]:
@@ -185,22 +202,26 @@ _PORTS = _ports()
 _next_port = itertools.count(random.SystemRandom().randrange(len(_PORTS)))
 
 
-def _file_of(function: Callable[..., Any]) -> str:
+def where_is(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """How a process finds a function of a test module: the module's file and name, and the function's name in it."""
     file = sys.modules[function.__module__].__file__
     assert file is not None
-    return file
+    return file, function.__module__, function.__qualname__
 
 
 def _work(
     pipe: Connection,
-    stacks: str,
+    files: tuple[str, str | None],
     where: tuple[str, str, str],
     args: tuple[Any, ...],
     env: dict[str, str],
     folder: str,
     path: list[str],
 ) -> None:
+    stacks, log = files
     faulthandler.register(_SHOW, file=open(stacks, "a"), all_threads=True)  # noqa: SIM115
+    if log is not None:
+        _speak_to(log)
     os.environ.update(env)
     os.chdir(folder)
     sys.path[:] = path
@@ -210,11 +231,13 @@ def _work(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        result = _find(*where)(*args)
+        result = find(*where)(*args)
         end: tuple[bool, Any] = True, result
     except BaseException as error:
         end = False, "".join(traceback.format_exception(error))
         pipe.send_bytes(pickle.dumps(end))
+        if log is not None:
+            raise SystemExit(1) from None  # the log is for what the function prints
         raise
     # not pipe.send, which leaves tensors where they are: in memory of a process that ends now
     pipe.send_bytes(pickle.dumps(end))
@@ -222,7 +245,15 @@ def _work(
         torch.distributed.destroy_process_group()
 
 
-def _find(file: str, module: str, name: str) -> Any:
+def _speak_to(log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+
+
+def find(file: str, module: str, name: str) -> Any:
     """A function of a test module, which pytest imports under names of its own."""
     loaded: Any = sys.modules.get(module)
     if loaded is None:
@@ -240,8 +271,8 @@ def _find(file: str, module: str, name: str) -> Any:
 
 def run_test(function: Callable[..., Any], size: int, arguments: dict[str, Any]) -> None:
     """The body of a test in ``size`` processes; its fixtures are made here and must be picklable."""
-    start_world(size, _call, _file_of(function), function.__module__, function.__qualname__, arguments).results()
+    start_world(size, _call, where_is(function), arguments).results()
 
 
-def _call(file: str, module: str, name: str, arguments: dict[str, Any]) -> None:
-    _find(file, module, name)(**{k: Path(v) if isinstance(v, Path) else v for k, v in arguments.items()})
+def _call(where: tuple[str, str, str], arguments: dict[str, Any]) -> None:
+    find(*where)(**{k: Path(v) if isinstance(v, Path) else v for k, v in arguments.items()})
