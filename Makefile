@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+XLA_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/xla-2.9
 JOBS ?= auto
 ARGS ?=
 
@@ -16,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-zero check format clean
+.PHONY: help demo test test-slow test-zero test-xla check format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -33,6 +34,12 @@ test-slow: $(VENV)/.test ## the tests marked slow, and those of how soon things 
 test-zero: $(VENV)/.test ## the full grids of ZeRO; compiles a part of DeepSpeed the first time
 	$(RUN) tests/compile_extensions.py
 	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m zero tests/strategies $(ARGS)
+
+# Outside of the tree, for all checkouts: see tests/xla_environment.py. The main environment has a part in some of the tests.
+test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with torch 2.9 (7 GB)
+	$(RUN) tests/xla_environment.py "$(XLA_VENV)"
+	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} TRAINKIT_MAIN_PYTHON="$(abspath $(RUN))" OMP_NUM_THREADS=1 "$(XLA_VENV)/bin/python" -m pytest \
+	  -n $(JOBS) --maxprocesses 4 -m xla tests/test_xla_*.py tests/strategies tests/callbacks $(ARGS)
 
 check: $(VENV)/.test ## ruff and mypy
 	$(RUN) -m ruff check .

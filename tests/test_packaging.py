@@ -110,7 +110,9 @@ def test_the_source_distribution_holds_files_and_no_links(source: Path, distribu
     assert all(member.isfile() or member.isdir() for member in members.values())
     modules = [file for folder in house.PACKAGES for file in house.python_files(source / folder)]
     assert {file.relative_to(source).as_posix() for file in modules} <= set(members)
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "tests/conftest.py"} <= set(members)
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "constraints-xla.txt", "tests/conftest.py"} <= set(
+        members
+    )
     assert [name for name in members if name.startswith(tuple(LINKS))] == []
 
 
