@@ -11,6 +11,7 @@ from typing import Any
 
 import main_runs
 import pytest
+import xla_runs
 from faulting import tell, told
 from main_runs import run_main
 from patience import VAIN
@@ -70,12 +71,25 @@ def test_runs_after_each_other_have_runtimes_of_their_own() -> None:
     if os.environ.get("PJRT_DEVICE", "CPU") != "CPU":
         pytest.skip("the number of devices is given")
     assert [run_xla(on_the_device, [1.0], devices=n)["devices"] for n in (4, 1)] == [4, 1]
-    assert "torch_xla" not in sys.modules, "a runtime may be made in this process now"
 
 
 def test_variables_of_a_run() -> None:
     flags = run_xla(on_the_device, [1.0], env={"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"})["flags"]
     assert flags[-2:] == ["--xla_cpu_enable_fast_math=false", "--xla_cpu_multi_thread_eigen=false"]
+
+
+def test_devices_that_cannot_be_made_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a TPU: who asks for another number than there is, is skipped, and nothing is started."""
+    monkeypatch.setattr(xla_runs, "_devices_of", {"TPU": 4}.__getitem__)
+    monkeypatch.setattr(xla_runs, "XLARun", lambda function, args, env: pytest.fail("started"))
+    with pytest.raises(pytest.skip.Exception, match="needs 2 devices, and this TPU has 4"):
+        run_xla(fails, devices=2, env={"PJRT_DEVICE": "TPU"})
+    with pytest.raises(pytest.fail.Exception, match="started"):
+        run_xla(fails, devices=4, env={"PJRT_DEVICE": "TPU"})
+
+
+def test_devices_are_counted() -> None:
+    assert xla_runs._devices_of("CPU") == 1
 
 
 def test_a_run_that_raises_shows_where_and_what_it_printed() -> None:
