@@ -14,7 +14,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.launch.joining import device_of, join
 from trainkit.launch.wanted import Wanted
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "duration"]
 
 
 class Membership:
@@ -31,7 +31,7 @@ class Membership:
     """
 
     def __init__(self, name: str, device: str | torch.device, backend: str | None, timeout: Any) -> None:
-        self._name, self.backend, self.timeout = name, backend, _duration(timeout)
+        self._name, self.backend, self.timeout = name, backend, duration(timeout)
         self._one_device = str(device) != "auto" and torch.device(device).index is not None
 
     def join(self, wanted: Wanted, device: torch.device) -> tuple[World, torch.device]:
@@ -57,7 +57,12 @@ class Membership:
         return world, device
 
 
-def _duration(timeout: Any) -> timedelta:
+def duration(timeout: Any) -> timedelta:
+    """A timeout as users give it: a timedelta, or seconds.
+
+    Raises:
+        ConfigurationError: it is no time.
+    """
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < inf:
         raise ConfigurationError(f"timeout must be a timedelta or seconds, more than 0, not {timeout!r}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import os
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -28,10 +29,14 @@ def imported() -> Any:
         MissingPackageError: it is not installed, or does not load with this torch; with the versions and the command.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when it is loaded; 1 tells of every choice it makes
+    root, before = logging.getLogger(), list(logging.getLogger().handlers)
     try:
         return importlib.import_module("torch_xla")
     except (ImportError, OSError) as error:
         raise MissingPackageError(_why_not(error)) from error
+    finally:
+        for handler in [handler for handler in root.handlers if handler not in before]:
+            root.removeHandler(handler)  # its import calls logging.basicConfig(), and how a program logs is the user's business
 
 
 def _why_not(error: BaseException) -> str:
@@ -83,13 +88,12 @@ def choose_runtime(wanted: Wanted, env: MutableMapping[str, str] = os.environ) -
         env.setdefault("CPU_NUM_DEVICES", str(wanted.per_node))
 
 
-def count_devices(wanted: Wanted, xr: Any, *, all_hosts: bool) -> int:
-    """The devices of the runtime that the run is to have.
+def count_devices(wanted: Wanted, xr: Any) -> int:
+    """The devices of an SPMD run, those of all hosts together.
 
     Args:
         wanted: what the user asked for.
         xr: ``torch_xla.runtime``.
-        all_hosts: of all hosts together.
 
     Raises:
         ConfigurationError: there are others than were asked for.
@@ -112,9 +116,7 @@ def count_devices(wanted: Wanted, xr: Any, *, all_hosts: bool) -> int:
             f"devices={each}, but XLA's runtime has {here} on this host. Use devices={here}, or say before the runtime begins "
             f"which there are ({more} in the environment); it begins with the first tensor on an XLA device."
         )
-    if each == 1:
-        return 1
-    return int(xr.global_runtime_device_count()) if all_hosts else here
+    return 1 if each == 1 else int(xr.global_runtime_device_count())
 
 
 def keep_compilations(folder: Any, xr: Any) -> None:

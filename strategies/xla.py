@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from os import PathLike
 from typing import Any, ClassVar
@@ -14,11 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.distributed import World
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, LossError
 from trainkit.launch.wanted import Wanted
 from trainkit.metric_values import TO_HOST
 from trainkit.precision import Precision
+from trainkit.strategies._copies import Buffers, refuse_unlike
+from trainkit.strategies._membership import duration
 from trainkit.strategies._xla_rates import steady_rates
+from trainkit.strategies._xla_replicas import Replicas, host_world, launch, replica_world
 from trainkit.strategies._xla_runtime import (
     XLAGenerator,
     choose_runtime,
@@ -29,6 +34,7 @@ from trainkit.strategies._xla_runtime import (
     read_together,
 )
 from trainkit.strategies._xla_sharding import ShardedModel, divide_state, make_mesh, share_of
+from trainkit.strategies._xla_threads import ThreadWorld
 from trainkit.strategies._xla_transfer import BatchSharding, loaded_ahead, to_xla
 from trainkit.strategy import Strategy
 
@@ -43,16 +49,18 @@ class XLAStrategy(Strategy):
 
     With several devices one process drives them all (SPMD): the batches of all of them, ``batch_size`` samples each, are one
     tensor that is divided over the devices, and the numbers are those of DDP on as many processes. ``BatchNorm`` takes its
-    statistics over all of them.
+    statistics over all of them. Several hosts run the script once each; each reads all of the data.
 
     Args:
-        mode: ``"spmd"``.
+        mode: ``"spmd"``, or ``"replicas"``: a process for each device with a copy of the model, started by :meth:`launch`.
+            Every ``training_step`` must then return a loss and use the same parameters on all of them.
         mesh: how the devices are laid out: a ``torch_xla.distributed.spmd.Mesh``, or sizes by axis, such as
             ``{"data": 2, "fsdp": 4}``. Batches are divided over "data" and "fsdp". Default: one axis of all devices.
         fsdp: divide parameters, gradients and optimizer state over the devices of the axis "fsdp" (torch_xla's FSDPv2).
         pad_last_batch: fill the short last batch of an epoch up with copies of its last sample, for losses that leave out what
             ``self.sample_mask`` says. It then is the same graph as the others; otherwise it is compiled once in a run.
             BatchNorm sees the copies.
+        timeout: how long processes wait for each other: a timedelta, or seconds.
         compilation_cache: a folder in which compiled graphs are kept from run to run, on TPUs.
         device: ``"auto"`` or ``"xla"``.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` or ``"64-true"`` (slow on TPUs, which have no float64).
@@ -64,6 +72,7 @@ class XLAStrategy(Strategy):
 
     name: ClassVar[str] = "xla"
     lazy_tensors: ClassVar[bool] = True
+    averages_in_step: ClassVar[bool] = True
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
     def __init__(
@@ -73,17 +82,24 @@ class XLAStrategy(Strategy):
         mesh: Any = None,
         fsdp: bool = False,
         pad_last_batch: bool = False,
+        timeout: timedelta | float = timedelta(minutes=30),
         compilation_cache: str | PathLike[str] | None = None,
         device: str | torch.device = "auto",
         precision: Precision | str | int | None = None,
     ) -> None:
-        if mode != "spmd":
-            raise ConfigurationError(f"mode must be 'spmd', not {mode!r}.")
+        if mode not in ("spmd", "replicas"):
+            raise ConfigurationError(f"mode must be 'spmd' or 'replicas', not {mode!r}.")
+        if mode == "replicas" and (fsdp or mesh is not None or pad_last_batch):
+            raise ConfigurationError(
+                "mesh, fsdp and pad_last_batch go with mode='spmd': replicas have whole models, and batches of their own. "
+                "Leave mode out."
+            )
         self.mode, self.fsdp, self.pad_last_batch = mode, fsdp, pad_last_batch
         self._accelerator, self._mesh_wanted = str(device), mesh
-        self._compilation_cache = compilation_cache
+        self._compilation_cache, self._timeout = compilation_cache, duration(timeout)
         super().__init__(device, precision)
-        self._data_world = World()
+        self._data_world: World | None = None
+        self._replicas: Replicas | None = None
         self.mesh: Any = None
         self._xla: Any = None
         self._sharding: BatchSharding | None = None
@@ -91,18 +107,26 @@ class XLAStrategy(Strategy):
 
     def _begin(self) -> None:
         self._models: dict[int, ShardedModel] = {}  # by the id of the user's
+        self._any_loss = False
         self._pending = False  # something has been recorded since the last sync, or may have been
+        self._buffers = Buffers()
 
     @property
     def data_world(self) -> World:
-        """See :attr:`trainkit.Strategy.data_world`: every process reads all, and drives its devices at once."""
-        return self._data_world
+        """See :attr:`trainkit.Strategy.data_world`: under SPMD every process reads all, for all devices at once."""
+        return self.world if self._data_world is None else self._data_world
 
     def resolve_device(self, device: str | torch.device) -> torch.device:
         """See :meth:`trainkit.Strategy.resolve_device`: which it is says the runtime, which has not begun."""
         if str(device) not in ("auto", "xla", "cpu"):
             raise ConfigurationError(f"strategy='xla' runs on a TPU, or for trials on the CPU, not on {str(device)!r}.")
         return torch.device("xla")
+
+    @property
+    def where(self) -> str:
+        """The devices, and of which runtime: a CPU that stands in for a TPU must not go unnoticed."""
+        count, kind = self.data_world.devices, os.environ.get("PJRT_DEVICE", "")
+        return f"{self.device} ({kind})" if count == 1 else f"{count} XLA devices ({kind})"
 
     def accepts(self, accelerator: str) -> bool:
         """See :meth:`trainkit.Strategy.accepts`."""
@@ -117,7 +141,20 @@ class XLAStrategy(Strategy):
         xr: Any = importlib.import_module("torch_xla.runtime")
         if self._compilation_cache is not None:
             keep_compilations(self._compilation_cache, xr)
-        count = count_devices(wanted, xr, all_hosts=True)
+        if self.mode == "replicas":
+            self.world = replica_world(wanted, xr, self._timeout)
+            self.device = self._xla.device()
+            if self.world.size > 1:
+                self._replicas = Replicas(self.world, self.device, self._xla.sync)
+        else:
+            self._join_mesh(wanted, xr)
+        self._generators = (XLAGenerator(self.device),)
+        TO_HOST["xla"] = read_together
+        self.joined = True
+
+    def _join_mesh(self, wanted: Wanted, xr: Any) -> None:
+        count = count_devices(wanted, xr)
+        self.world = host_world(wanted, xr, self._timeout)
         if count > 1 or self._mesh_wanted is not None or self.fsdp:
             xr.use_spmd()
             self.mesh = make_mesh(self._mesh_wanted, count, self.fsdp)
@@ -130,9 +167,24 @@ class XLAStrategy(Strategy):
             )
         self.device = self._xla.device()
         self._data_world = World(devices=count)
-        self._generators = (XLAGenerator(self.device),)
-        TO_HOST["xla"] = read_together
-        self.joined = True
+
+    @staticmethod
+    def launch(
+        function: Callable[..., Any], args: tuple[Any, ...] = (), devices: int | None = None, start_method: str = "spawn"
+    ) -> None:
+        """Run a function in a replica for each device, by ``torch_xla.launch``: the way to start ``mode="replicas"``.
+
+        On a TPU a replica is a process. On XLA's CPU runtime it is a thread, and this sees to what threads need; they run one
+        at a time, so this is for trials.
+
+        Args:
+            function: called with the number of the replica and ``args``; it makes the Trainer. For processes it must be one
+                that can be imported.
+            args: the other arguments.
+            devices: of the CPU; default: ``CPU_NUM_DEVICES`` in the environment, or 1. Of a TPU all.
+            start_method: of ``multiprocessing``.
+        """
+        launch(function, args, devices, {"start_method": start_method})
 
     def generators(self) -> tuple[Any, ...]:
         """XLA's random generator, with the methods of torch's."""
@@ -146,6 +198,15 @@ class XLAStrategy(Strategy):
     def sync(self) -> None:
         """Run what has been recorded."""
         self._xla.sync()
+        self._pending = False
+
+    def _sync_together(self) -> None:
+        """Run what all replicas have recorded, with what they do together in it."""
+        if self._replicas is None:
+            self.sync()
+            return
+        self._replicas.from_main(self._buffers.present())
+        self._replicas.sync()
         self._pending = False
 
     def _settle(self) -> None:
@@ -165,7 +226,11 @@ class XLAStrategy(Strategy):
             torch.__future__.set_swap_module_params_on_conversion(before)
         if self.fsdp:
             self._models[id(module)] = ShardedModel(module, self.mesh)
-        self.sync()
+        if self._replicas is not None:
+            refuse_unlike(module, self.world, "XLA")
+            self._buffers.add(module)
+            self._replicas.from_main(module.parameters())
+        self._sync_together()
         return module
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -220,20 +285,72 @@ class XLAStrategy(Strategy):
     def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
         """See :meth:`trainkit.Strategy.backward`; inside a window the micro-batch ends here."""
         super().backward(loss, **kwargs)
-        if self.window is not None and not self.window.full:
+        if self._replicas is not None and loss is not None:
+            self._replicas.had_loss = True
+        if self.window is not None and not (self.window.full and self.window.alike):
             self.sync()
 
-    def sync_buffers(self) -> None:
-        """See :meth:`trainkit.Strategy.sync_buffers`: there is one of each; a window ends here that has had no update."""
+    def skip_backward(self, loss: Tensor | None) -> None:
+        """See :meth:`trainkit.Strategy.skip_backward`.
+
+        Raises:
+            LossError: one of several replicas has no loss, in a window in which all must run the same graph.
+        """
+        if self._replicas is None:
+            return
+        if self.window is None or self.window.alike:
+            raise LossError(
+                "training_step returned None, or its batch has weight 0, and under mode='replicas' every replica must run the "
+                "same graph. Return a loss at every step, or use mode='spmd'."
+            )
+        self._replicas.had_loss = self._replicas.had_loss or loss is not None
         self.sync()
+
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """See :meth:`trainkit.Strategy.reduce_gradients`: within the step's graph, where all replicas run the same."""
+        if self._replicas is not None:
+            self._any_loss = self._replicas.average(parameters, self.window is None or self.window.alike)
+
+    def any_loss(self, had_loss: bool) -> bool:
+        """See :meth:`trainkit.Strategy.any_loss`; to be asked after the gradients have been averaged."""
+        return had_loss or (self._replicas is not None and self._any_loss)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """See :meth:`trainkit.Strategy.mean`."""
+        if self._replicas is None:
+            return value
+        (total,) = self.world.sums([float(value)])
+        return torch.tensor(total / self.world.size, dtype=value.dtype, device=value.device)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """See :meth:`trainkit.Strategy.all_gather`; under SPMD tensors are those of all devices as they are.
+
+        Raises:
+            ConfigurationError: replicas give other shapes, or are to get gradients back.
+        """
+        if self._replicas is None:
+            return data
+        if sync_grads:
+            raise ConfigurationError("all_gather(sync_grads=True) is not offered for mode='replicas'. Use mode='spmd'.")
+        return self._replicas.gathered(data)
+
+    def barrier(self) -> None:
+        """See :meth:`trainkit.Strategy.barrier`."""
+        self.world.barrier()
+
+    def sync_buffers(self) -> None:
+        """See :meth:`trainkit.Strategy.sync_buffers`; a window ends here that has had no update."""
+        self._sync_together()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters, and run the step."""
         with steady_rates(optimizer):
             updated = super().optimizer_step(optimizer, closure)
-        self.sync()
+        self._sync_together()
         return updated
 
     def teardown(self) -> None:
         """Forget the models."""
         self._begin()
+        if isinstance(self.world, ThreadWorld):
+            self.world.rest()

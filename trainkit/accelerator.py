@@ -95,7 +95,7 @@ class Accelerator(GradientVerbs, StateVerbs):
             self.strategy.use_precision(precision)
         self.window = self.strategy.window = Window(steps)
         self.seed: int = self.world.from_main(resolve_seed(None))
-        self.averages_in_step = False
+        self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
         self.optimizer_step_was_skipped = False
         self.updates = 0
         self.updating = False

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
 
 __all__ = ["TrainkitWarning", "notice", "speak", "speaks", "warn"]
 
 _LOGGER = logging.getLogger("trainkit")
+
+
+class _Voice(threading.local):
+    """Of this process; or of a thread, where threads are what others are processes."""
+
+    main: bool | None = None
+    prefix = ""
+
+
 _main = True  # this process speaks for all
 _prefix = ""  # of what each process says for itself
+_voice = _Voice()
 
 
 class TrainkitWarning(UserWarning):
@@ -33,20 +44,25 @@ _HANDLER = _StandardError()
 _HANDLER.setFormatter(logging.Formatter("trainkit: %(message)s"))
 
 
-def speak(main: bool = True, rank: int | None = None) -> None:
+def speak(main: bool = True, rank: int | None = None, *, thread: bool = False) -> None:
     """Say whether this process speaks for all; called when it has become one of several, or is alone again.
 
     Args:
         main: it does: notices and warnings of the other processes are not shown.
         rank: its number among several; ``None``: it is alone.
+        thread: of this thread.
     """
     global _main, _prefix
-    _main, _prefix = main, "" if rank is None else f"[rank {rank}] "
+    prefix = "" if rank is None else f"[rank {rank}] "
+    if thread:
+        _voice.main, _voice.prefix = main, prefix
+    else:
+        _main, _prefix = main, prefix
 
 
 def speaks() -> bool:
     """Whether this process speaks for all."""
-    return _main
+    return _main if _voice.main is None else _voice.main
 
 
 def notice(text: str, everywhere: bool = False) -> None:
@@ -57,8 +73,8 @@ def notice(text: str, everywhere: bool = False) -> None:
         everywhere: as of :func:`warn`.
     """
     if everywhere:
-        text = _prefix + text
-    elif not _main:
+        text = (_voice.prefix or _prefix) + text
+    elif not speaks():
         return
     if logging.getLogger().handlers or any(handler is not _HANDLER for handler in _LOGGER.handlers):
         _LOGGER.removeHandler(_HANDLER)  # the program has logging of its own by now: it must not say everything twice
@@ -77,6 +93,6 @@ def warn(text: str, everywhere: bool = False) -> None:
         everywhere: of several processes each warns, with its rank: for what is wrong with one of them.
     """
     if everywhere:
-        warnings.warn(_prefix + text, TrainkitWarning, stacklevel=3)
-    elif _main:
+        warnings.warn((_voice.prefix or _prefix) + text, TrainkitWarning, stacklevel=3)
+    elif speaks():
         warnings.warn(text, TrainkitWarning, stacklevel=3)

@@ -198,7 +198,12 @@ class Team:
         channel: the connection; ``None`` for a single process.
         rank: of this process.
         size: the number of processes.
+
+    Attributes:
+        beside: it may be used by a thread beside the one that trains.
     """
+
+    beside = True
 
     def __init__(self, name: str = "", channel: Channel | None = None, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.console import notice
 from trainkit.data.nested import move
 from trainkit.data.window import Window
 from trainkit.device import find_device
@@ -19,6 +18,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, undivided
 from trainkit.gradient_norm import total_norm
 from trainkit.launch.wanted import Wanted
+from trainkit.parameters import note_other_dtypes, refuse_divided
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.state.standin import StoredOptimizer
 
@@ -41,6 +41,7 @@ class Strategy:
     Attributes:
         owns_accumulation: the backend divides by the window itself.
         owns_clipping: the backend clips; it is told the value beforehand.
+        averages_in_step: no backward pass averages gradients over the processes; each step asks for it.
         sharded_parameters: no process holds whole parameters.
         sharded_state: no process holds whole optimizer state; each takes its part out of a checkpoint's files.
         lazy_tensors: values exist only after a sync.
@@ -58,6 +59,7 @@ class Strategy:
     name: ClassVar[str] = "single"
     owns_accumulation: ClassVar[bool] = False
     owns_clipping: ClassVar[bool] = False
+    averages_in_step: ClassVar[bool] = False
     sharded_parameters: ClassVar[bool] = False
     sharded_state: ClassVar[bool] = False
     lazy_tensors: ClassVar[bool] = False
@@ -92,6 +94,11 @@ class Strategy:
     def world_size(self) -> int:
         """The number of devices that the data is dealt out to: of processes, unless each of them drives several."""
         return self.data_world.width
+
+    @property
+    def where(self) -> str:
+        """What this process works on, for people."""
+        return str(self.device)
 
     @property
     def data_world(self) -> World:
@@ -206,20 +213,9 @@ class Strategy:
         Raises:
             ConfigurationError: parameters are divided over processes, as DeepSpeed leaves them.
         """
-        divided = sum(hasattr(parameter, "ds_id") for parameter in module.parameters())
-        if divided:
-            raise ConfigurationError(
-                f"{divided} parameters are divided by ZeRO-3: configure_model has made them in an earlier run on several "
-                f"processes, or deepspeed.zero.Init. Go on with strategy='zero3', or start from a checkpoint: "
-                f"{type(module).__name__}.load_from_checkpoint(path)"
-            )
+        refuse_divided(module)
         self.precision.convert_module(module)
-        odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != self.precision.parameter_dtype}
-        if odd:
-            notice(
-                f"precision {self.precision.name} leaves parameters as they are, and some are {', '.join(sorted(odd))}. To "
-                "train in that dtype name it: precision='bf16-true'; for float32: module.float()."
-            )
+        note_other_dtypes(module, self.precision)
         module.to(self.device)
         return module
 

@@ -223,7 +223,7 @@ class Trainer(Evaluating):
             self.checkpointing.begin()
             if self.arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
-            notice(f"fit on {self.device}, {self.precision.name}, seed {self.seed}.")
+            notice(f"fit on {self.strategy.where}, {self.precision.name}, seed {self.seed}.")
             self.hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(self, val_dataloaders)

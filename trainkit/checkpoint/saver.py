@@ -16,7 +16,7 @@ from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.together import Group, together
+from trainkit.checkpoint.together import together
 from trainkit.distributed import Team
 from trainkit.errors import CheckpointWriteError
 
@@ -47,7 +47,7 @@ class Saver:
         team: the processes that save together; nobody else may use it.
     """
 
-    def __init__(self, attention: Callable[[], None], team: Group = _ALONE) -> None:
+    def __init__(self, attention: Callable[[], None], team: Team = _ALONE) -> None:
         self.attention = attention
         self.team = team
         self._buffers = HostBuffers()
@@ -90,6 +90,9 @@ class Saver:
             return
         together(self.team, lambda: draft.detach(self._buffers), CheckpointWriteError)
         job = (draft, target, replace, committed, failed)
+        if not self.team.beside:
+            self._run(*job)
+            return
         thread = threading.Thread(target=self._run, args=job, name="trainkit-save", daemon=False)
         try:
             thread.start()

@@ -315,6 +315,7 @@ class PreparedLoader(Positions):
             empty = shared.total <= 0.0
             full = piece.full and not fillers
             window.deal(piece.first, full, share, empty=empty, uneven=shared.uneven, filler=piece.filler)
+            window.alike = shared.alike
             self.given = end if full else start + piece.row + 1
             batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
             seed_generators(keys(piece.m), self._generators)

@@ -28,12 +28,13 @@ class Shared:
         rows: micro-batches of the process that has most of them; 0: there are none any more.
         total: the weight of all micro-batches of the window.
         uneven: the processes have different numbers of micro-batches.
+        alike: it is certain that they have as many, all of one size.
     """
 
-    __slots__ = ("rows", "settled", "total", "uneven")
+    __slots__ = ("alike", "rows", "settled", "total", "uneven")
 
-    def __init__(self, total: float, rows: int, uneven: bool, settled: bool) -> None:
-        self.total, self.rows, self.uneven, self.settled = total, rows, uneven, settled
+    def __init__(self, total: float, rows: int, uneven: bool, settled: bool, alike: bool = False) -> None:
+        self.total, self.rows, self.uneven, self.settled, self.alike = total, rows, uneven, settled, alike
 
     def settle(self, world: World) -> None:
         """Put together what each process has. Collective, unless it is known already.
@@ -84,7 +85,8 @@ def planned(
     for begin in range(start, length, size * world.size):
         count = min(size * world.size, length - begin)
         total = count * common + (last - common if begin + count == length else 0)
-        shared = Shared(total, -(-count // world.size), count % world.size != 0, settled=True)
+        uneven = count % world.size != 0
+        shared = Shared(total, -(-count // world.size), uneven, settled=True, alike=not uneven and total == count * common)
         row, end = (begin - start) // world.size, begin + count
         for m in range(begin + world.rank, end, world.size):
             batch = next(batches, _END)

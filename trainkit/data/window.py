@@ -50,12 +50,13 @@ class Window:
             and the part is multiplied by their number, as the mean over their gradients is taken.
         empty: the total weight of the window, over all processes, is 0, so there is nothing to learn from it.
         uneven: the processes have different numbers of micro-batches in this window.
+        alike: it is certain that the processes have as many, all of one size.
         filler: only others have a micro-batch here, and what this process was given counts nothing.
         counted: micro-batches that :meth:`count` has counted.
         driven: a prepared loader has set this state and ``accumulate`` has not yet taken it.
     """
 
-    __slots__ = ("counted", "driven", "empty", "filler", "first", "full", "share", "size", "uneven")
+    __slots__ = ("alike", "counted", "driven", "empty", "filler", "first", "full", "share", "size", "uneven")
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -64,6 +65,7 @@ class Window:
         self.share = 1.0
         self.empty = False
         self.uneven = False
+        self.alike = True
         self.filler = False
         self.driven = False
         self.counted = 0
@@ -88,6 +90,7 @@ class Window:
         place = self.counted % self.size
         self.counted += 1
         self.uneven = self.filler = False
+        self.alike = True
         self.take(MicroBatch(None, place == 0, place == self.size - 1, 1.0 / self.size))
 
 

@@ -91,7 +91,7 @@ def processes(wanted: Wanted) -> int:
     return processes_of_a_machine(wanted) * (wanted.nodes or 1) if place is None else place.size
 
 
-def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta) -> World:
+def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta, place: Place | None = None) -> World:
     """The processes of the run, of which this is one; their process groups are made at the first call.
 
     In order: a process group that the user has initialised is used, and not destroyed; else what a launcher has started; else,
@@ -101,6 +101,7 @@ def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta) -> W
         wanted: what the user asked for.
         backend: of the group for tensors; default: nccl for CUDA, gloo for the CPU.
         timeout: how long a process waits for the others in a collective.
+        place: which of them this one is, where it is known better than a launcher says.
 
     Raises:
         ConfigurationError: what is wanted contradicts what was started, or cannot be started here; or the processes do not
@@ -112,7 +113,7 @@ def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta) -> W
         _joined = None
         speak()
     if _joined is None:
-        place = None if _group() is not None else _place()
+        place = None if _group() is not None else place or _place()
         if place is not None:
             _check(wanted, place.size, place.local_size, place.nodes, place.launcher)
         elif _group() is None and processes(wanted) == 1:

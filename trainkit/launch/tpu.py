@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainkit.console import notice
+from trainkit.errors import ConfigurationError
+from trainkit.launch.environment import read_place
+from trainkit.launch.place import Place, port_number, stable_port
 
-__all__ = ["tpu_is_chosen", "tpu_is_here"]
+__all__ = ["place_in_slice", "tpu_is_chosen", "tpu_is_here"]
 
 # Google's number among the makers of PCI devices, and those of its TPU chips, as torch_xla/_internal/tpu.py has them.
 _VENDOR = "0x1ae0"
@@ -39,3 +42,40 @@ def tpu_is_chosen(env: Mapping[str, str] = os.environ) -> bool:
         notice("this machine has a TPU, which is not used: torch_xla is not installed. pip install 'trainkit-torch[xla]'")
         return False
     return True
+
+
+def place_in_slice(rank: int, size: int, local_rank: int, local_size: int, env: Mapping[str, str], parent: int) -> Place | None:
+    """Which process of a run on a TPU slice this one is; ``None`` if it is the only one.
+
+    Args:
+        rank: as the runtime counts the processes.
+        size: likewise.
+        local_rank: among those of its host.
+        local_size: the processes of a host.
+        env: the environment variables; those of Cloud TPU name the hosts.
+        parent: the process that has started those of this host, which tells two runs on it apart.
+
+    Raises:
+        ConfigurationError: a launcher has started other processes than the runtime knows of; it is not known where they meet.
+    """
+    started = read_place(env)
+    if started is not None and started.size not in (1, size):
+        raise ConfigurationError(
+            f"{started.launcher} has started {started.size} processes ({started.reason}), but XLA's runtime knows of {size}: "
+            "each would train by itself. Start the script once on each host; with mode='spmd' it drives all devices of the "
+            "host, with mode='replicas' it starts its processes by XLAStrategy.launch(main)."
+        )
+    if size == 1:
+        return None
+    hosts = [name.strip() for name in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if name.strip()]
+    nodes = size // local_size
+    address = env.get("MASTER_ADDR", "").strip() or ("127.0.0.1" if nodes == 1 else hosts[0] if hosts else "")
+    if not address:
+        raise ConfigurationError(
+            f"XLA's runtime knows of {size} processes on {nodes} hosts, but not how the first host is called. Set it on all of "
+            "them: export MASTER_ADDR=host0"
+        )
+    job = str(parent) if nodes == 1 else ",".join(hosts) or address
+    port = port_number(env, "MASTER_PORT") or stable_port("xla", job)
+    node = rank // local_size
+    return Place(rank, size, local_rank, local_size, node, nodes, address, port, "XLA's runtime", f"which knows of {size}")

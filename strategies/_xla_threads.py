@@ -1,0 +1,191 @@
+"""Replicas that are threads of one process, as ``torch_xla.launch`` makes them on XLA's CPU runtime: for tests and trials.
+
+Threads share what is global: the random generators, the flags of torch. So one of them runs at a time, each until it has to
+wait for the others; then the next one goes on. What is seeded by one is drawn by it, and the runtime is asked to run the graphs
+of the replicas one after the other, which it needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from trainkit.console import speak
+from trainkit.distributed import Pending, Team, World
+from trainkit.errors import ConfigurationError, ProcessFailedError
+
+__all__ = ["ThreadWorld", "Turns", "turns_of_this_process"]
+
+_Key = tuple[str, int]
+
+
+class Turns:
+    """Whose turn it is.
+
+    Args:
+        size: the number of replicas.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._changed = threading.Condition()
+        self._holder: int | None = None
+        self._inside: dict[int, _Key | None] = {}  # replicas that take part, with what each waits for
+        self._given: dict[_Key, dict[int, Any]] = {}
+        self._taken: dict[_Key, int] = {}
+        self._counts: dict[tuple[str, int], int] = {}
+        self._failed: tuple[int, BaseException] | None = None
+        self.launched: set[int] = set()
+
+    def enter(self, rank: int) -> None:
+        """Take part from here on; returns when all do, and it is this one's turn."""
+        with self._changed:
+            self._inside[rank] = None
+            if len(self._inside) == self.size and self._holder is None:
+                self._holder = 0
+            self._changed.notify_all()
+            self._await(rank)
+
+    def leave(self, rank: int, error: BaseException | None = None) -> None:
+        """Take part no longer; with an error: the others cannot go on."""
+        with self._changed:
+            if error is not None and self._failed is None and not isinstance(error, ProcessFailedError):
+                self._failed = rank, error
+            if rank in self._inside:
+                del self._inside[rank]
+                if self._holder == rank:
+                    self._pass_on(rank)
+            self._changed.notify_all()
+
+    def inside(self, rank: int) -> bool:
+        """Whether a replica takes part."""
+        return rank in self._inside
+
+    def give(self, rank: int, name: str, value: Any) -> _Key:
+        """Give something to all; to be collected by each."""
+        with self._changed:
+            number = self._counts[name, rank] = self._counts.get((name, rank), 0) + 1
+            key = (name, number)
+            self._given.setdefault(key, {})[rank] = value
+            if len(self._given[key]) == self.size:
+                self._inside.update({other: None for other, waits in self._inside.items() if waits == key})
+            return key
+
+    def collect(self, rank: int, key: _Key) -> list[Any]:
+        """What all have given, in the order of their ranks; others run until it is there."""
+        with self._changed:
+            if len(self._given[key]) < self.size:
+                self._inside[rank] = key
+                self._pass_on(rank)
+            self._await(rank)
+            given = self._given[key]
+            self._taken[key] = self._taken.get(key, 0) + 1
+            if self._taken[key] == self.size:
+                del self._given[key], self._taken[key]
+            return [given[other] for other in range(self.size)]
+
+    def _pass_on(self, rank: int) -> None:
+        """The next one that does not wait for anything has its turn."""
+        order = [(rank + step) % self.size for step in range(1, self.size + 1)]
+        ready = [other for other in order if other in self._inside and self._inside[other] is None]
+        self._holder = ready[0] if ready else None
+        if not ready and self._inside and self._failed is None and len(self._inside) < self.size:
+            gone = next(other for other in order if other not in self._inside)
+            self._failed = gone, ProcessFailedError(f"replica {gone} has ended, and the others wait for it")
+        self._changed.notify_all()
+
+    def _await(self, rank: int) -> None:
+        self._changed.wait_for(lambda: self._holder == rank or self._failed is not None)
+        if self._failed is not None and self._failed[0] != rank:
+            self._inside.pop(rank, None)
+            self._changed.notify_all()
+            other, error = self._failed
+            raise ProcessFailedError(f"replica {other} has failed: {type(error).__name__}: {error}") from error
+
+
+_turns: Turns | None = None
+_made = threading.Lock()
+
+
+def turns_of_this_process(size: int) -> Turns:
+    """What the replicas of this process share; there is one.
+
+    Raises:
+        ConfigurationError: the runtime has not been told to run one graph after the other.
+    """
+    global _turns
+    if os.environ.get("PJRT_CPU_ASYNC_CLIENT") != "0":
+        raise ConfigurationError(
+            "replicas on XLA's CPU runtime are threads, for which the runtime must be told, before it begins: export "
+            "PJRT_CPU_ASYNC_CLIENT=0. XLAStrategy.launch(main) does so."
+        )
+    with _made:
+        if _turns is None:
+            _turns = Turns(size)
+        return _turns
+
+
+class ThreadWorld(World):
+    """Replicas that are threads of one process, as one of them sees it."""
+
+    def __init__(self, rank: int, size: int, turns: Turns) -> None:
+        super().__init__(rank, size, local_rank=rank, local_size=size, launcher="torch_xla.launch")
+        self.turns = turns
+        speak(main=rank == 0, rank=rank, thread=True)
+
+    def rest(self) -> None:
+        """The run is over: unless :meth:`trainkit.strategies.XLAStrategy.launch` sees to it, take no turns until the next."""
+        if self.rank not in self.turns.launched:
+            self.turns.leave(self.rank)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """See :meth:`trainkit.distributed.World.exchange`."""
+        return [json.loads(text) for text in self.meet("exchange", json.dumps(value))]
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """See :meth:`trainkit.distributed.World.exchange_objects`."""
+        return [copy.deepcopy(other) for other in self.meet("objects", value)]
+
+    def rows(self, values: Sequence[float]) -> list[list[float]]:
+        """See :meth:`trainkit.distributed.World.rows`."""
+        return [list(row) for row in self.meet("rows", [float(value) for value in values])]
+
+    def begin_largest(self, values: Sequence[int]) -> Pending:
+        """See :meth:`trainkit.distributed.World.begin_largest`."""
+        return _Largest(self, self.turns.give(self.rank, "largest", [int(value) for value in values]))
+
+    def team(self, name: str) -> Team:
+        """See :meth:`trainkit.distributed.World.team`."""
+        return _ThreadTeam(name, self)
+
+    def meet(self, name: str, value: Any = None) -> list[Any]:
+        """What all have given; the others run until they have."""
+        if not self.turns.inside(self.rank):
+            self.turns.enter(self.rank)
+        return self.turns.collect(self.rank, self.turns.give(self.rank, name, value))
+
+
+class _Largest(Pending):
+    def __init__(self, world: ThreadWorld, key: _Key) -> None:
+        self._world, self._key = world, key
+
+    def wait(self) -> list[int]:
+        rows = self._world.turns.collect(self._world.rank, self._key)
+        return [max(column) for column in zip(*rows, strict=True)]
+
+
+class _ThreadTeam(Team):
+    """A team whose members take their turns too: what uses it must not do so from another thread."""
+
+    beside = False
+
+    def __init__(self, name: str, world: ThreadWorld) -> None:
+        super().__init__(name, None, world.rank, world.size)
+        self._world = world
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [json.loads(text) for text in self._world.meet(f"team {self._name}", json.dumps(value))]
