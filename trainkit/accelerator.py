@@ -17,6 +17,7 @@ from trainkit.accelerator_gradients import GradientVerbs
 from trainkit.accelerator_state import StateVerbs
 from trainkit.arguments import refuse_unknown
 from trainkit.checkpoint.saver import Saver
+from trainkit.data.assembling import Filled
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of
@@ -223,6 +224,9 @@ class Accelerator(GradientVerbs, StateVerbs):
             window: its batches make up accumulation windows (a training loader).
             **options: such as ``stage``, ``index``, ``limit``, ``weigh``.
         """
+        filled, strategy = None, self.strategy
+        if strategy.pad_last_batch and window:
+            filled = Filled.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
         prepared = PreparedLoader(
             loader,
             device=self.device,
@@ -230,7 +234,7 @@ class Accelerator(GradientVerbs, StateVerbs):
             window=self.window if window else None,
             world=self.strategy.data_world,
             ahead=self.strategy.ahead,
-            pad=self.strategy.move if self.strategy.pad_last_batch and window else None,
+            filled=filled,
             **{"seed": self.seed, "stage": Stage.TRAIN, **options},
         )
         self._loaders.append(prepared)

@@ -31,6 +31,6 @@ def note_other_dtypes(module: nn.Module, precision: Precision) -> None:
     odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != precision.parameter_dtype}
     if odd:
         notice(
-            f"precision {precision.name} leaves parameters as they are, and some are {', '.join(sorted(odd))}. To train in that "
-            "dtype name it: precision='bf16-true'; for float32: module.float()."
+            f"precision {precision.name} leaves parameters as they are, and some are {', '.join(sorted(odd))}. To train in "
+            "that dtype name it: precision='bf16-true'; for float32: module.float()."
         )

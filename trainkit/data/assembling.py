@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from trainkit.data.nested import batch_size, rebuild
-from trainkit.data.sources import batch_size_of
 from trainkit.errors import DataError, ModuleError
 
 __all__ = ["Filled", "each_joined", "joined", "padded", "side_by_side"]
@@ -27,31 +26,33 @@ class Filled:
 
     Args:
         size: samples of a full batch.
+        bring: brings a mask to the device.
 
     Attributes:
         samples: of the batch that is being worked on.
         asked: its mask has been asked for.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, bring: Callable[[Tensor], Tensor]) -> None:
         self.size = self.samples = size
         self.asked = True
+        self._bring = bring
+        self._masks: dict[int, Tensor] = {}
         self._counts: deque[int] = deque()
 
     @classmethod
-    def of(cls, source: Any, devices: int) -> Filled:
-        """For the batches of a loader, put side by side for so many devices.
+    def of(cls, source: Any, size: int | None, devices: int, bring: Callable[[Tensor], Tensor]) -> Filled:
+        """For the batches of a loader, of ``size`` samples each, put side by side for so many devices.
 
         Raises:
             DataError: it does not say how many samples they have.
         """
-        size = None if isinstance(getattr(source, "loaders", None), Mapping | list | tuple) else batch_size_of(source)
-        if size is None:
+        if size is None or isinstance(getattr(source, "loaders", None), Mapping | list | tuple):
             raise DataError(
                 f"pad_last_batch=True fills batches up to the loader's batch_size, and {type(source).__name__} has none, or "
                 "one for each of its loaders. Use a DataLoader with a batch_size, or leave pad_last_batch out."
             )
-        return cls(size * devices)
+        return cls(size * devices, bring)
 
     def fill(self, batch: Any) -> Any:
         """A batch of full size."""
@@ -78,9 +79,11 @@ class Filled:
                 )
 
     def mask(self) -> Tensor:
-        """Which samples of the batch that is being worked on count: bool, [batch], on the CPU."""
+        """Which samples of the batch that is being worked on count: bool, [batch], on the device."""
         self.asked = True
-        return torch.arange(max(self.size, self.samples)) < self.samples
+        if self.samples not in self._masks:
+            self._masks[self.samples] = self._bring(torch.arange(max(self.size, self.samples)) < self.samples)
+        return self._masks[self.samples]
 
 
 def side_by_side(batches: Iterator[Any], devices: int, join: Callable[[Sequence[Any]], Any]) -> Iterator[Any]:

@@ -53,7 +53,7 @@ class PreparedLoader(Positions):
         world: the processes that the epoch is dealt out to; all of them make and read the same loaders in the same order.
         ahead: ``ahead(items, load, start)`` gives the items, each out of ``load(item, number)``, and may load some ahead of
             their time; ``load`` is ``None`` where it would but move the tensors. Default: what suits the device.
-        pad: fill short batches up to the size of the others, and so bring the mask of what counts to the device.
+        filled: fills short batches up to the size of the others.
         repeat_filler: where only others have a micro-batch, this process is given one that counts nothing (its last one again,
             or the first of the epoch). Otherwise it is given none, and ``NOTHING`` where it has none in a whole window.
 
@@ -83,7 +83,7 @@ class PreparedLoader(Positions):
         sequential: bool = False,
         world: World = _ONE_PROCESS,
         ahead: Callable[..., Iterator[Any]] | None = None,
-        pad: Callable[[Tensor], Tensor] | None = None,
+        filled: Filled | None = None,
         repeat_filler: bool = False,
     ) -> None:
         self.source = source
@@ -104,9 +104,7 @@ class PreparedLoader(Positions):
         else:
             self._count, self._join = batch_size, joined
             self._stream = open_stream(source, seed, self._stage, device, sequential, world)
-        self._filled = None if pad is None else Filled.of(source, world.devices)
-        self._to_device = pad
-        self._masks: dict[int, Tensor] = {}
+        self._filled = filled
         self.limit = limit
         self.micro_limit: int | None = None
         self._epoch = 0
@@ -151,14 +149,11 @@ class PreparedLoader(Positions):
     @property
     def sample_mask(self) -> Tensor:
         """Which samples of the batch that was given last count, where short ones are filled up: bool, [batch]."""
-        if self._filled is None or self._to_device is None:
+        if self._filled is None:
             raise DataError(
                 "sample_mask: this loader's batches are not filled up. They are with XLAStrategy(pad_last_batch=True)."
             )
-        mask = self._filled.mask()
-        if self._filled.samples not in self._masks:
-            self._masks[self._filled.samples] = self._to_device(mask)
-        return self._masks[self._filled.samples]
+        return self._filled.mask()
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration gives this epoch, from its first batch unless it is the one that a checkpoint was taken in."""
