@@ -147,14 +147,11 @@ class Replicas:
                 f"all_gather stacks tensors, which must have the same shapes and dtypes on all replicas; they have {said}. Pad "
                 "them first: torch.nn.functional.pad(x, (0, n - len(x)))"
             )
-        found = map_tensors(data, self._gather)
+        own = map_tensors(data, lambda tensor: tensor.detach().to(self.device).clone().unsqueeze(0))
+        self._run()  # what has led there need not be the same on all
+        found = map_tensors(own, lambda tensor: self._xm.all_gather(tensor.clone(), dim=0, pin_layout=False))
         self.sync()
         return found
-
-    def _gather(self, tensor: Tensor) -> Tensor:
-        own = tensor.detach().to(self.device).unsqueeze(0)
-        stacked: Tensor = self._xm.all_gather(own, dim=0, pin_layout=False)
-        return stacked
 
 
 class _Replica:

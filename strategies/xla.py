@@ -156,7 +156,8 @@ class XLAStrategy(Strategy):
         count = count_devices(wanted, xr)
         self.world = host_world(wanted, xr, self._timeout)
         if count > 1 or self._mesh_wanted is not None or self.fsdp:
-            xr.use_spmd()
+            if not xr.is_spmd():
+                xr.use_spmd()
             self.mesh = make_mesh(self._mesh_wanted, count, self.fsdp)
             self._sharding = BatchSharding(self.mesh, share_of(self.mesh))
             count = self._sharding.parts
