@@ -1,4 +1,4 @@
-"""Two worlds of two processes that take turns on the same cores: the machinery of ``ddp.py`` and ``zero.py``.
+"""Two worlds of one or two processes that take turns on the same cores: the machinery of ``ddp.py``, ``zero.py``, ``xla.py``.
 
 They work a chunk of steps each, so that whatever slows the machine down slows both; neither works while the other does. A
 step takes as long as on the slower of its processes. A pair's ratio is the median over its chunks of contender / reference;
@@ -33,6 +33,8 @@ from torch.utils.data import DataLoader, Dataset
 __all__ = [
     "BATCH",
     "ROOT",
+    "STEPS",
+    "WARM_UP",
     "Clocked",
     "Contender",
     "adamw",
@@ -41,6 +43,7 @@ __all__ = [
     "fit",
     "loss_of",
     "make_module",
+    "make_samples",
     "work",
 ]
 
@@ -180,17 +183,17 @@ def work(arguments: argparse.Namespace, contenders: Mapping[str, Contender]) -> 
 class World:
     """The processes of one contender, which wait for their turn before each chunk of steps."""
 
-    def __init__(self, script: str, model: str, contender: str, chunks: int, folder: Path) -> None:
+    def __init__(self, script: str, model: str, contender: str, chunks: int, folder: Path, ranks: int) -> None:
         folder.mkdir()
         self._steps = STEPS[model]
         self._processes, self._turns, self._reports, self._errors = [], [], [], []
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        for rank in range(RANKS):
+        for rank in range(ranks):
             turns, our_turns = os.pipe()
             our_reports, reports = os.pipe()
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
             errors = folder / f"stderr-{rank}"
             command = [sys.executable, script, "--work", contender, "--model", model, f"--chunks={chunks}"]
             with errors.open("wb") as file:
@@ -241,10 +244,10 @@ class World:
                 process.wait()
 
 
-def measure_pair(script: str, model: str, names: tuple[str, str], chunks: int) -> dict[str, float]:
+def measure_pair(script: str, model: str, names: tuple[str, str], chunks: int, ranks: int) -> dict[str, float]:
     """Milliseconds a step by hand and of the contender, and the ratios."""
     with tempfile.TemporaryDirectory() as folder:
-        pair = [World(script, model, name, chunks, Path(folder) / f"{place}") for place, name in enumerate(names)]
+        pair = [World(script, model, name, chunks, Path(folder) / f"{place}", ranks) for place, name in enumerate(names)]
         timed = [(pair[0].chunk(), pair[1].chunk()) for _ in range(chunks)]
         for world in pair:
             world.close()
@@ -295,7 +298,13 @@ def _line(row: dict[str, Any]) -> str:
     return "".join(cells)
 
 
-def compare(script: str, arguments: argparse.Namespace, contenders: Mapping[str, Contender], more: Sequence[str] = ()) -> int:
+def compare(
+    script: str,
+    arguments: argparse.Namespace,
+    contenders: Mapping[str, Contender],
+    more: Sequence[str] = (),
+    ranks: int = RANKS,
+) -> int:
     """Measure and print; 1 if a limit is exceeded.
 
     Args:
@@ -303,6 +312,7 @@ def compare(script: str, arguments: argparse.Namespace, contenders: Mapping[str,
         arguments: of :func:`argument_parser`.
         contenders: by name; those that are only references must be in ``more``.
         more: names that are not measured themselves.
+        ranks: processes of a world.
     """
     load = os.getloadavg()[0]
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, load {load:.1f}")
@@ -312,7 +322,7 @@ def compare(script: str, arguments: argparse.Namespace, contenders: Mapping[str,
         for model, name in cases:
             print(f"\r{repeat + 1}/{arguments.repeats} {model} {name:<20}", end="", file=sys.stderr, flush=True)
             both = (contenders[name].reference, name)
-            pairs[model, name].append(measure_pair(script, model, both, arguments.chunks))
+            pairs[model, name].append(measure_pair(script, model, both, arguments.chunks, ranks))
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
 
     print(f"{'ms a step':<36}{'by hand':>10}{'it':>10}{'wall: ratio (range)':>24}{'CPU: ratio (range)':>24}")
