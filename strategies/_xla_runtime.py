@@ -17,7 +17,16 @@ from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.launch.tpu import tpu_is_here
 from trainkit.launch.wanted import Wanted
 
-__all__ = ["XLAGenerator", "choose_runtime", "compilations", "count_devices", "imported", "keep_compilations", "read_together"]
+__all__ = [
+    "XLAGenerator",
+    "choose_runtime",
+    "compilation_hints",
+    "compilations",
+    "count_devices",
+    "imported",
+    "keep_compilations",
+    "read_together",
+]
 
 _INSTALL = "pip install 'trainkit-torch[xla]'"
 
@@ -142,6 +151,19 @@ def compilations() -> int:
     """How many graphs the runtime has compiled in this process."""
     metrics = importlib.import_module("torch_xla.debug.metrics")
     return int(metrics.counter_value("UncachedCompile") or 0)
+
+
+def compilation_hints() -> dict[str, int]:
+    """Graphs that have been run, values that have been read one by one, and operations that were left to the host.
+
+    A tensor that is brought to the host whole (``.cpu()``, ``print``) is no read that torch_xla counts, but runs a graph.
+    """
+    metrics = importlib.import_module("torch_xla.debug.metrics")
+    value = metrics.counter_value
+    hints = {name: int(value(name)) for name in metrics.counter_names() if name.startswith("aten::")}
+    hints["reads"] = hints.pop("aten::_local_scalar_dense", 0)
+    hints["graphs"] = int(value("UncachedCompile") or 0) + int(value("CachedCompile") or 0)
+    return hints
 
 
 def read_together(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,6 +27,7 @@ from trainkit.strategies._xla_replicas import Replicas, host_world, launch, repl
 from trainkit.strategies._xla_runtime import (
     XLAGenerator,
     choose_runtime,
+    compilation_hints,
     compilations,
     count_devices,
     imported,
@@ -195,6 +196,10 @@ class XLAStrategy(Strategy):
     def compilations(self) -> int:
         """See :attr:`trainkit.Strategy.compilations`."""
         return compilations()
+
+    def compilation_hints(self) -> Mapping[str, int]:
+        """See :meth:`trainkit.Strategy.compilation_hints`: of threads nobody knows which of them has done what."""
+        return {} if isinstance(self.world, ThreadWorld) else compilation_hints()
 
     def sync(self) -> None:
         """Run what has been recorded."""

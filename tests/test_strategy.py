@@ -227,3 +227,9 @@ def test_one_process_is_all_processes() -> None:
     assert module.running_mean is mean
     strategy.barrier()
     strategy.teardown()
+
+
+def test_where_nothing_is_compiled_there_is_nothing_to_tell_of_it() -> None:
+    strategy = Strategy("cpu")
+    assert strategy.compilations is None
+    assert strategy.compilation_hints() == {}

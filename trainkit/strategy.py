@@ -368,6 +368,10 @@ class Strategy:
         """Graphs that have been compiled in this process; ``None`` where nothing is compiled by itself."""
         return None
 
+    def compilation_hints(self) -> Mapping[str, int]:
+        """Counts whose growth tells why a step compiled: "graphs" run, "reads" of values, and operations done by the host."""
+        return {}
+
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """What one process holds, in bytes: for :meth:`trainkit.Trainer.plan`. Activations are not in it.
 
