@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.nonfinite_guard import NonFiniteGuard
     from trainkit.callbacks.prediction_writer import PredictionWriter
     from trainkit.callbacks.progress_bar import TQDMProgressBar
+    from trainkit.callbacks.recompile_monitor import RecompileMonitor
     from trainkit.callbacks.throughput_monitor import ThroughputMonitor
     from trainkit.callbacks.timer import Timer
 
@@ -40,6 +41,7 @@ __all__ = [
     "ModelSummary",
     "NonFiniteGuard",
     "PredictionWriter",
+    "RecompileMonitor",
     "TQDMProgressBar",
     "ThroughputMonitor",
     "Timer",
@@ -55,6 +57,7 @@ _FILES = {
     "ModelSummary": "model_summary",
     "NonFiniteGuard": "nonfinite_guard",
     "PredictionWriter": "prediction_writer",
+    "RecompileMonitor": "recompile_monitor",
     "TQDMProgressBar": "progress_bar",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",

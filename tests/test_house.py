@@ -39,6 +39,7 @@ PUBLIC = {
         "ModelSummary",
         "NonFiniteGuard",
         "PredictionWriter",
+        "RecompileMonitor",
         "TQDMProgressBar",
         "ThroughputMonitor",
         "Timer",

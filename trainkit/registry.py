@@ -55,6 +55,7 @@ CALLBACKS: dict[str, str] = {
     "model_checkpoint": "trainkit.callbacks.model_checkpoint:ModelCheckpoint",
     "model_summary": "trainkit.callbacks.model_summary:ModelSummary",
     "progress_bar": "trainkit.callbacks.progress_bar:TQDMProgressBar",
+    "recompile_monitor": "trainkit.callbacks.recompile_monitor:RecompileMonitor",
     "timer": "trainkit.callbacks.timer:Timer",
 }
 

@@ -26,6 +26,7 @@ SIGNATURES = {
     "ModelSummary": "max_depth=1",
     "NonFiniteGuard": "action='raise', check=('loss', 'grad'), warn_after=3, max_consecutive=50",
     "PredictionWriter": "write_interval=None, output_dir=None, once=False",
+    "RecompileMonitor": "warmup_steps=2, max_warnings=5",
     "TQDMProgressBar": "refresh_rate=1, process_position=0, leave=False",
     "ThroughputMonitor": (
         "window_size=100, batch_size_fn=None, length_fn=None, flops_per_batch=None, available_flops=None, measure_flops=False"
