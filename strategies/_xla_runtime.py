@@ -26,6 +26,7 @@ __all__ = [
     "imported",
     "keep_compilations",
     "read_together",
+    "require",
 ]
 
 _INSTALL = "pip install 'trainkit-torch[xla]'"
@@ -37,33 +38,41 @@ def imported() -> Any:
     Raises:
         MissingPackageError: it is not installed, or does not load with this torch; with the versions and the command.
     """
+    require()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when it is loaded; 1 tells of every choice it makes
     root, before = logging.getLogger(), list(logging.getLogger().handlers)
     try:
         return importlib.import_module("torch_xla")
     except (ImportError, OSError) as error:
-        raise MissingPackageError(_why_not(error)) from error
+        raise MissingPackageError(
+            f"torch_xla {importlib.metadata.version('torch_xla')} cannot be loaded with torch {torch.__version__}: {error}. "
+            f"Install both anew: {_INSTALL}"
+        ) from error
     finally:
         for handler in [handler for handler in root.handlers if handler not in before]:
             root.removeHandler(handler)  # its import calls logging.basicConfig(), and how a program logs is the user's business
 
 
-def _why_not(error: BaseException) -> str:
+def require() -> None:
+    """Refuse at once where torch_xla cannot be loaded; it is not imported, which takes seconds.
+
+    Raises:
+        MissingPackageError: it is not installed, or does not load with this torch; with the versions and the command.
+    """
     try:
         theirs = importlib.metadata.version("torch_xla")
     except importlib.metadata.PackageNotFoundError:
-        return (
+        raise MissingPackageError(
             "strategy='xla' runs on torch_xla, which is not installed. Install it, in an environment of its own, as it needs a "
             f"torch of its own (here is {torch.__version__}): {_INSTALL}"
-        )
+        ) from None
     wanted = ".".join(theirs.split(".")[:2])
     here = ".".join(torch.__version__.split(".")[:2])
     if wanted != here:
-        return (
+        raise MissingPackageError(
             f"torch_xla {theirs} loads with torch {wanted} only, and here is torch {torch.__version__}. Install the two that "
             f"belong together, in an environment of their own: {_INSTALL}"
         )
-    return f"torch_xla {theirs} cannot be loaded with torch {torch.__version__}: {error}. Install both anew: {_INSTALL}"
 
 
 def choose_runtime(wanted: Wanted, env: MutableMapping[str, str] = os.environ) -> None:
@@ -76,6 +85,11 @@ def choose_runtime(wanted: Wanted, env: MutableMapping[str, str] = os.environ) -
     Raises:
         ConfigurationError: there is no TPU, or the variables contradict the arguments.
     """
+    if wanted.indices is not None:
+        raise ConfigurationError(
+            f"devices={list(wanted.indices)}: XLA takes its devices from the runtime. Give their number, and choose the chips "
+            "by the environment: export TPU_VISIBLE_CHIPS=0,2"
+        )
     runtime = env.get("PJRT_DEVICE", "").upper()
     if wanted.accelerator == "cpu":
         if runtime not in ("", "CPU"):
@@ -108,11 +122,6 @@ def count_devices(wanted: Wanted, xr: Any) -> int:
         ConfigurationError: there are others than were asked for.
     """
     here, hosts = int(xr.addressable_runtime_device_count()), int(xr.process_count())
-    if wanted.indices is not None:
-        raise ConfigurationError(
-            f"devices={list(wanted.indices)}: XLA takes its devices from the runtime. Give their number, and choose the chips "
-            "by the environment: export TPU_VISIBLE_CHIPS=0,2"
-        )
     if wanted.nodes is not None and wanted.nodes != hosts:
         raise ConfigurationError(
             f"num_nodes={wanted.nodes}, but XLA's runtime knows of {hosts}. Start the script on every host of the TPU slice, "
@@ -137,7 +146,8 @@ def keep_compilations(folder: Any, xr: Any) -> None:
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        xr.initialize_cache(str(path), readonly=False)
+        # of several processes on a host the first one writes
+        xr.initialize_cache(str(path), readonly=os.environ.get("PJRT_LOCAL_PROCESS_RANK", "0") != "0")
     except OSError as error:
         raise ConfigurationError(f"compilation_cache={str(folder)!r} cannot be used: {error}") from error
     except (AssertionError, RuntimeError) as error:

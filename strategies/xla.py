@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, LossError
+from trainkit.footprint import Contents, Footprint, Held, Moment
 from trainkit.launch.wanted import Wanted
 from trainkit.metric_values import TO_HOST
 from trainkit.precision import Precision
@@ -33,6 +34,7 @@ from trainkit.strategies._xla_runtime import (
     imported,
     keep_compilations,
     read_together,
+    require,
 )
 from trainkit.strategies._xla_sharding import ShardedModel, divide_state, make_mesh, share_of
 from trainkit.strategies._xla_threads import ThreadWorld
@@ -103,6 +105,7 @@ class XLAStrategy(Strategy):
         self._replicas: Replicas | None = None
         self.mesh: Any = None
         self._xla: Any = None
+        self._generators: tuple[Any, ...] = ()
         self._sharding: BatchSharding | None = None
         self._begin()
 
@@ -137,6 +140,7 @@ class XLAStrategy(Strategy):
         """See :meth:`trainkit.Strategy.join`: the runtime begins here."""
         if wanted.accelerator == "auto" and self._accelerator != "auto":
             wanted = replace(wanted, accelerator=self._accelerator)
+        require()
         choose_runtime(wanted)
         self._xla = imported()
         xr: Any = importlib.import_module("torch_xla.runtime")
@@ -247,6 +251,21 @@ class XLAStrategy(Strategy):
         """See :meth:`trainkit.Strategy.unwrap`."""
         return module.module if isinstance(module, ShardedModel) else super().unwrap(module)
 
+    def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
+        """See :meth:`trainkit.Strategy.prepare_optimizer`.
+
+        Raises:
+            ConfigurationError: it has options for kernels that XLA has not.
+        """
+        wrong = [name for name in ("fused", "capturable") if any(group.get(name) for group in optimizer.param_groups)]
+        if wrong:
+            options = " and ".join(f"{name}=True" for name in wrong)
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}({options}): there is no such kernel on XLA devices, where all of a step is one "
+                "graph anyway. Leave it out."
+            )
+        return super().prepare_optimizer(optimizer, module)
+
     def step_function(
         self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
@@ -354,6 +373,19 @@ class XLAStrategy(Strategy):
             updated = super().optimizer_step(optimizer, closure)
         self._sync_together()
         return updated
+
+    def footprint(self, contents: Contents, processes: int) -> Footprint:
+        """See :meth:`trainkit.Strategy.footprint`; ``processes`` are devices, over which ``fsdp`` divides all but buffers."""
+        whole = super().footprint(contents, processes)
+        if not self.fsdp:
+            return whole
+        held = whole.moments["update"].device
+        each = Held(
+            parameters=contents.buffers + -(-(held.parameters - contents.buffers) // processes),
+            gradients=-(-held.gradients // processes),
+            optimizer=-(-held.optimizer // processes),
+        )
+        return replace(whole, name=f"{self.name}, fsdp", moments={"update": Moment(each)})
 
     def teardown(self) -> None:
         """Forget the models."""

@@ -98,6 +98,7 @@ def bytes_at_the_peak(kinds: list[str], precision: str, **options: Any) -> dict[
 
 
 def _peak(kind: str, precision: str, options: dict[str, Any]) -> int:
+    gc.collect()  # what the run before has left must not be freed in this one, which would seem to need that much less
     with _quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         _train(kind, precision, None, **options)
     total = peak = 0

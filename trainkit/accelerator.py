@@ -123,6 +123,11 @@ class Accelerator(GradientVerbs, StateVerbs):
         return self.strategy.device
 
     @property
+    def num_processes(self) -> int:
+        """So many micro-batches are worked on side by side: of processes, or of the devices that one drives (XLA's SPMD)."""
+        return self.strategy.world_size
+
+    @property
     def is_main_process(self) -> bool:
         """Whether this is the process that prints and writes."""
         return self.strategy.is_main_process
