@@ -240,6 +240,7 @@ class Trained:
 
     Attributes:
         losses: of each global micro-batch.
+        places: (epoch, row) of each.
         ids: its samples.
         seen: of each of these, the sum of what the dataset made of it.
         rates: of the first group, in each update.
@@ -250,6 +251,7 @@ class Trained:
     """
 
     losses: list[float] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
     ids: list[list[int]] = field(default_factory=list)
     seen: list[list[float]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -266,6 +268,7 @@ class Notes(Callback):
         self.trained = Trained()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.trained.places.append((trainer.current_epoch, batch_idx))
         self.trained.ids.append(batch["id"].tolist())
         if "x" in batch:
             self.trained.seen.append(batch["x"].cpu().sum(1).tolist())
