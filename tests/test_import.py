@@ -38,6 +38,43 @@ def test_using_every_public_name_loads_nothing_optional() -> None:
     assert "torch.utils.tensorboard" not in modules
 
 
+def test_every_public_name_can_be_the_first_that_is_imported() -> None:
+    """Modules that import each other in a circle work from some places of it only."""
+    program = f"""
+import importlib, os, sys
+import torch
+
+for name in {PACKAGES}:
+    process = os.fork()
+    if not process:
+        all_names = importlib.import_module(name).__all__
+        print(*(f"{{name}}.{{each}}" for each in all_names), flush=True)
+        os._exit(0)
+    os.waitpid(process, 0)
+"""
+    names = run_python(program).stdout.split()
+    assert len(names) > 40
+    program = f"""
+import importlib, os, sys, traceback
+import torch, torch._dynamo
+
+for name in {names}:
+    process = os.fork()
+    if not process:
+        package, _, each = name.rpartition(".")
+        try:
+            getattr(importlib.import_module(package), each)
+        except BaseException:
+            print(f"{{name}} cannot be imported first:", file=sys.stderr)
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(0)
+    os.waitpid(process, 0)
+"""
+    done = run_python(program)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("package", sorted(OPTIONAL & {"tensorboard", "wandb", "matplotlib", "sklearn"}))
 def test_what_is_optional_would_be_seen(package: str) -> None:
     assert package in packages(modules_after(f"import {package}"))
