@@ -26,6 +26,7 @@ __all__ = [
     "imported",
     "keep_compilations",
     "read_together",
+    "refuse_late_runtime",
     "require",
 ]
 
@@ -154,6 +155,23 @@ def keep_compilations(folder: Any, xr: Any) -> None:
         raise ConfigurationError(
             f"compilation_cache={str(folder)!r}: XLA's runtime has begun without it. Make the Trainer or Accelerator before "
             f"the first tensor on an XLA device. ({error})"
+        ) from error
+
+
+def refuse_late_runtime(error: RuntimeError) -> None:
+    """Say what is behind torch's error about queues: its autograd makes one for each device at its first backward pass.
+
+    Args:
+        error: of a backward pass.
+
+    Raises:
+        ConfigurationError: the first one was before XLA's runtime began.
+    """
+    if "device_ready_queues_" in str(error):
+        raise ConfigurationError(
+            "a backward pass has been run in this process before XLA's runtime began, and torch's autograd does not learn of "
+            "devices after that. Make the Trainer or Accelerator with strategy='xla' before anything is trained on another "
+            "device, or run it in another process."
         ) from error
 
 

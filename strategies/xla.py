@@ -34,6 +34,7 @@ from trainkit.strategies._xla_runtime import (
     imported,
     keep_compilations,
     read_together,
+    refuse_late_runtime,
     require,
 )
 from trainkit.strategies._xla_sharding import ShardedModel, divide_state, make_mesh, share_of
@@ -308,8 +309,16 @@ class XLAStrategy(Strategy):
         return to_xla(batch, self.device, self._sharding)
 
     def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
-        """See :meth:`trainkit.Strategy.backward`; inside a window the micro-batch ends here."""
-        super().backward(loss, **kwargs)
+        """See :meth:`trainkit.Strategy.backward`; inside a window the micro-batch ends here.
+
+        Raises:
+            ConfigurationError: torch cannot, since it has done a backward pass before XLA's runtime began.
+        """
+        try:
+            super().backward(loss, **kwargs)
+        except RuntimeError as error:
+            refuse_late_runtime(error)
+            raise
         if self._replicas is not None and loss is not None:
             self._replicas.had_loss = True
         if self.window is not None and not (self.window.full and self.window.alike):

@@ -1,0 +1,163 @@
+"""What XLA cannot do is said, with what to do instead; what can be seen before the runtime begins is in test_xla_runtime.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from worlds import WorldError
+from xla_cases import Net, Numbers, loader, quiet
+from xla_runs import run_xla
+
+from trainkit import Accelerator, Trainer
+from trainkit.errors import TrainkitError
+
+pytestmark = pytest.mark.xla
+
+
+def made(arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    """A Trainer, or what is wrong with it."""
+    from trainkit.strategies import XLAStrategy
+
+    Trainer(**{"strategy": XLAStrategy(**options), **arguments})
+
+
+@pytest.mark.skipif(os.environ.get("PJRT_DEVICE", "CPU") != "CPU", reason="a TPU has the number of devices that it has")
+@pytest.mark.parametrize(
+    "arguments, options, message",
+    [
+        ({"devices": 3}, {}, r"devices=3, but XLA's runtime has 4 on this host. Use devices=4, or say .*CPU_NUM_DEVICES"),
+        ({"devices": [0, 1]}, {}, r"devices=\[0, 1\]: XLA takes its devices from the runtime.*TPU_VISIBLE_CHIPS=0,2"),
+        ({"num_nodes": 2}, {}, "num_nodes=2, but XLA's runtime knows of 1. Start the script on every host"),
+        ({}, {"mesh": {"data": 3}}, r"mesh=\{'data': 3\} is of 3 devices, and the runtime has 4"),
+        ({}, {"mesh": {"data": 4}, "fsdp": True}, "fsdp=True needs an axis 'fsdp' in the mesh, which has data"),
+        ({}, {"mesh": {"model": 4}}, r"the axes of the mesh are called \('model',\), and batches are divided over 'data'"),
+        ({}, {"mesh": [4]}, "mesh must be a torch_xla.distributed.spmd.Mesh, or sizes by axis"),
+        ({}, {"mesh": {"data": 4.0}}, "mesh must be a torch_xla.distributed.spmd.Mesh, or sizes by axis"),
+        ({"precision": "16-mixed"}, {}, "16-mixed.*bf16-mixed"),
+        ({"precision": "16-true"}, {}, "16-true.*bf16-true"),
+        ({"sync_batchnorm": True}, {}, "sync_batchnorm=True works with strategy='ddp' only"),
+        ({"strategy": "ddp", "accelerator": "tpu"}, {}, "accelerator='tpu' works with strategy='xla', not with 'ddp'"),
+        ({"accelerator": "gpu"}, {}, "accelerator='cuda' and .* name different devices"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorldError, match=rf"Error: .*{message}"):
+        run_xla(made, arguments, options, devices=4)
+
+
+def mesh_object(names: tuple[str, ...] | None) -> tuple[int, Any]:
+    import numpy as np
+    import torch_xla.distributed.spmd as xs
+
+    from trainkit.strategies import XLAStrategy
+
+    mesh = xs.Mesh(np.arange(4), (2, 2), names)
+    trainer = Trainer(strategy=XLAStrategy(mesh=mesh), logger=False, enable_checkpointing=False)
+    return trainer.world_size, trainer.strategy.mesh is mesh
+
+
+def test_a_mesh_of_ones_own() -> None:
+    """Over an axis of another name batches are not divided; without names it cannot be known."""
+    assert run_xla(mesh_object, ("data", "fsdp"), devices=4) == (4, True)
+    assert run_xla(mesh_object, ("data", "model"), devices=4) == (2, True)
+    with pytest.raises(WorldError, match="batches are divided over 'data' and 'fsdp'. Name one so"):
+        run_xla(mesh_object, None, devices=4)
+
+
+def one_after_spmd() -> list[str]:
+    said = []
+    for devices in (None, 1):
+        try:
+            Trainer(strategy="xla", devices=devices, logger=False, enable_checkpointing=False)
+        except TrainkitError as error:
+            said.append(str(error))
+    return said
+
+
+def test_one_device_after_several() -> None:
+    (said,) = run_xla(one_after_spmd, devices=4)
+    assert "devices=1, but SPMD is on in this process" in said
+
+
+def compiled(what: str) -> None:
+    from trainkit.strategies import XLAStrategy
+
+    module = Net()
+    if what == "own loop":
+        accelerator = Accelerator(strategy=XLAStrategy())
+        net = torch.compile(nn.Linear(2, 2), backend="eager")
+        accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    elif what == "inner":
+        module.net = torch.compile(module.net, backend="eager")
+        quiet("one").fit(module, loader("one", Numbers(16)))
+    else:
+        quiet("one").fit(torch.compile(module, backend="eager"), loader("one", Numbers(16)))
+
+
+def test_torch_compile() -> None:
+    with pytest.raises(
+        WorldError, match="torch.compile has no part in strategy='xla', which compiles every step. Leave it out"
+    ):
+        run_xla(compiled, "module")
+
+
+def trained_on_the_cpu_first() -> str:
+    quiet("auto").fit(Net(), loader("auto", Numbers(16)))
+    try:
+        quiet("one").fit(Net(), loader("one", Numbers(16)))
+    except TrainkitError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_pass_before_the_runtime_begins() -> None:
+    """torch's autograd makes its queues at the first one, for the devices that there are then."""
+    assert "a backward pass has been run in this process before XLA's runtime began" in run_xla(trained_on_the_cpu_first)
+
+
+def the_other_way_round() -> list[int]:
+    trainers = [quiet("one"), quiet("auto"), quiet("one")]
+    for trainer in trainers:
+        trainer.fit(Net(), loader("one", Numbers(16)))
+    return [trainer.global_step for trainer in trainers]
+
+
+def test_a_backward_pass_on_the_cpu_after_it() -> None:
+    assert run_xla(the_other_way_round) == [2, 2, 2]
+
+
+def ragged(kind: str, uneven: bool) -> None:
+    data = [{"id": torch.tensor(i), "x": torch.zeros(4 + (i > 2 and uneven))} for i in range(4)]
+    with torch.no_grad():
+        for _ in quiet(kind).accelerator.prepare(loader(kind, data, 4)):
+            pass
+
+
+def test_batches_that_cannot_be_put_side_by_side() -> None:
+    run_xla(ragged, "spmd", False, devices=4)
+    with pytest.raises(WorldError, match=r"DataError: .*put side by side: they hold tensors of the shapes \(1, 4\), \(1, 5\)"):
+        run_xla(ragged, "spmd", True, devices=4)
+
+
+def launched() -> None:
+    Trainer(strategy="xla", logger=False, enable_checkpointing=False)
+
+
+def test_processes_of_another_launcher() -> None:
+    """Each would be a run of its own, and nothing would say so."""
+    torchrun = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
+    with pytest.raises(
+        WorldError, match="ConfigurationError: .* has started 2 processes .* XLA's runtime knows of 1: each would train"
+    ):
+        run_xla(launched, env=torchrun)
