@@ -93,7 +93,8 @@ class GradientClipping(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         norm = self._clip(trainer, module, optimizer)
-        if self.log_norm and isinstance(norm, Tensor) and trainer.should_log:
+        due = trainer.should_log or trainer.strategy.lazy_tensors  # where a step that logs more is another graph
+        if self.log_norm and isinstance(norm, Tensor) and due:
             self.log("grad_norm", norm, on_step=True, on_epoch=False)
 
     def _clip(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> Any:
