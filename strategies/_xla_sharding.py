@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from torch.optim import Optimizer
 
 from trainkit.data.nested import leaves
 from trainkit.errors import ConfigurationError
+from trainkit.footprint import Contents, Footprint, Held, Moment
 from trainkit.strategies._wrapped import Wrapped
 
-__all__ = ["ShardedModel", "divide_state", "make_mesh", "share_of"]
+__all__ = ["ShardedModel", "divide_state", "divided", "make_mesh", "share_of"]
 
 _DATA = ("data", "fsdp")  # axes over which batches are divided
 
@@ -107,6 +109,17 @@ def divide_state(optimizers: Iterable[Optimizer]) -> None:
             for value in state.values():
                 if isinstance(value, Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
                     room._xla_mark_sharding(value, sharding)
+
+
+def divided(whole: Footprint, contents: Contents, devices: int) -> Footprint:
+    """What one device holds where all but buffers is divided."""
+    held = whole.moments["update"].device
+    each = Held(
+        parameters=contents.buffers + -(-(held.parameters - contents.buffers) // devices),
+        gradients=-(-held.gradients // devices),
+        optimizer=-(-held.optimizer // devices),
+    )
+    return replace(whole, name=f"{whole.name}, fsdp", moments={"update": Moment(each)})
 
 
 class _Called(nn.Module):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, LossError
-from trainkit.footprint import Contents, Footprint, Held, Moment
+from trainkit.footprint import Contents, Footprint
 from trainkit.launch.wanted import Wanted
 from trainkit.metric_values import TO_HOST
 from trainkit.precision import Precision
@@ -37,7 +37,7 @@ from trainkit.strategies._xla_runtime import (
     refuse_late_runtime,
     require,
 )
-from trainkit.strategies._xla_sharding import ShardedModel, divide_state, make_mesh, share_of
+from trainkit.strategies._xla_sharding import ShardedModel, divide_state, divided, make_mesh, share_of
 from trainkit.strategies._xla_threads import ThreadWorld
 from trainkit.strategies._xla_transfer import BatchSharding, loaded_ahead, to_xla
 from trainkit.strategy import Strategy
@@ -386,15 +386,7 @@ class XLAStrategy(Strategy):
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """See :meth:`trainkit.Strategy.footprint`; ``processes`` are devices, over which ``fsdp`` divides all but buffers."""
         whole = super().footprint(contents, processes)
-        if not self.fsdp:
-            return whole
-        held = whole.moments["update"].device
-        each = Held(
-            parameters=contents.buffers + -(-(held.parameters - contents.buffers) // processes),
-            gradients=-(-held.gradients // processes),
-            optimizer=-(-held.optimizer // processes),
-        )
-        return replace(whole, name=f"{self.name}, fsdp", moments={"update": Moment(each)})
+        return divided(whole, contents, processes) if self.fsdp else whole
 
     def teardown(self) -> None:
         """Forget the models."""

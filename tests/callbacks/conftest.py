@@ -91,6 +91,7 @@ def trainer() -> Any:
             data_world=World(),
             device=torch.device("cpu"),
             gradient_norm=lambda optimizer: None,
+            lazy_tensors=False,
             sharded_parameters=False,
             world=World(),
         ),

@@ -68,6 +68,11 @@ def test_the_norm_is_logged_at_log_boundaries_only(trainer, module) -> None:
         module.logged.clear()
         callback.on_before_optimizer_step(trainer, module, None)
         assert module.logged == ({"grad_norm": norm} if log_norm and should_log else {})
+    trainer.strategy.lazy_tensors, trainer.should_log = True, False
+    callback = GradientClipping(1.0)
+    callback._module = module
+    callback.on_before_optimizer_step(trainer, module, None)
+    assert module.logged == {"grad_norm": norm}, "at every step where one that logs more is another graph"
     callback = GradientClipping(1.0)
     callback._module, trainer.should_log = module, True
     callback.on_before_optimizer_step(trainer, module, None)
