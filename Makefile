@@ -29,7 +29,7 @@ test: $(VENV)/.test ## install what the tests need and run them
 	$(PYTEST) -n $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.test ## the tests marked slow, and those of how soon things happen, one after the other
-	$(PYTEST) -m "slow or prompt" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+	$(PYTEST) -m "(slow or prompt) and not xla" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 
 test-zero: $(VENV)/.test ## the full grids of ZeRO; compiles a part of DeepSpeed the first time
 	$(RUN) tests/compile_extensions.py
@@ -39,7 +39,7 @@ test-zero: $(VENV)/.test ## the full grids of ZeRO; compiles a part of DeepSpeed
 test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with torch 2.9 (7 GB)
 	$(RUN) tests/xla_environment.py "$(XLA_VENV)"
 	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} TRAINKIT_MAIN_PYTHON="$(abspath $(RUN))" OMP_NUM_THREADS=1 "$(XLA_VENV)/bin/python" -m pytest \
-	  -n $(JOBS) --maxprocesses 4 -m xla tests/test_xla_*.py tests/strategies tests/callbacks $(ARGS)
+	  -n $(JOBS) --maxprocesses 4 -m "xla and not slow" tests/test_xla_*.py tests/strategies tests/callbacks $(ARGS)
 
 check: $(VENV)/.test ## ruff and mypy
 	$(RUN) -m ruff check .
