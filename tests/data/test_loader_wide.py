@@ -131,3 +131,30 @@ def test_of_a_stream_the_last_row_has_what_is_left(rows: int) -> None:
     assert [values for values, _, _ in found] == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
     assert [full for _, full, _ in found] == ([True, True] if rows == 1 else [False, True])
     assert [share for _, _, share in found] == ([1.0, 1.0] if rows == 1 else pytest.approx([8 / 11, 3 / 11]))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("own", [False, True])
+def test_batches_that_are_loaded_ahead_are_loaded_once_by_the_first_of_their_row(rows: int, devices: int, own: bool) -> None:
+    loaded: list[Any] = []
+
+    def ahead(items: Any, load: Any, start: int = 0) -> Any:
+        assert (load is None) is not own, "nothing but moving is left to whoever loads ahead"
+        waiting: list[Any] = []
+        for number, item in enumerate(items, start):
+            waiting.append(item if load is None else load(item, number))
+            if len(waiting) > 1:
+                yield waiting.pop(0)
+        yield from waiting
+
+    def transfer(batch: Any, m: int) -> Any:
+        loaded.append(m)
+        return [batch[0] + 1000, batch[1]]
+
+    plain = epoch(*made(34, devices, rows))
+    found = epoch(*made(34, devices, rows, ahead=ahead, transfer=transfer if own else None))
+    assert loaded == (list(range(0, 12, devices)) if own else [])
+    for one, other in zip(plain, found, strict=True):
+        assert other["ids"] == [id + 1000 * own for id in one["ids"]]
+        assert {**other, "ids": None} == {**one, "ids": None}

@@ -253,11 +253,12 @@ class PreparedLoader(Positions):
         start: int,
         transfer: Callable[[Any, int], Any],
     ) -> Iterator[Any]:
+        ahead = self._ahead is not None
         if self._ahead is not None:
             load = self._loads(lambda micro, m: micro._replace(batch=transfer(micro.batch, m)))
-            items, transfer = self._ahead(items, load, start=start), _as_it_is
+            items = self._ahead(items, load, start=start)
         for m, item in enumerate(items, start):
-            batch = transfer(item.batch, m)
+            batch = item.batch if ahead else transfer(item.batch, m)
             window.take(item)
             self.given = m + 1
             if window.first:
