@@ -14,6 +14,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from trainkit.console import speak
 from trainkit.distributed import Pending, Team, World
 from trainkit.errors import ConfigurationError, ProcessFailedError
@@ -125,6 +127,9 @@ def turns_of_this_process(size: int) -> Turns:
         )
     with _made:
         if _turns is None:
+            # In a forked process torch makes its pool of threads anew when it is first asked for it, and autograd asks in a
+            # thread for each device: together they would find it half made, and end the process.
+            torch.set_num_threads(torch.get_num_threads())
             _turns = Turns(size)
         return _turns
 

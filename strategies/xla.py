@@ -36,6 +36,7 @@ from trainkit.strategies._xla_runtime import (
     read_together,
     refuse_late_runtime,
     require,
+    swapping,
 )
 from trainkit.strategies._xla_sharding import ShardedModel, divide_state, divided, make_mesh, share_of
 from trainkit.strategies._xla_threads import ThreadWorld
@@ -229,12 +230,8 @@ class XLAStrategy(Strategy):
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
         """The module on the device; its parameters stay the objects that they are, so that ties hold."""
-        before = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
+        with swapping(module):
             module = super().prepare_module(module)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(before)
         if self.fsdp:
             self._models[id(module)] = ShardedModel(module, self.mesh)
         if self._replicas is not None:

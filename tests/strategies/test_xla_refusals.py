@@ -105,6 +105,22 @@ def test_torch_compile() -> None:
         run_xla(compiled, "module")
 
 
+def held_elsewhere() -> str:
+    import weakref
+
+    module = Net()
+    kept = [weakref.ref(parameter) for parameter in module.parameters()]
+    try:
+        quiet("one").fit(module, loader("one", Numbers(16)))
+    except TrainkitError as error:
+        return f"{error} {len(kept)}"
+    return ""
+
+
+def test_a_parameter_that_something_else_holds_on_to() -> None:
+    assert "Something holds on to this parameter: a weak reference" in run_xla(held_elsewhere)
+
+
 def trained_on_the_cpu_first() -> str:
     quiet("auto").fit(Net(), loader("auto", Numbers(16)))
     try:
