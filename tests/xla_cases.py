@@ -89,7 +89,7 @@ def strategy(kind: str, **options: Any) -> Any:
     return XLAStrategy(**{**KINDS[kind][1], **options})
 
 
-def under(kind: str, function: Callable[..., Any], *args: Any, optimized: bool = False) -> Any:
+def under(kind: str, function: Callable[..., Any], *args: Any, optimized: bool = False, flags: str = "") -> Any:
     """``function(kind, *args)`` in a process of its own, with the devices of the configuration.
 
     Args:
@@ -97,8 +97,10 @@ def under(kind: str, function: Callable[..., Any], *args: Any, optimized: bool =
         function: of a module.
         args: of it, after the configuration.
         optimized: compiled as a user's, which takes ten times as long.
+        flags: of XLA.
     """
-    return run_xla(function, kind, *args, devices=devices(kind), env={} if optimized else QUICK)
+    given = f"{'' if optimized else QUICK.get('XLA_FLAGS', '')} {flags}".strip()
+    return run_xla(function, kind, *args, devices=devices(kind), env={"XLA_FLAGS": given} if given else {})
 
 
 def quiet(kind: str, *callbacks: Callback, options: dict[str, Any] | None = None, **arguments: Any) -> Trainer:

@@ -1,0 +1,131 @@
+"""A loop of one's own over the Accelerator does what the Trainer does under XLA, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from xla_cases import KINDS, Net, Numbers, Trained, close, limit, loader, strategy, train, under
+
+import trainkit
+from trainkit import Accelerator
+
+pytestmark = pytest.mark.xla
+
+SAMPLES = 77
+
+
+class Loop:
+    """Two epochs, with windows of two and clipping."""
+
+    def __init__(self, kind: str, net: Any = None, precision: str = "32-true") -> None:
+        trainkit.seed_everything(5)
+        self.net = Net("adamw", dropout=0.2) if net is None else net
+        self.accelerator = Accelerator(strategy=strategy(kind), precision=precision, gradient_accumulation_steps=2)
+        data = loader(kind, Numbers(SAMPLES, noise=True), shuffle=True)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(self.net, self.net.made(), data)
+        self.trained, self.updates = Trained(), 0
+
+    def epoch(self, save: tuple[int, Path] | None = None) -> None:
+        """``save``: after so many micro-batches, and where."""
+        for number, batch in enumerate(self.loader, 1):
+            self.trained.ids.append(batch["id"].tolist())
+            with self.accelerator.accumulate(self.model):
+                with self.accelerator.autocast():
+                    loss = (self.model(batch["x"]).float() - batch["y"].float()).square().mean(1).mean()
+                self.accelerator.backward(loss)
+                norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.trained.losses.append(float(loss))
+            self.trained.compilations.append(self.accelerator.strategy.compilations)
+            if self.accelerator.sync_gradients:
+                self.trained.norms.append(float(norm))
+            if save is not None and number == save[0]:
+                self.accelerator.save_state(save[1])
+
+    def end(self) -> Trained:
+        self.trained.parameters = {name: p.detach().cpu().clone() for name, p in self.net.named_parameters()}
+        self.accelerator.free_memory()
+        return self.trained
+
+
+class Called(Net):
+    """Can be called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def both(kind: str, precision: str) -> tuple[Trained, Trained]:
+    loop = Loop(kind, Called("adamw", dropout=0.2), precision)
+    loop.epoch()
+    loop.epoch()
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "precision": precision}
+    data = loader(kind, Numbers(SAMPLES, noise=True), shuffle=True)
+    own = loop.end()
+    return own, train(kind, Called("adamw", dropout=0.2), data, **arguments)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_trainer_is_the_loop(precision: str, kind: str) -> None:
+    # XLA leaves out a rounding to bfloat16 and back, but not where what is rounded is said to be divided in a certain way, as
+    # the outputs of a model are under FSDPv2; the Trainer's model gives the loss.
+    mine, theirs = under(kind, both, precision, flags="--xla_allow_excess_precision=false")
+    assert len(mine.losses) == 20
+    assert mine.ids == theirs.ids
+    assert mine.losses == theirs.losses
+    assert mine.norms == theirs.norms
+    assert mine.parameters.keys() == theirs.parameters.keys()
+    assert all(torch.equal(mine.parameters[name], value) for name, value in theirs.parameters.items())
+    assert mine.compilations[-1] == mine.compilations[10], "the second epoch compiles nothing"
+
+
+def saved_and_loaded(kind: str, folder: Path) -> tuple[Trained, Trained]:
+    """A loop that saves in the middle of its first epoch, and one that goes on from there."""
+    whole = Loop(kind, Called("adamw", dropout=0.2))
+    whole.epoch((4, folder))
+    whole.epoch()
+    expected = whole.end()
+    rest = Loop(kind, Called("adamw", dropout=0.2))
+    rest.accelerator.load_state(folder)
+    rest.epoch()
+    rest.epoch()
+    return expected, rest.end()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_save_state_and_load_state(kind: str, run_dir: Path) -> None:
+    """Bit for bit, with dropout, shuffling and augmentation."""
+    whole, rest = under(kind, saved_and_loaded, run_dir / "state")
+    assert rest.ids == whole.ids[4:]
+    assert rest.losses == whole.losses[4:]
+    assert all(torch.equal(rest.parameters[name], value) for name, value in whole.parameters.items())
+
+
+def evaluated(kind: str) -> dict[str, Any]:
+    """An evaluation in an own loop, of 21 samples on whatever devices, and by a plain model."""
+    net, again, data = Called(), Called(), Numbers(21)
+    accelerator = Accelerator(strategy=strategy(kind))
+    model = accelerator.prepare(net).eval()
+    prepared = accelerator.prepare(DataLoader(data, 2))
+    found, ids = [], []
+    with torch.no_grad():
+        for batch in prepared:
+            outputs, numbers = accelerator.strategy.all_gather((model(batch["x"]), batch["id"]))
+            found.append(outputs.cpu())
+            ids += numbers.tolist()
+        plain = again(data.x)
+    return {"found": torch.cat(found), "ids": ids, "plain": plain}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_an_evaluation(kind: str) -> None:
+    found = under(kind, evaluated)
+    assert found["ids"] == list(range(21))
+    close(found["found"].flatten().tolist(), found["plain"].flatten().tolist(), 10 * limit())
