@@ -146,7 +146,9 @@ def keep_compilations(folder: Any, xr: Any) -> None:
     Raises:
         ConfigurationError: the runtime has begun without, or cannot write there.
     """
-    path = Path(folder)
+    path = Path(folder).absolute()
+    if os.environ.get("XLA_PERSISTENT_CACHE_PATH") == str(path):
+        return  # an earlier run of this process has seen to it
     try:
         path.mkdir(parents=True, exist_ok=True)
         # of several processes on a host the first one writes
