@@ -16,6 +16,7 @@ from xla_cases import FEW, KINDS, Masked, Net, Notes, Numbers, Trained, loader, 
 
 from trainkit import Callback
 from trainkit.callbacks import ModelCheckpoint
+from trainkit.checkpoint.folder import list_checkpoints
 
 pytestmark = pytest.mark.xla
 
@@ -160,6 +161,25 @@ def test_saving(kind: str, run_dir: Path) -> None:
     assert len(list((run_dir / "checkpoints").iterdir())) >= 1
     assert after(trained, 2) == 2
     assert later(trained) == {}
+
+
+def gone_on(kind: str, folder: Path) -> list[int]:
+    """From the newest checkpoint; the graphs that had been compiled after each row."""
+    notes = Notes()
+    quiet(kind, notes, max_epochs=4).fit(Net("adamw", ends_at_zero), loader(kind, Numbers(80)), ckpt_path=folder)
+    return notes.trained.compilations
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_going_on(kind: str, run_dir: Path) -> None:
+    """There is state already, so one graph does on one device; on several what has been loaded is divided by a graph of its
+    own, or the first step says how it is to be divided from the second on."""
+    under(kind, saved, run_dir / "checkpoints")
+    newest, *_ = list_checkpoints(run_dir / "checkpoints")
+    compilations = under(kind, gone_on, newest.path)
+    assert len(compilations) == 20
+    assert compilations[1] == (1 if kind == "one" else 2)
+    assert compilations[1:] == compilations[1:2] * 19, "the second update was the last to be compiled"
 
 
 # ---------------------------------------------------------------------------------------------- graphs that are run
