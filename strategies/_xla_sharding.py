@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainkit.data.nested import leaves
 from trainkit.errors import ConfigurationError
@@ -78,6 +79,7 @@ class ShardedModel(Wrapped):
         self.training = module.training
         fsdp: Any = importlib.import_module("torch_xla.experimental.spmd_fully_sharded_data_parallel")
         self._spmd: Any = importlib.import_module("torch_xla.distributed.spmd")
+        self._mesh, self._marks = mesh, list[RemovableHandle]()
         called = _Called(module)
         # not assigned plainly: it would be a part of this module
         self.__dict__["_fsdp"] = fsdp.SpmdFullyShardedDataParallel(called, mesh=mesh, shard_output=self._divide_outputs)
@@ -85,6 +87,25 @@ class ShardedModel(Wrapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.module, *args, **kwargs)
+
+    def mark_parts(self) -> None:
+        """Divide what the parts of the module return, too: where a step of the module calls them, and it returns but a loss.
+
+        It is there that the compiler is told to gather parameters and not activations; and a loop of one's own, which calls
+        such a part as its model, is the same graph.
+        """
+        parts = [part for part in self.module.children() if any(True for _ in part.parameters())]
+        if not self._marks:
+            self._marks += [part.register_forward_hook(self._mark) for part in parts]
+
+    def _mark(self, part: nn.Module, args: Any, outputs: Any) -> None:
+        self._divide_outputs(outputs, self._mesh)
+
+    def close(self) -> None:
+        """Leave the module's parts as they were."""
+        for mark in self._marks:
+            mark.remove()
+        self._marks.clear()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that uses the parameters, within FSDPv2's forward."""

@@ -277,6 +277,7 @@ class XLAStrategy(Strategy):
         step = super().step_function(wrapped, module, name)
         sharded = self._models.get(id(module))
         if sharded is not None:
+            sharded.mark_parts()
             step = partial(sharded.run, step)
         if name == "training_step":
             return step
@@ -387,6 +388,8 @@ class XLAStrategy(Strategy):
 
     def teardown(self) -> None:
         """Forget the models."""
+        for sharded in self._models.values():
+            sharded.close()
         self._begin()
         if isinstance(self.world, ThreadWorld):
             self.world.rest()

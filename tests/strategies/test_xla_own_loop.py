@@ -74,9 +74,7 @@ def both(kind: str, precision: str) -> tuple[Trained, Trained]:
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_trainer_is_the_loop(precision: str, kind: str) -> None:
-    # XLA leaves out a rounding to bfloat16 and back, but not where what is rounded is said to be divided in a certain way, as
-    # the outputs of a model are under FSDPv2; the Trainer's model gives the loss.
-    mine, theirs = under(kind, both, precision, flags="--xla_allow_excess_precision=false")
+    mine, theirs = under(kind, both, precision)
     assert len(mine.losses) == 20
     assert mine.ids == theirs.ids
     assert mine.losses == theirs.losses
