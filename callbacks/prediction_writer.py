@@ -113,6 +113,8 @@ class PredictionWriter(Callback):
             batch_idx: its number among those of this process.
             dataloader_idx: the number of the loader.
         """
+        if not _writes(trainer):
+            return
         number = _number(trainer, batch_idx)
         folder = self._folder(trainer, dataloader_idx)
         named = _named_tensors(prediction)
@@ -138,7 +140,7 @@ class PredictionWriter(Callback):
             batch_indices: for each loader, for each batch, as in :meth:`write_on_batch_end`.
         """
         ranks = 1 if self.once else trainer.strategy.data_world.size
-        first = 0 if self.once else trainer.global_rank
+        first = 0 if self.once else trainer.strategy.data_world.rank
         by_loader = [predictions] if len(batch_indices) == 1 else predictions
         for loader, (own, indices) in enumerate(zip(by_loader, batch_indices, strict=True)):
             stem = self._folder(trainer, loader) / ("predictions" if self.once else f"rank-{first}")
@@ -199,7 +201,7 @@ class PredictionWriter(Callback):
             lists.extend([] for _ in range(loaders - len(lists)))
         if self.once:
             kept, indices = _gathered_on_main(trainer, kept), _gathered_on_main(trainer, indices)
-        if trainer.is_global_zero or not self.once:
+        if _writes(trainer) and (trainer.is_global_zero or not self.once):
             self.write_on_epoch_end(trainer, module, kept[0] if loaders == 1 else kept, indices)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -227,6 +229,12 @@ def _sources(trainer: Trainer) -> list[Any]:
     return trainer.evaluation_sources["predict"]
 
 
+def _writes(trainer: Trainer) -> bool:
+    """Whether this process has predictions of its own; where all have the same ones, the main process writes them."""
+    strategy = trainer.strategy
+    return strategy.data_world.size == strategy.world.size or strategy.world.is_main
+
+
 def _number(trainer: Trainer, batch_idx: int) -> int:
     """The number of a batch of this process among those of all."""
     world = trainer.strategy.data_world
@@ -247,7 +255,7 @@ def _positions(source: Any, number: int, devices: int) -> list[int] | None:
 
 def _gathered_on_main(trainer: Trainer, own: list[list[Any]]) -> list[list[Any]]:
     """What all processes have, by loader and in the order of the batches; on the main process only, a few rows at a time."""
-    world = trainer.strategy.world
+    world = trainer.strategy.data_world
     gathered: list[list[Any]] = []
     for mine, rows in zip(own, world.largest([len(each) for each in own]), strict=True):
         gathered.append([])

@@ -103,8 +103,13 @@ def _send_short(wire: torch.dtype, bucket: Any) -> Any:
     short = buffer.is_floating_point() and wire.itemsize < buffer.dtype.itemsize
     sent = buffer.to(wire) if short else buffer
     future: Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
-    # Not what the future brings: that of complex numbers are the pairs that were sent, and torch 2.9 takes half of them.
-    return future.then(lambda done: buffer.copy_(done.value()[0]) if short else buffer)
+
+    def arrived(done: Future[Any]) -> Any:
+        values = done.value()  # where the reduction has failed, this says so
+        # of complex numbers these are the pairs that were sent, of which torch 2.9 would take half
+        return buffer.copy_(values[0]) if short else buffer
+
+    return future.then(arrived)
 
 
 def _plain(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,9 @@ are exceptions: 0, 1 and -1 are put into the graph as constants, what rounds to 
 1 - rate × decay is 1 as soon as the rate is small), and numbers that are equal become one input. A schedule that warms up
 from 0, or ends there, would cost a compilation each time.
 
+(Of two groups whose rates become equal, other than 0, that remains so.) Adam's corrections for its first steps go to 1 as well,
+after hundreds or thousands of them.
+
 While the optimizer works, its rates are floats that remember what they were worked out to exactly. Where a tensor would do
 (``parameter.mul_(1 - rate * decay)``) they are one, an input whatever its value. Where torch takes numbers only
 (``addcdiv_(…, value=-rate)``) they keep away from 0 and ±1 by less than float32 can tell: what is computed is the same.
@@ -83,24 +86,53 @@ def _kept(name: str) -> Callable[..., Any]:
 
     def operation(self: Rate, *others: Any) -> Any:
         result = plain(self.exact, *[other.exact if isinstance(other, Rate) else other for other in others])
-        return result if result is NotImplemented else Rate(result, self.group, self.kept)
+        return Rate(result, self.group, self.kept) if isinstance(result, float) else result
 
     operation.__name__ = name
     return operation
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pos", "abs"):
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "pos", "abs"):
     setattr(Rate, f"__{_name}__", _kept(f"__{_name}__"))
 
 
+class _Beta(float):
+    """A decay of Adam's moments. Its powers go to 0, and with them the corrections 1 - beta**step to 1."""
+
+    group: int
+    kept: Kept
+
+    def __new__(cls, value: float, group: int, kept: Kept) -> _Beta:
+        made = super().__new__(cls, value)
+        made.group, made.kept = group, kept
+        return made
+
+    def __pow__(self, exponent: Any, modulo: None = None) -> Any:
+        result = float(self) ** exponent
+        return Rate(result, self.group, self.kept) if isinstance(result, float) else result
+
+
 @contextmanager
-def steady_rates(optimizer: Optimizer) -> Iterator[None]:
-    """Within it the optimizer's learning rates are such that its step is the same graph whatever their values."""
-    plain = [(group, group["lr"]) for group in optimizer.param_groups if isinstance(group.get("lr"), float | int)]
-    for number, (group, rate) in enumerate(plain):
-        group["lr"] = Rate(rate, number, {})
+def steady_rates(optimizer: Optimizer, closure: object = None) -> Iterator[None]:
+    """Within it the optimizer's learning rates are such that its step is the same graph whatever their values.
+
+    Not with a closure: LBFGS would keep what it works out with them, and computes several graphs anyway.
+    """
+    if closure is not None:
+        yield
+        return
+    plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        rate, betas, kept = group.get("lr"), group.get("betas"), Kept()
+        if not isinstance(rate, float | int):
+            continue
+        plain.append((group, {"lr": rate}))
+        group["lr"] = Rate(rate, number, kept)
+        if isinstance(betas, tuple) and all(isinstance(beta, float) for beta in betas):
+            plain[-1][1]["betas"] = betas
+            group["betas"] = tuple(_Beta(beta, number, kept) for beta in betas)
     try:
         yield
     finally:
-        for group, rate in plain:
-            group["lr"] = rate
+        for group, options in plain:
+            group.update(options)

@@ -44,7 +44,13 @@ def replica_world(wanted: Wanted, xr: Any, timeout: timedelta) -> World:
         return host_world(wanted, xr, timeout)
     rank, threads = int(xr.global_ordinal()), int(xr.addressable_device_count())
     if threads == size and int(xr.process_count()) == 1:
-        return ThreadWorld(rank, size, turns_of_this_process(size))
+        turns = turns_of_this_process(size)
+        if wanted.as_started and rank not in turns.launched:
+            raise ConfigurationError(
+                "replicas on XLA's CPU runtime are threads that take turns, and of a loop of one's own it is not known when it "
+                "ends. Start it by XLAStrategy.launch(main)."
+            )
+        return ThreadWorld(rank, size, turns)
     if threads > 1:
         raise ConfigurationError(
             f"each process of this TPU has {threads} devices, as those of v2 and v3 have, and mode='replicas' takes one. Use "
@@ -157,12 +163,18 @@ class Replicas:
 class _Replica:
     """What ``torch_xla.launch`` calls in each replica: the user's function, which takes its turns from first to last."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], devices: int | None) -> None:
+        self._function, self._devices = function, devices
 
     def __call__(self, index: int, *args: Any) -> Any:
         xr: Any = importlib.import_module("torch_xla.runtime")
         size = int(xr.world_size())
+        here = int(xr.local_device_count())
+        if self._devices not in (None, here):
+            raise ConfigurationError(
+                f"XLAStrategy.launch(devices={self._devices}): XLA's runtime has {here} devices on this host. Leave it out, "
+                "or choose them by the environment: CPU_NUM_DEVICES, TPU_VISIBLE_CHIPS"
+            )
         if size == 1 or int(xr.addressable_device_count()) != size or int(xr.process_count()) != 1:
             return self._function(index, *args)
         turns, rank = turns_of_this_process(size), int(xr.global_ordinal())
@@ -183,4 +195,4 @@ def launch(function: Callable[..., Any], args: tuple[Any, ...], devices: int | N
     choose_runtime(Wanted("auto", devices))
     if os.environ["PJRT_DEVICE"] == "CPU":
         os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"  # read when the runtime begins
-    imported().launch(_Replica(function), args=args, **options)
+    imported().launch(_Replica(function, devices), args=args, **options)

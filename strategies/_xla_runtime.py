@@ -6,15 +6,14 @@ import importlib
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainkit.console import notice
-from trainkit.errors import ConfigurationError, MissingPackageError, ModuleError
+from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.launch.tpu import tpu_is_here
 from trainkit.launch.wanted import Wanted
 
@@ -29,7 +28,6 @@ __all__ = [
     "read_together",
     "refuse_late_runtime",
     "require",
-    "swapping",
 ]
 
 _INSTALL = "pip install 'trainkit-torch[xla]'"
@@ -177,31 +175,6 @@ def refuse_late_runtime(error: RuntimeError) -> None:
             "devices after that. Make the Trainer or Accelerator with strategy='xla' before anything is trained on another "
             "device, or run it in another process."
         ) from error
-
-
-@contextmanager
-def swapping(module: torch.nn.Module) -> Iterator[None]:
-    """Within it a module is moved by swapping what its parameters hold: an XLA tensor cannot be put into a parameter otherwise,
-    and a new parameter would be tied to nothing, and no optimizer's.
-
-    Raises:
-        ModuleError: something else holds on to what a parameter was.
-    """
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    except RuntimeError as error:
-        if "Couldn't swap" not in str(error):
-            raise
-        said = str(error).removeprefix("_apply(): ")
-        raise ModuleError(
-            f"{type(module).__name__} cannot be moved to XLA: {said}. Something holds on to this parameter: a weak reference "
-            "(weakref.ref(parameter)), or the graph of an earlier forward, kept with a loss that was not detached. Let go of "
-            "it before training."
-        ) from error
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def compilations() -> int:

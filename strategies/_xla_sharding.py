@@ -35,6 +35,11 @@ def make_mesh(wanted: Any, devices: int, fsdp: bool) -> Any:
         ConfigurationError: it does not go together with the devices, or with ``fsdp``.
     """
     spmd: Any = importlib.import_module("torch_xla.distributed.spmd")
+    there = int(importlib.import_module("torch_xla.runtime").global_runtime_device_count())
+    if devices != there:
+        raise ConfigurationError(
+            f"devices={devices} goes without mesh and fsdp, which are for all {there} devices of the runtime. Leave it out."
+        )
     if isinstance(wanted, spmd.Mesh):
         mesh = wanted
     else:

@@ -37,6 +37,7 @@ class Turns:
         self._changed = threading.Condition()
         self._holder: int | None = None
         self._inside: dict[int, _Key | None] = {}  # replicas that take part, with what each waits for
+        self._arriving: set[int] = set()  # and those that wait until all of them take part in the next run
         self._given: dict[_Key, dict[int, Any]] = {}
         self._taken: dict[_Key, int] = {}
         self._counts: dict[tuple[str, int], int] = {}
@@ -46,11 +47,19 @@ class Turns:
     def enter(self, rank: int) -> None:
         """Take part from here on; returns when all do, and it is this one's turn."""
         with self._changed:
-            self._inside[rank] = None
-            if len(self._inside) == self.size and self._holder is None:
-                self._holder = 0
-            self._changed.notify_all()
+            self._arriving.add(rank)
+            self._begin()
+            self._changed.wait_for(lambda: rank not in self._arriving)
             self._await(rank)
+
+    def _begin(self) -> None:
+        """Begin a run, if all are there and have left the one before; nothing of that matters any more."""
+        if len(self._arriving) < self.size or self._inside:
+            return
+        self._inside = dict.fromkeys(self._arriving)
+        self._arriving, self._holder, self._failed = set(), 0, None
+        self._given, self._taken, self._counts = {}, {}, {}
+        self._changed.notify_all()
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
         """Take part no longer; with an error: the others cannot go on."""
@@ -61,6 +70,7 @@ class Turns:
                 del self._inside[rank]
                 if self._holder == rank:
                     self._pass_on(rank)
+            self._begin()
             self._changed.notify_all()
 
     def inside(self, rank: int) -> bool:
@@ -126,7 +136,7 @@ def turns_of_this_process(size: int) -> Turns:
             "PJRT_CPU_ASYNC_CLIENT=0. XLAStrategy.launch(main) does so."
         )
     with _made:
-        if _turns is None:
+        if _turns is None or _turns.size != size:
             # In a forked process torch makes its pool of threads anew when it is first asked for it, and autograd asks in a
             # thread for each device: together they would find it half made, and end the process.
             torch.set_num_threads(torch.get_num_threads())

@@ -36,7 +36,6 @@ from trainkit.strategies._xla_runtime import (
     read_together,
     refuse_late_runtime,
     require,
-    swapping,
 )
 from trainkit.strategies._xla_sharding import ShardedModel, divide_state, divided, make_mesh, share_of
 from trainkit.strategies._xla_threads import ThreadWorld
@@ -79,6 +78,8 @@ class XLAStrategy(Strategy):
     lazy_tensors: ClassVar[bool] = True
     averages_in_step: ClassVar[bool] = True
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+
+    sync_batchnorm: bool = False  # under SPMD BatchNorm sees the batches of all devices anyway
 
     def __init__(
         self,
@@ -149,6 +150,8 @@ class XLAStrategy(Strategy):
         if self._compilation_cache is not None:
             keep_compilations(self._compilation_cache, xr)
         if self.mode == "replicas":
+            if self.sync_batchnorm:
+                raise ConfigurationError("sync_batchnorm=True goes with mode='spmd', not with replicas. Leave one of them out.")
             self.world = replica_world(wanted, xr, self._timeout)
             self.device = self._xla.device()
             if self.world.size > 1:
@@ -163,9 +166,10 @@ class XLAStrategy(Strategy):
         count = count_devices(wanted, xr)
         self.world = host_world(wanted, xr, self._timeout)
         if count > 1 or self._mesh_wanted is not None or self.fsdp:
+            mesh = make_mesh(self._mesh_wanted, count, self.fsdp)  # which may be refused: there is no way back from SPMD
             if not xr.is_spmd():
                 xr.use_spmd()
-            self.mesh = make_mesh(self._mesh_wanted, count, self.fsdp)
+            self.mesh = mesh
             self._sharding = BatchSharding(self.mesh, share_of(self.mesh))
             count = self._sharding.parts
         elif xr.is_spmd():
@@ -230,8 +234,7 @@ class XLAStrategy(Strategy):
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
         """The module on the device; its parameters stay the objects that they are, so that ties hold."""
-        with swapping(module):
-            module = super().prepare_module(module)
+        module = super().prepare_module(module)
         if self.fsdp:
             self._models[id(module)] = ShardedModel(module, self.mesh)
         if self._replicas is not None:
@@ -376,7 +379,7 @@ class XLAStrategy(Strategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters, and run the step."""
-        with steady_rates(optimizer):
+        with steady_rates(optimizer, closure):
             updated = super().optimizer_step(optimizer, closure)
         self._sync_together()
         return updated

@@ -230,7 +230,7 @@ class Accelerator(GradientVerbs, StateVerbs):
             **options: such as ``stage``, ``index``, ``limit``, ``weigh``.
         """
         filled, strategy = None, self.strategy
-        if strategy.pad_last_batch and window:
+        if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
             filled = Filled.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
         prepared = PreparedLoader(
             loader,
@@ -277,6 +277,7 @@ class Accelerator(GradientVerbs, StateVerbs):
         if loss is None or share == 0.0:
             self.strategy.skip_backward(loss)
             return
+        self.window.learnt = True
         if share != 1.0:
             loss = loss * share
         self.strategy.backward(loss, **kwargs)

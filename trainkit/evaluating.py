@@ -120,7 +120,7 @@ def _run(
         trainer.validating = stage == "validate"
         results = evaluate(trainer, plan)
         if plan.keeps:
-            plan.outputs = gather_predictions(trainer.strategy.world, plan.outputs, trainer.device)
+            plan.outputs = gather_predictions(trainer.strategy.data_world, plan.outputs, trainer.device)
         if verbose and trainer.is_global_zero:
             trainer.print(results_table(stage, results))
         return results

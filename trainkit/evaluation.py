@@ -127,7 +127,7 @@ def _rows_to_the_end(trainer: Trainer, plan: EvaluationPlan, batches: Iterator[A
         if not any(there):
             return
         yield batch
-        had, count = has, int(sum(there))
+        had, count = has, min(int(sum(there)), trainer.strategy.data_world.size)  # or all of them read all
 
 
 def _end_row(trainer: Trainer, plan: EvaluationPlan, had: bool, count: int, signal: int, waiting: int) -> None:

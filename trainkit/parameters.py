@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from torch import nn
 
 from trainkit.console import notice
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.precision import Precision
 
-__all__ = ["note_other_dtypes", "refuse_divided"]
+__all__ = ["move_module", "note_other_dtypes", "refuse_divided"]
 
 
 def refuse_divided(module: nn.Module) -> None:
@@ -34,3 +38,38 @@ def note_other_dtypes(module: nn.Module, precision: Precision) -> None:
             f"precision {precision.name} leaves parameters as they are, and some are {', '.join(sorted(odd))}. To train in "
             "that dtype name it: precision='bf16-true'; for float32: module.float()."
         )
+
+
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Move a module; its parameters stay the objects that they are, so that ties and optimizers made before hold.
+
+    Raises:
+        ModuleError: that is not possible, to or from XLA, since something else holds on to what a parameter was.
+    """
+    if "xla" in {device.type, *(parameter.device.type for parameter in module.parameters())}:
+        with _swapping(module):
+            module.to(device)
+    else:
+        module.to(device)
+
+
+@contextmanager
+def _swapping(module: nn.Module) -> Iterator[None]:
+    """Within it a module is moved by swapping what its parameters hold: an XLA tensor cannot be put into a parameter otherwise,
+    nor out of it, and a new parameter would be tied to nothing, and no optimizer's.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "Couldn't swap" not in str(error):
+            raise
+        said = str(error).removeprefix("_apply(): ")
+        raise ModuleError(
+            f"{type(module).__name__} cannot be moved to or from XLA: {said}. Something holds on to this parameter: a weak "
+            "reference (weakref.ref(parameter)), or the graph of an earlier forward, kept with a loss that was not detached. "
+            "Let go of it before training."
+        ) from error
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

@@ -18,7 +18,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, undivided
 from trainkit.gradient_norm import total_norm
 from trainkit.launch.wanted import Wanted
-from trainkit.parameters import note_other_dtypes, refuse_divided
+from trainkit.parameters import move_module, note_other_dtypes, refuse_divided
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.state.standin import StoredOptimizer
 
@@ -216,7 +216,7 @@ class Strategy:
         refuse_divided(module)
         self.precision.convert_module(module)
         note_other_dtypes(module, self.precision)
-        module.to(self.device)
+        move_module(module, self.device)
         return module
 
     def wrap(self, module: nn.Module) -> nn.Module:

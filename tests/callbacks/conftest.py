@@ -73,6 +73,7 @@ def trainer() -> Any:
         loggers=[object()],
         lr_scheduler_configs=[],
         accumulate_grad_batches=1,
+        fit_plan=SimpleNamespace(loader=SimpleNamespace(samples=None)),
         max_epochs=2,
         max_steps=-1,
         num_predict_batches=[3],

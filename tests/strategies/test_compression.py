@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 import torch.distributed as dist
 from replicas import Net, Plan, by_hand, flat, joined, over_strategy, together
 from torch import Tensor, nn
+from torch.futures import Future
+
+from trainkit.strategies import _compression
 
 PLAN: Plan = [[1, 2], [3, 4], [5], [7, 8], [9, 10], [11, 12]]
 
@@ -79,3 +83,16 @@ def test_a_hook_of_the_users() -> None:
         (loss / 4).backward()
     for mine, other in zip(module.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_reduction_that_fails_is_not_taken_for_one_that_is_done(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    future: Future[Any] = Future()
+    work = SimpleNamespace(get_future=lambda: future)
+    monkeypatch.setattr(_compression.dist, "all_reduce", lambda tensor, async_op: work)
+    monkeypatch.setattr(_compression.dist, "get_world_size", lambda: 2)
+    bucket = SimpleNamespace(buffer=lambda: torch.ones(3, dtype=dtype))
+    arrived = _compression._send_short(torch.bfloat16, bucket)
+    future.set_exception(RuntimeError("the connection is closed"))
+    with pytest.raises(RuntimeError, match="the connection is closed"):
+        arrived.wait()

@@ -39,7 +39,6 @@ def made(arguments: dict[str, Any], options: dict[str, Any]) -> None:
         ({}, {"mesh": {"data": 4.0}}, "mesh must be a torch_xla.distributed.spmd.Mesh, or sizes by axis"),
         ({"precision": "16-mixed"}, {}, "16-mixed.*bf16-mixed"),
         ({"precision": "16-true"}, {}, "16-true.*bf16-true"),
-        ({"sync_batchnorm": True}, {}, "sync_batchnorm=True works with strategy='ddp' only"),
         ({"strategy": "ddp", "accelerator": "tpu"}, {}, "accelerator='tpu' works with strategy='xla', not with 'ddp'"),
         ({"accelerator": "gpu"}, {}, "accelerator='cuda' and .* name different devices"),
     ],

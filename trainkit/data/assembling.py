@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.nested import batch_size, rebuild
+from trainkit.data.window import Window
 from trainkit.errors import DataError, ModuleError
 
 __all__ = ["Filled", "each_joined", "joined", "padded", "side_by_side"]
@@ -60,17 +61,17 @@ class Filled:
         self._counts.append(samples)
         return batch if samples >= self.size else padded(batch, samples, self.size)
 
-    def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def watched(self, batches: Iterator[Any], window: Window) -> Iterator[Any]:
         """The batches as they are worked on, in the order in which they were filled.
 
         Raises:
-            ModuleError: nobody has asked for the mask of one.
+            ModuleError: something was learnt from one, and nobody has asked for its mask.
         """
         self._counts.clear()
         for batch in batches:
-            self.samples, self.asked = self._counts.popleft(), False
+            self.samples, self.asked, window.learnt = self._counts.popleft(), False, False
             yield batch
-            if not self.asked:
+            if window.learnt and not self.asked:
                 raise ModuleError(
                     "pad_last_batch=True fills short batches up with samples that must not count, and the loss does not leave "
                     "them out. In training_step: mask = self.sample_mask (bool, one for each sample), and "

@@ -202,7 +202,8 @@ class PreparedLoader(Positions):
         return self._in_windows(self._window, items, keys, start, transfer)
 
     def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches if self._filled is None else self._filled.watched(batches)
+        filled, window = self._filled, self._window
+        return batches if filled is None or window is None else filled.watched(batches, window)
 
     def _in_wide_rows(self, epoch: int, start: int, keys: KeyStream) -> Iterator[Any]:
         """An epoch of which a process takes a micro-batch for each of its devices at a time."""

@@ -51,12 +51,13 @@ class Window:
         empty: the total weight of the window, over all processes, is 0, so there is nothing to learn from it.
         uneven: the processes have different numbers of micro-batches in this window.
         alike: it is certain that the processes have as many, all of one size.
+        learnt: a loss has been taken of the current micro-batch.
         filler: only others have a micro-batch here, and what this process was given counts nothing.
         counted: micro-batches that :meth:`count` has counted.
         driven: a prepared loader has set this state and ``accumulate`` has not yet taken it.
     """
 
-    __slots__ = ("alike", "counted", "driven", "empty", "filler", "first", "full", "share", "size", "uneven")
+    __slots__ = ("alike", "counted", "driven", "empty", "filler", "first", "full", "learnt", "share", "size", "uneven")
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -66,6 +67,7 @@ class Window:
         self.empty = False
         self.uneven = False
         self.alike = True
+        self.learnt = False
         self.filler = False
         self.driven = False
         self.counted = 0
