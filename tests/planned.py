@@ -49,6 +49,7 @@ class Planned(TrainModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.trainer.global_step == 1:
+            gc.collect()  # what waits for the collector is nobody's, and when it comes by itself a matter of chance
             with torch.profiler.record_function(_PEAK):
                 pass
         return self.head(self.frozen(self.net(self.embedding(batch)) * self.scale)).float().square().mean()
