@@ -44,6 +44,7 @@ __all__ = [
     "loss_of",
     "make_module",
     "make_samples",
+    "train_module",
     "work",
 ]
 
@@ -140,9 +141,9 @@ def adamw(module: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(module.parameters(), lr=1e-3)
 
 
-def fit(strategy: Any, model: str, data: Clocked) -> None:
-    """Train by a ``Trainer`` with nothing attached."""
-    from trainkit import Trainer, TrainModule
+def train_module(model: str) -> Any:
+    """A model as a ``Trainer`` trains it."""
+    from trainkit import TrainModule
 
     class Module(TrainModule):
         def __init__(self) -> None:
@@ -155,6 +156,13 @@ def fit(strategy: Any, model: str, data: Clocked) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return adamw(self)
 
+    return Module()
+
+
+def fit(strategy: Any, model: str, data: Clocked) -> None:
+    """Train by a ``Trainer`` with nothing attached."""
+    from trainkit import Trainer
+
     Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -163,7 +171,7 @@ def fit(strategy: Any, model: str, data: Clocked) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-    ).fit(Module(), DataLoader(data, BATCH[model], shuffle=True))
+    ).fit(train_module(model), DataLoader(data, BATCH[model], shuffle=True))
 
 
 def work(arguments: argparse.Namespace, contenders: Mapping[str, Contender]) -> None:

@@ -37,6 +37,7 @@ from pairs import (
     loss_of,
     make_module,
     make_samples,
+    train_module,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -133,19 +134,8 @@ class _Both:
 
 
 def trainer(kind: str, model: str, clock: Any) -> None:
-    from trainkit import Callback, Trainer, TrainModule
+    from trainkit import Callback, Trainer
     from trainkit.strategies import XLAStrategy
-
-    class Module(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make_module(model)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return loss_of(model, self.net, batch)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adamw(self)
 
     class Clocked(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -161,7 +151,7 @@ def trainer(kind: str, model: str, clock: Any) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-    ).fit(Module(), _loader(model, clock, devices))
+    ).fit(train_module(model), _loader(model, clock, devices))
 
 
 def own_loop(kind: str, model: str, clock: Any) -> None:

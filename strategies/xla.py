@@ -66,7 +66,7 @@ class XLAStrategy(Strategy):
             BatchNorm sees the copies.
         timeout: how long processes wait for each other: a timedelta, or seconds.
         compilation_cache: a folder in which compiled graphs are kept from run to run, on TPUs.
-        device: ``"auto"`` or ``"xla"``.
+        device: ``"auto"`` or ``"xla"``; ``"cpu"`` is XLA's CPU runtime, for trials.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` or ``"64-true"`` (slow on TPUs, which have no float64).
 
     Raises:
@@ -193,7 +193,8 @@ class XLAStrategy(Strategy):
             function: called with the number of the replica and ``args``; it makes the Trainer. For processes it must be one
                 that can be imported.
             args: the other arguments.
-            devices: of the CPU; default: ``CPU_NUM_DEVICES`` in the environment, or 1. Of a TPU all.
+            devices: of the host; another number than the runtime has is an error. Default: all; of a CPU
+                ``CPU_NUM_DEVICES`` in the environment, or 1.
             start_method: of ``multiprocessing``.
         """
         launch(function, args, devices, {"start_method": start_method})
