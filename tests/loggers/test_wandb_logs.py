@@ -45,7 +45,10 @@ def started_at(path: Path) -> float:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The records of a ``.wandb`` file: after seven bytes the log format of LevelDB, blocks of 32 KiB."""
+    """The whole records of a ``.wandb`` file, which another process may still be writing.
+
+    After seven bytes it has the log format of LevelDB, blocks of 32 KiB.
+    """
     from wandb.proto import wandb_internal_pb2
 
     new_record: Any = vars(wandb_internal_pb2)["Record"]
@@ -55,6 +58,8 @@ def records(path: Path) -> Iterator[Any]:
             position += 32768 - position % 32768
             continue
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        if position + 7 + length > len(data):  # its bytes are not all written yet
+            return
         parts += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # the whole record, or its last part
