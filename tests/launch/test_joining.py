@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import socket
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -192,8 +194,6 @@ def test_a_group_of_the_user() -> None:
         ConfigurationError, match="devices=3 contradicts what was started: 2 processes on 1 machine, by your own"
     ):
         join(Wanted("cpu", 3), timeout=SHORT)
-    joining._leave()
-    assert dist.is_initialized()  # it is not ours to destroy
     assert world.sums([1]) == [2]
     dist.barrier()
     dist.destroy_process_group()
@@ -203,6 +203,10 @@ def test_a_group_of_the_user() -> None:
     again = join(CPU, timeout=SHORT)
     assert again is not world
     assert again.sums([1]) == [2]
+    group = dist.group.WORLD
+    joining._leave(os.getpid())
+    assert again.control is None
+    assert dist.group.WORLD is group  # it is not ours to destroy
     dist.barrier()
 
 
@@ -377,15 +381,33 @@ def test_our_group_is_destroyed_at_the_end(env: pytest.MonkeyPatch) -> None:
     group = object()
     env.setattr(joining, "_group", lambda: group)
     env.setattr(dist, "destroy_process_group", lambda: destroyed.append(1))
-    for ours, of, failed, expected in (
-        (True, group, False, 1),
-        (False, group, False, 0),
-        (True, None, False, 0),
-        (True, group, True, 0),
+    for ours, of, process, failed, expected in (
+        (True, group, os.getpid(), False, 1),
+        (False, group, os.getpid(), False, 0),
+        (True, None, os.getpid(), False, 0),
+        (True, group, os.getppid(), False, 0),  # in a process that was forked from it
+        (True, group, os.getpid(), True, 0),
     ):
         destroyed.clear()
         env.setattr(joining, "_joined", joining._Joined(World(), of, ours))
         if failed:
             env.setattr("sys.last_value", ValueError(), raising=False)
-        joining._leave()
-        assert len(destroyed) == expected, (ours, failed)
+        joining._leave(process)
+        assert len(destroyed) == expected, (ours, process, failed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.world_size(2)
+def test_no_thread_of_gloo_is_left_at_the_end() -> None:
+    """One that still drops what it has worked on would end the process by SIGABRT."""
+    world = join(CPU, timeout=SHORT)
+    world.barrier()
+    assert "pt_gloo_runloop" in thread_names()
+    dist.barrier()
+    joining._leave(os.getpid())
+    assert "pt_gloo_runloop" not in thread_names()
+    assert not dist.is_initialized()
+
+
+def thread_names() -> list[str]:
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]

@@ -27,6 +27,7 @@ from trainkit.launch.endings import Endings, install
 from trainkit.launch.environment import Place, read_place
 from trainkit.launch.interface import lead_gloo_out
 from trainkit.launch.memory import Memory, restarts
+from trainkit.launch.parting import let_go
 from trainkit.launch.place import is_local
 from trainkit.launch.self_start import become_agent
 from trainkit.launch.stores import connected
@@ -215,8 +216,7 @@ def _enter(wanted: Wanted, place: Place | None, backend: str | None, timeout: ti
         return _Joined(World(launcher="your own process group"), _group(), ours=False)
     control = dist.new_group(backend="gloo", timeout=timeout)
     world = _world(place or _place_in_group(), control)
-    if ours:
-        atexit.register(_leave)
+    atexit.register(_leave, os.getpid())
     speak(main=world.is_main, rank=world.rank)
     _write_whole_lines()
     machines = f" on {world.nodes} machines" if world.nodes > 1 else ""
@@ -331,10 +331,22 @@ def _world(place: Place, control: Any) -> World:
     )
 
 
-def _leave() -> None:
-    """Destroy the process group that we have made, at the end of the process.
+def _leave(process: int) -> None:
+    """Destroy the process groups that we have made, at the end of the process of that number.
 
     Not after an error: the others may be gone, and to wait for them would keep this process from ending.
     """
-    if _joined is not None and _joined.ours and _joined.group is _group() and getattr(sys, "last_value", None) is None:
-        dist.destroy_process_group()
+    global _joined
+    if _joined is None or os.getpid() != process or getattr(sys, "last_value", None) is not None:
+        return
+    joined, _joined = _joined, None
+    groups = [joined.world.control]
+    if joined.group is not None and joined.group is _group():  # else the user has destroyed it, and ours with it
+        if joined.ours:
+            groups.append(joined.group)
+            dist.destroy_process_group()
+        elif joined.world.control is not None:
+            dist.destroy_process_group(joined.world.control)
+    joined.world.control = None
+    del joined
+    let_go(groups)

@@ -10,14 +10,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from trainkit.launch.channel import Channel
 from trainkit.launch.failure import Failure
 
-__all__ = ["end_process", "leave_word", "outlive", "say", "stacks", "take_back_word"]
+__all__ = ["end_process", "leave_word", "let_go", "outlive", "say", "stacks", "take_back_word"]
 
 _SETTLED = 2.5  # seconds that the main process, which is the hub, outlives the others
 _FLUSH = 1.0  # seconds that output already written has to get out
+_PARTED = 2.0  # seconds that the threads of process groups have to end
 _OURS = ("trainkit-channel", "trainkit-watchdog")
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun reads why a process has failed
 
@@ -76,6 +78,19 @@ def outlive(channel: Channel, failure: Failure) -> None:
         channel.wait(lambda: failure.rank in channel.gone, 2 * _SETTLED)
     elif channel.rank == 0:
         channel.wait(lambda: others <= set(channel.gone), _SETTLED)
+
+
+def let_go(groups: list[Any]) -> None:
+    """Drop process groups, and wait until their threads have ended.
+
+    A thread of gloo's needs Python's lock to forget a tensor that it has worked on. If it asks for it while the interpreter
+    shuts down, the process ends by SIGABRT, whatever its exit code was to be (pytorch/pytorch#190489). An operation that is
+    under way is waited for too, and its partner may be gone: so there is a limit.
+
+    Args:
+        groups: nobody else refers to them; of others the threads stay.
+    """
+    _within(_PARTED, groups.clear)
 
 
 def end_process(code: int) -> None:
