@@ -88,7 +88,8 @@ def let_go(groups: list[Any]) -> None:
     under way is waited for too, and its partner may be gone: so there is a limit.
 
     Args:
-        groups: nobody else refers to them; of others the threads stay.
+        groups: nobody else refers to them. Of others the threads stay: torch's DDP, once it was used, refers to its group for
+            good. What such a thread has to forget was long ago, and meanwhile it can have the lock.
     """
     _within(_PARTED, groups.clear)
 
