@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainkit.accelerator_gradients import GradientVerbs
-from trainkit.accelerator_state import StateVerbs
+from trainkit.accelerator.gradients import GradientVerbs
+from trainkit.accelerator.state import StateVerbs
 from trainkit.arguments import refuse_unknown
 from trainkit.checkpoint.saver import Saver
 from trainkit.data.assembling import Filled
