@@ -17,12 +17,14 @@ class Buffers:
 
     def __init__(self) -> None:
         self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._world = World()
 
     def __bool__(self) -> bool:
         return bool(self._places)
 
-    def add(self, module: nn.Module) -> None:
-        """Those of a module too."""
+    def add(self, module: nn.Module, world: World) -> None:
+        """Those of a module too, of which each of the processes has one."""
+        self._world = world
         self._places += [(owner._buffers, name) for owner in module.modules() for name in owner._buffers]
 
     def present(self) -> list[Tensor]:
@@ -34,7 +36,8 @@ class Buffers:
         """Rank 0's values, on every process."""
         present = self.present()
         if present:
-            broadcast(present)
+            with self._world.waits:
+                broadcast(present)
 
 
 def refuse_unlike(module: nn.Module, world: World, backend: str) -> None:

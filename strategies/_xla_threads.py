@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -202,5 +202,5 @@ class _ThreadTeam(Team):
         super().__init__(name, None, world.rank, world.size)
         self._world = world
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
         return [json.loads(text) for text in self._world.meet(f"team {self._name}", json.dumps(value))]

@@ -55,6 +55,7 @@ class Engine:
         scale: LossScale,
     ) -> None:
         self.shadow, self.module, self._scale = Shadow(optimizer), module, scale
+        self._waits = session.waits
         before = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
         with quiet(), checked(), self.shadow.handed_over():
             self._engine, *_ = session.package.initialize(model=module, optimizer=self.shadow.inner, config=config)
@@ -180,9 +181,10 @@ class Engine:
                 f"backward({', '.join(sorted(unknown))}=...) does not work where ZeRO reduces gradients as they come. Use "
                 "manual optimization, or strategy='zero1' or 'ddp'."
             )
-        self._engine.set_gradient_accumulation_boundary(self._completes(first, full))
-        self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        self._after_pass(first)
+        with self._waits:
+            self._engine.set_gradient_accumulation_boundary(self._completes(first, full))
+            self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            self._after_pass(first)
 
     def backward_of_nothing(self, loss: Tensor | None, first: bool, full: bool) -> None:
         """Take part in a backward pass of the others, with gradients of zero.
@@ -207,13 +209,14 @@ class Engine:
                 "this one parameter by parameter. Return a loss at every step, and give a batch that shall not count the "
                 "weight 0 (batch_weight); it may be NaN then. Or use strategy='zero1' or 'ddp'."
             )
-        self.zero.clear_backward_seen_flag()
-        self.zero.set_gradient_accumulation_boundary(self._completes(first, full))
-        for parameter, *rest in list(self._last_order):
-            parameter.grad = torch.zeros_like(parameter)
-            self.zero.process_gradients(parameter, *rest)
-        self.zero.overlapping_partition_gradients_reduce_epilogue()
-        self._after_pass(first)
+        with self._waits:
+            self.zero.clear_backward_seen_flag()
+            self.zero.set_gradient_accumulation_boundary(self._completes(first, full))
+            for parameter, *rest in list(self._last_order):
+                parameter.grad = torch.zeros_like(parameter)
+                self.zero.process_gradients(parameter, *rest)
+            self.zero.overlapping_partition_gradients_reduce_epilogue()
+            self._after_pass(first)
 
     def _completes(self, first: bool, full: bool) -> bool:
         """Whether the pass that comes is to bring the window's gradients to where they belong.
@@ -265,12 +268,13 @@ class Engine:
         if self._finished:
             return
         self._finished = True
-        if self._local:
-            self._reduce_all()
-        elif self._offloaded:
-            self._finish_offloaded()
-        elif self.stage < 3 and not self._complete:  # the last micro-batch had no loss
-            self.zero.finalize_gradient_accumulation_boundary()
+        with self._waits:
+            if self._local:
+                self._reduce_all()
+            elif self._offloaded:
+                self._finish_offloaded()
+            elif self.stage < 3 and not self._complete:  # the last micro-batch had no loss
+                self.zero.finalize_gradient_accumulation_boundary()
 
     def _reduce_all(self) -> None:
         """Reduce the gradients that the processes have kept, zeros where one has none."""
@@ -335,7 +339,8 @@ class Engine:
     def _scaled_norm(self) -> Tensor:
         if self._norm is None:
             self.finish()
-            found = self._norms()
+            with self._waits:
+                found = self._norms()
             groups = [torch.as_tensor(one, dtype=torch.float32) for one in (found if isinstance(found, list) else [found])]
             norms = torch.stack([torch.where(one < 0, torch.inf, one) for one in groups])  # below 0: not finite
             self._norm = torch.linalg.vector_norm(norms)
@@ -351,8 +356,9 @@ class Engine:
         self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, scale  # to be divided by
         self.shadow.take_options()
         self.zero.clip_grad = self.clip or 0.0
-        self._engine.set_gradient_accumulation_boundary(True)
-        self._engine.step()
+        with self._waits:
+            self._engine.set_gradient_accumulation_boundary(True)
+            self._engine.step()
         self.zero.custom_loss_scaler = False  # which DeepSpeed would multiply losses by
         self._begun = self._finished = False
         self._norm = self.clip = None

@@ -11,6 +11,7 @@ from typing import Any
 from patience import PATIENCE
 
 from trainkit.distributed import Team, World
+from trainkit.launch.waits import Waits
 
 __all__ = ["GoneError", "Hub", "ThreadWorld", "in_threads", "in_worlds", "values"]
 
@@ -62,8 +63,9 @@ class Hub:
 class _Line:
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
+        self.waits = Waits()
 
-    def exchange(self, key: str, value: Any) -> list[Any]:
+    def exchange(self, key: str, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
         return self._hub.exchange(self._rank, key, value)
 
 

@@ -31,6 +31,7 @@ TREE = {
     "CheckpointLockedError": (errors.CheckpointError,),
     "MissingPackageError": (errors.TrainkitError, ImportError),
     "OffloadError": (errors.TrainkitError, OSError),
+    "CollectiveError": (errors.TrainkitError, RuntimeError),
     "ProcessFailedError": (errors.TrainkitError, RuntimeError),
 }
 

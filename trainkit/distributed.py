@@ -8,11 +8,13 @@ main thread; for other threads there is :meth:`World.team`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from trainkit.launch.waits import Waits
 
 if TYPE_CHECKING:
     from trainkit.launch.channel import Channel
@@ -42,6 +44,9 @@ class World:
         watchdog: ends this process when another one has failed.
         restarts: how often the launcher has started the processes anew after a failure.
         memory: what outlives such a restart.
+
+    Attributes:
+        waits: the collectives that this process waits for the others in: ``with world.waits:`` around those of the main thread.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class World:
         self.channel = channel
         self.watchdog = watchdog
         self.restarts = restarts
+        self.waits = Waits() if channel is None else channel.waits
         self._memory = memory
 
     def __repr__(self) -> str:
@@ -96,7 +102,8 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
+        with self.waits:
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def from_main(self, value: Any) -> Any:
@@ -114,7 +121,8 @@ class World:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=self.control)
+        with self.waits:
+            dist.all_gather(rows, mine, group=self.control)
         return [row.tolist() for row in rows]
 
     def sums(self, values: Sequence[float]) -> list[float]:
@@ -130,8 +138,9 @@ class World:
         tensor = torch.tensor(values, dtype=torch.int64)
         work = None
         if self.size > 1:
+            self.waits.begun += 1
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
-        return Pending(tensor, work)
+        return Pending(tensor, work, self.waits)
 
     def remember(self, key: str, text: str) -> None:
         """Keep a text over a restart of the processes, where the launcher can; the main process's counts."""
@@ -157,10 +166,11 @@ class World:
 
     def _gathered(self, data: bytes) -> list[bytes]:
         """The bytes of every process: by one collective if all are short."""
-        slots = self._slots(data[:_SLOT], len(data), _SLOT)
-        longest = max(length for length, _ in slots)
-        if longest > _SLOT:
-            slots = self._slots(data, len(data), longest)
+        with self.waits:
+            slots = self._slots(data[:_SLOT], len(data), _SLOT)
+            longest = max(length for length, _ in slots)
+            if longest > _SLOT:
+                slots = self._slots(data, len(data), longest)
         return [piece[:length] for length, piece in slots]
 
     def _slots(self, data: bytes, length: int, size: int) -> list[tuple[int, bytes]]:
@@ -176,15 +186,19 @@ class World:
 class Pending:
     """A reduction that is under way."""
 
-    __slots__ = ("_tensor", "_work")
+    __slots__ = ("_tensor", "_waits", "_work")
 
-    def __init__(self, tensor: torch.Tensor, work: Any) -> None:
-        self._tensor, self._work = tensor, work
+    def __init__(self, tensor: torch.Tensor, work: Any, waits: Waits) -> None:
+        self._tensor, self._work, self._waits = tensor, work, waits
 
     def wait(self) -> list[int]:
         """Its result."""
         if self._work is not None:
-            self._work.wait()
+            self._waits.depth += 1  # not `with`: it was counted when it began
+            try:
+                self._work.wait()
+            finally:
+                self._waits.depth -= 1
             self._work = None
         values: list[int] = self._tensor.tolist()
         return values
@@ -210,9 +224,14 @@ class Team:
         self._name, self._channel = name, channel
         self._turn = 0
 
-    def exchange(self, value: Any) -> list[Any]:
-        """What every process gave, in the order of their ranks; JSON."""
+    def exchange(self, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
+        """What every process gave, in the order of their ranks; JSON.
+
+        Args:
+            value: of this process.
+            looking: called now and then while it waits; what it raises ends the wait.
+        """
         if self._channel is None:
             return [value]
         self._turn += 1
-        return self._channel.exchange(f"{self._name}/{self._turn}", value)
+        return self._channel.exchange(f"{self._name}/{self._turn}", value, looking)

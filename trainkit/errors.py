@@ -24,6 +24,7 @@
     │   ├── CheckpointWriteError             a full disk, a folder that cannot be written
     │   └── CheckpointLockedError            another live run writes to the same folder
     ├── OffloadError (OSError)                the disk that tensors are offloaded to is full, or fails
+    ├── CollectiveError (RuntimeError)       the processes have not done the same, so that they would wait for each other
     ├── ProcessFailedError (RuntimeError)    another process of the run has failed, has died, or cannot be reached
     └── MissingPackageError (ImportError)    an optional package is not installed
     Preempted (SystemExit)                   not one of them: the run was told to end by a signal and has saved; exit code 143
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointLockedError",
     "CheckpointNotFoundError",
     "CheckpointWriteError",
+    "CollectiveError",
     "ConfigurationError",
     "CorruptCheckpointError",
     "DataError",
@@ -123,6 +125,10 @@ class NonFiniteError(TrainkitError, ArithmeticError):
 
 class OffloadError(TrainkitError, OSError):
     """The disk that tensors are offloaded to during a run is full, or fails."""
+
+
+class CollectiveError(TrainkitError, RuntimeError):
+    """The processes have not done the same where all are needed; the message names who has done what, and where."""
 
 
 class ProcessFailedError(TrainkitError, RuntimeError):

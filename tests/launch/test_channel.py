@@ -128,6 +128,50 @@ def test_a_closed_channel_exchanges_nothing(rank: int) -> None:
         channels[rank].close()
 
 
+def test_who_waits_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it finds may end the wait; what it has given is then taken back."""
+    monkeypatch.setattr("trainkit.launch.channel._LOOK", 0.01)
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            raise ValueError("in vain")
+
+    with star(2) as channels:
+        with pytest.raises(ValueError, match="in vain"):
+            channels[1].exchange("key", "old", look)
+        assert all_at_once(2, lambda rank: channels[rank].exchange("key", rank, look)) == [[0, 1]] * 2
+    assert len(looks) == 3
+
+
+def test_what_all_are_doing() -> None:
+    """They answer whatever their main threads are in."""
+    nothing = {"begun": 0, "where": None, "turn": 0}
+    with star(3) as channels:
+        channels[1].waits.turn = 4
+        with channels[2].waits:
+            channels[2].waits.known = ("step", "train.py:3")
+            found = all_at_once(2, lambda rank: channels[rank].ask())
+        assert found == [[nothing, {**nothing, "turn": 4}, {"begun": 1, "where": ["step", "train.py:3"], "turn": 0}]] * 2
+        channels[2].goodbye()
+        eventually(channels[1], lambda: 2 in channels[1].gone)
+        assert channels[1].ask() == [nothing, {**nothing, "turn": 4}, None]
+        assert not any(channel._waiters for channel in channels)
+    assert channels[1].ask() is None
+
+
+def test_who_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.launch.channel._ANSWER", 0.05)
+    hangs = threading.Event()
+    with star(2) as channels:
+        channels[1]._link._loop.call(lambda: bool(hangs.wait(PATIENCE)))
+        assert channels[0].ask() is None
+        hangs.set()
+        monkeypatch.setattr("trainkit.launch.channel._ANSWER", PATIENCE)
+        assert channels[0].ask() is not None
+
+
 # --------------------------------------------------------------------------------------------------- failing, leaving
 
 
@@ -206,6 +250,30 @@ def test_who_says_goodbye_has_not_failed(leaving: int) -> None:
             other.exchange("a", 1)
         with pytest.raises(ProcessFailedError, match=f"but rank {leaving} has left"):
             other.enter_run()
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_who_ends_in_a_loop_of_its_own_has_not_failed(leaving: int) -> None:
+    """Nobody leaves that run before the script ends. It is missed by who is in a collective that it has not come to."""
+    with star(2) as channels:
+        for channel in channels:
+            channel.enter_run()
+            with channel.waits:
+                pass
+        channels[leaving].goodbye()
+        channels[leaving].close()
+        other = channels[1 - leaving]
+        eventually(other, lambda: leaving in other.gone)
+        other.accuse_absent()  # it waits for nobody
+        other.waits.depth += 1  # as if it were still in the one that both have begun
+        other.accuse_absent()
+        assert other.failure is None
+        other.waits.depth -= 1
+        with other.waits:
+            other.accuse_absent()
+        eventually(other, lambda: other.failure is not None)
+        assert other.failure is not None
+        assert (other.failure.rank, other.failure.kind) == (leaving, "left")
 
 
 @pytest.mark.parametrize("leaving", [0, 1])

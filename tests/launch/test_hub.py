@@ -252,3 +252,63 @@ def test_all_know_the_runs_of_the_main_process() -> None:
         {"main": {"begun": 1, "open": [1], "broken": []}},
         {"main": {"begun": 1, "open": [], "broken": [1]}},
     ]
+
+
+# ------------------------------------------------------------------------------------------------- what all are doing
+
+
+def ask(star: Star, *ranks: int) -> None:
+    for rank in ranks:
+        star.hub.heard(rank, {"ask": f"of {rank}"})
+
+
+def answer(star: Star, *ranks: int) -> None:
+    for rank in ranks:
+        star.hub.heard(rank, {"answer": rank * 10})
+
+
+def test_all_are_asked_once_however_many_want_to_know() -> None:
+    star = Star()
+    ask(star, 1, 2)
+    assert star.take() == [[{"asked": True}]] * 3
+    answer(star, 0, 1)
+    assert star.take() == [[], [], []]
+    answer(star, 2)
+    assert star.take() == [[], [{"result": "of 1", "values": [0, 10, 20]}], [{"result": "of 2", "values": [0, 10, 20]}]]
+    answer(star, 1)  # nobody has asked
+    ask(star, 0)
+    answer(star, 0, 2)
+    assert star.take("result") == [[], [], []]
+    answer(star, 1)
+    assert star.take("result")[0] == [{"result": "of 0", "values": [0, 10, 20]}]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_of_one_that_is_gone_nothing_is_known(before: bool) -> None:
+    star = Star()
+    if before:
+        star.hub.gone(2, "left")
+    ask(star, 1)
+    answer(star, 0, 1)
+    if not before:
+        star.hub.gone(2, "died")
+    assert star.take("result") == [[], [{"result": "of 1", "values": [0, 10, None]}], []]
+
+
+def test_one_that_has_asked_may_go() -> None:
+    star = Star()
+    ask(star, 2)
+    answer(star, 0)
+    star.hub.gone(2, "died")
+    ask(star, 1)
+    answer(star, 1)
+    assert star.take("result") == [[], [], []]
+    answer(star, 0)
+    assert star.take("result")[1] == [{"result": "of 1", "values": [0, 10, None]}]
+
+
+def test_who_says_goodbye_says_how_many_collectives_it_has_begun() -> None:
+    star = Star()
+    star.hub.heard(2, {"bye": ["left", ""], "begun": 7})
+    star.hub.gone(1, "died")
+    assert [m["begun"] for m in star.take("gone")[0]] == [7, None]

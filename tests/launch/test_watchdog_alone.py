@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -54,3 +55,22 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
         time.sleep(0.2)
         watchdog.close()
     assert ends == []
+
+
+def test_it_looks_whether_the_main_thread_waits_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.launch.watchdog._LOOK", 0.01)
+    ended = threading.Event()
+    ends: list[Any] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda self, failure: (ends.append(failure), ended.set()))
+    with star(2) as channels:
+        watchdog = Watchdog(channels[0], grace=0.01)
+        watchdog.entered()
+        channels[1].enter_run()
+        channels[1].goodbye()
+        assert channels[0].wait(lambda: 1 in channels[0].gone, PATIENCE)
+        time.sleep(0.2)
+        assert ends == []
+        with channels[0].waits:
+            assert ended.wait(PATIENCE)
+        assert (ends[0].rank, ends[0].kind) == (1, "left")
+        watchdog.close()

@@ -16,6 +16,7 @@ from typing import Any
 from trainkit.errors import ProcessFailedError
 from trainkit.launch.failure import Failure, Runs
 from trainkit.launch.links import Link, MainLink
+from trainkit.launch.waits import Waits
 from trainkit.launch.wire import LIMIT, encode
 
 __all__ = ["PATIENCE", "Channel"]
@@ -24,6 +25,11 @@ PATIENCE = 30.0  # seconds of silence after which a machine is taken to be gone
 _MEETING = 10.0  # seconds in which all must have connected
 _HEARD = 1.0  # seconds in which the hub hears what must be heard
 _CLEARED = 60.0  # seconds that a run waits for the others to get out of a failed one
+_LOOK = 1.0  # seconds after which one that waits looks what the others are doing; and again after twice as long, and so on
+_SELDOM = 8.0  # seconds between two such looks at most
+_ANSWER = 2.0  # seconds in which all must have said it
+
+_QUESTION = "what all are doing"
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -49,6 +55,7 @@ class Channel:
         gone: the processes that are no longer there, with why.
         fallen: the processes that end by an error, still there or not.
         runs: those of this process.
+        waits: the collectives of this process.
         alone: the main process is gone, and of the others nothing is heard any more.
         closed: it is no longer of use.
         traceback: of the error that a run on this process ends by; empty: of none yet.
@@ -59,12 +66,13 @@ class Channel:
         self.changed = threading.Condition()
         self.gone: dict[int, Failure] = {}
         self.fallen: frozenset[int] = frozenset()
-        self.runs = Runs()
+        self.runs, self.waits = Runs(), Waits()
         self.alone = self.closed = False
         self.traceback = ""
         self._failures: dict[int | None, Failure] = {}  # replaced and never changed, as is `gone`: read without the lock
         self._waiters: dict[str, _Waiter] = {}
         self._listeners: list[Callable[[Failure | None], None]] = []
+        self._last_begun: dict[int, int] = {}  # collectives that had begun in processes that have ended
         self._unwell: set[int] = set()  # runs that do not end here as they should
         self._farewell: tuple[str, str] | None = None
         self._posted: Failure | None = None
@@ -107,12 +115,13 @@ class Channel:
 
     # ------------------------------------------------------------------------------------------------ exchanging
 
-    def exchange(self, key: str, value: Any) -> list[Any]:
+    def exchange(self, key: str, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
         """What every process gave under a key, in the order of their ranks; waits for as long as that takes.
 
         Args:
             key: the same on all processes; free again when the exchange is complete.
             value: JSON, of at most 16 MiB.
+            looking: called now and then while it waits; what it raises ends the wait.
 
         Raises:
             ProcessFailedError: a process has failed, has died or has left before it gave its value.
@@ -130,7 +139,10 @@ class Channel:
             self._waiters[key] = waiter
         try:
             self._link.say(line)
-            waiter.done.wait()
+            pause = _LOOK
+            while not waiter.done.wait(None if looking is None else pause):
+                looking()  # type: ignore[misc]
+                pause = min(2 * pause, _SELDOM)
         except BaseException:  # a signal: what was given must not count for a later exchange of this name
             self._say_and_wait({"take back": key})
             raise
@@ -140,6 +152,23 @@ class Channel:
         if waiter.why is not None:
             raise ProcessFailedError(f"exchange {key!r} cannot be completed: {waiter.why}.")
         return waiter.values
+
+    def ask(self) -> list[dict[str, Any] | None] | None:
+        """What all processes are doing, whatever their main threads wait for: of each :meth:`Waits.record`, by rank.
+
+        Returns:
+            ``None`` for a process that has ended; ``None`` in all if not all others have answered in time.
+        """
+        waiter = _Waiter()
+        with self.changed:
+            if self.closed or self.alone:
+                return None
+            self._waiters[_QUESTION] = waiter
+        self._link.say(encode({"ask": _QUESTION}))
+        waiter.done.wait(_ANSWER)
+        with self.changed:
+            self._waiters.pop(_QUESTION, None)
+        return waiter.values if waiter.done.is_set() and waiter.why is None else None
 
     # --------------------------------------------------------------------------------------------------- failing
 
@@ -189,6 +218,13 @@ class Channel:
         self.fell()
         if self.failure is None:
             self._post(Failure(**(cause.record() | {"run": None})))
+
+    def accuse_absent(self) -> None:
+        """Tell all if this process waits for one that has ended, in a collective to which that one has not come."""
+        begun, inside = self.waits.begun, self.waits.depth > 0
+        end = next((end for end in self.gone.values() if inside and self._last_begun.get(end.rank, begun) < begun), None)
+        if end is not None:
+            self._post(Failure(**(end.record() | {"run": None})))
 
     def fell(self) -> None:
         """Note that the run that this process is in does not end here as it should."""
@@ -249,7 +285,9 @@ class Channel:
 
     def goodbye(self) -> None:
         """This process ends as it should: that its connection ends is no failure."""
-        self._link.say(encode({"bye": self._farewell or ("left", "")}))
+        while self.runs.open:  # of a loop of the user's own, which ends with his script: who needs this process no more goes on
+            self.leave_run()
+        self._link.say(encode({"bye": self._farewell or ("left", ""), "begun": self.waits.begun}))
 
     def close(self) -> None:
         """Close the connections; any number of times."""
@@ -284,6 +322,8 @@ class Channel:
                 waiter.values = message.get("values", [])
                 waiter.why = Failure(**message["why"]) if "why" in message else None
                 waiter.done.set()
+        elif "asked" in message:
+            self._link.say(encode({"answer": self.waits.record()}))
         elif "failed" in message:  # of a run the hub says it once, and what it says counts
             failure = Failure(**message["failed"])
             self._change({**self._failures, failure.run: failure})
@@ -296,6 +336,8 @@ class Channel:
         elif "gone" in message:
             end = Failure(**message["gone"])
             with self.changed:
+                if message["begun"] is not None:
+                    self._last_begun[end.rank] = message["begun"]
                 self.gone = {**self.gone, end.rank: end}
                 self.changed.notify_all()
         elif "main" in message:

@@ -29,6 +29,8 @@ class Hub:
         self._failures: dict[int | None, Failure] = {}  # the first of each run, in the order in which they came
         self._latest: Failure | None = None  # of those in a run, also when it is over
         self._gone: dict[int, Failure] = {}
+        self._asking: dict[int, str] = {}  # who wants to know what all are doing, with the key of its answer
+        self._answers: dict[int, Any] = {}
 
     @property
     def waiting(self) -> int:
@@ -53,20 +55,26 @@ class Hub:
             self._clear()
         elif "fail" in message:
             self._fail(Failure(**message["fail"]), message.get("of"))
+        elif "ask" in message:
+            self._ask(rank, message["ask"])
+        elif "answer" in message:
+            self._answer(rank, message["answer"])
         elif "bye" in message:
             kind, text = message["bye"]
-            self.gone(rank, kind, text)
+            self.gone(rank, kind, text, message.get("begun"))
         if "number" in message:
             self._send(rank, {"heard": message["number"]})
 
-    def gone(self, rank: int, kind: str, text: str = "") -> None:
-        """A process is no longer there; ``kind`` as of :class:`Failure`."""
+    def gone(self, rank: int, kind: str, text: str = "", begun: int | None = None) -> None:
+        """A process is no longer there; ``kind`` as of :class:`Failure`, ``begun`` its collectives, if it has said so."""
         if rank in self._gone:
             return
         mine = next((one for one in self._failures.values() if one.rank == rank), None)
         end = mine if kind == "died" and mine is not None else Failure(rank, kind, text)
         self._gone[rank] = end
-        self._tell({"gone": end.record()})
+        self._tell({"gone": end.record(), "begun": begun})
+        self._asking.pop(rank, None)
+        self._settle_questions()
         self._find_missing()
         for key, values in list(self._given.items()):
             if rank not in values:
@@ -113,6 +121,27 @@ class Hub:
         self._tell({"failed": failure.record()})
         for key in list(self._given):
             self._void(key, next(iter(self._failures.values())))
+
+    def _ask(self, rank: int, key: str) -> None:
+        """All are asked once, however many want to know it: they wait for the same, and each asks again and again."""
+        if not self._asking:
+            self._answers = {}
+            self._tell({"asked": True})
+        self._asking[rank] = key
+
+    def _answer(self, rank: int, what: Any) -> None:
+        if self._asking:
+            self._answers[rank] = what
+            self._settle_questions()
+
+    def _settle_questions(self) -> None:
+        """Tell those that have asked, when all have answered that are there."""
+        if not self._asking or any(rank not in self._answers for rank in range(self._size) if rank not in self._gone):
+            return
+        values = [self._answers.get(rank) for rank in range(self._size)]
+        asking, self._asking, self._answers = self._asking, {}, {}
+        for rank, key in asking.items():
+            self._send(rank, {"result": key, "values": values})
 
     def _find_missing(self) -> None:
         """Whether a process that is gone is needed by one in a run."""

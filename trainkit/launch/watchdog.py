@@ -16,6 +16,7 @@ __all__ = ["Watchdog"]
 
 _GRACE = 3.0  # seconds that a process in a run has to leave it by an error of its own, when another one has failed
 _ENDING = 30.0  # seconds that it has once it is on its way out, or when the other one was told to end by a signal
+_LOOK = 1.0  # seconds between two looks whether the main thread waits for a process that has ended
 _CODES = {"preempted": 143, "interrupt": 130}
 _ABOVE = "the lines above"
 
@@ -25,7 +26,8 @@ class Watchdog:
 
     A collective whose partner is gone may never return, and nothing in Python can interrupt it. A failure that all processes
     get over, because all get out of the run and go on, ends nobody. If a process has waited too long for another one, which is
-    then taken to hang, all processes in a run write their stacks at once.
+    then taken to hang, all processes in a run write their stacks at once. A process whose script has come to its end, as a loop
+    of the user's own may on one before the others, ends nobody but who waits for it.
 
     Args:
         channel: tells of the failure.
@@ -86,7 +88,7 @@ class Watchdog:
     def _watch(self) -> None:
         known: Failure | None = None
         while True:
-            self._channel.wait(lambda: self._done or self._limit() is not None)
+            self._wait()
             failure, limit = self._channel.failure, self._limit()
             if self._done:
                 return
@@ -94,6 +96,13 @@ class Watchdog:
                 known, self._known = failure, time.monotonic()
             if failure is not None and limit is not None and not self._saved(failure, limit):
                 self._end(failure)
+
+    def _wait(self) -> None:
+        """Wait for what it is there for. That the main thread waits for a process that has ended is not told but looked for."""
+        channel, looks = self._channel, bool(self._channel.gone)
+        channel.wait(lambda: self._done or self._limit() is not None or bool(channel.gone) != looks, _LOOK if looks else None)
+        if channel.failure is None and channel.runs.open:
+            channel.accuse_absent()
 
     def _saved(self, failure: Failure, limit: float) -> bool:
         """Wait until the time is up; returns whether the process need not be ended for this failure any more."""

@@ -1,0 +1,83 @@
+"""Which line has initialised CUDA: torch's own initialisation runs here, and only the driver under it is not there."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+import torch
+from support import run_python
+
+from trainkit.console import TrainkitWarning
+from trainkit.launch import cuda_watch
+from trainkit.launch.cuda_watch import cuda_initialised_at, tell_of_cuda, watch_cuda
+from trainkit.launch.self_start import become_agent
+
+HERE = r"test_cuda_watch\.py:\d+"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU on which nothing has been done yet, in debug mode."""
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "yes")
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_init", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "_cudart", object())
+    monkeypatch.setattr(torch.cuda, "_initialized", False)
+    monkeypatch.setattr(torch.cuda, "_queued_calls", [])
+    monkeypatch.setattr(torch.cuda, "_lazy_seed_tracker", type(torch.cuda._lazy_seed_tracker)())
+    monkeypatch.setattr(cuda_watch, "_watching", False)
+    monkeypatch.setattr(cuda_watch, "_at", None)
+
+
+def test_the_line_is_noted(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_cuda()
+    watch_cuda()
+    assert len(torch.cuda._queued_calls) == 1
+    assert cuda_initialised_at() is None
+    tell_of_cuda("devices=2")  # nothing to tell
+    torch.cuda.init()
+    assert torch.cuda.is_initialized()
+    found = cuda_initialised_at()
+    assert re.fullmatch(rf"{HERE}: torch\.cuda\.init\(\)", found or "")
+    with pytest.warns(TrainkitWarning, match=rf"notebook_launcher starts processes, and CUDA was .* at {HERE}: torch"):
+        tell_of_cuda("notebook_launcher")
+
+
+def test_a_script_that_starts_its_processes_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(launch: str) -> None:
+        raise RuntimeError(launch)  # before anything is replaced
+
+    monkeypatch.setattr("trainkit.launch.self_start.command_again", lambda processes: ["python", "train.py"])
+    monkeypatch.setattr("trainkit.launch.self_start.tell_of_cuda", told)
+    with pytest.raises(RuntimeError, match="devices=2"):
+        become_agent(2)
+
+
+def test_a_thread_of_its_own(gpu: None) -> None:
+    watch_cuda()
+    thread = threading.Thread(target=torch.cuda.init, name="loads")
+    thread.start()
+    thread.join()
+    assert cuda_initialised_at() == "an unknown place, in the thread 'loads'"
+
+
+def test_what_was_before_is_not_known(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    watch_cuda()
+    assert cuda_initialised_at() == "an earlier line than 'import trainkit' (import it first to see which)"
+
+
+def test_nothing_is_watched_otherwise(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_DEBUG_MODE")
+    watch_cuda()
+    torch.cuda.init()
+    assert cuda_initialised_at() is None
+
+
+@pytest.mark.parametrize("value, watching", [("1", True), ("0", False)])
+def test_it_begins_with_the_import(value: str, watching: bool) -> None:
+    text = "import trainkit, sys; print(getattr(sys.modules.get('trainkit.launch.cuda_watch'), '_watching', None))"
+    done = run_python(text, env={"TRAINKIT_DEBUG_MODE": value})
+    assert done.stdout.strip() == str(watching), done.stderr

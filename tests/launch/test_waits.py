@@ -1,0 +1,94 @@
+"""``Waits``: what a process is in, as another thread sees it; and how a line of a script is found among the frames."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from trainkit.launch.waits import Waits, called
+
+
+def function_of(where: str, text: str, **names: Any) -> Callable[..., Any]:
+    """``verb`` of a module of that name."""
+    made: dict[str, Any] = {"__name__": where, "called": called, "sys": sys, **names}
+    exec(compile(text, f"/somewhere/{where}.py", "exec"), made)
+    return made["verb"]
+
+
+def line() -> int:
+    return sys._getframe(1).f_lineno
+
+
+def test_the_line_of_a_script() -> None:
+    """Frames of torch and the like between are not the script's; a function of it that we call is not where we were called."""
+    inner = function_of("trainkit.inner", "def verb(): return called(sys._getframe())")
+    module = function_of("torch.nn", "def verb(*given): return inner(*given)", inner=inner)
+    outer = function_of("trainkit.accelerator", "def verb(): return module()", module=module)
+    for call in (module, outer):
+        assert call() == ("verb", f"test_waits.py:{line()}")
+
+    first = function_of("trainkit.a", "def save_state(call): return call()\nverb = save_state")
+    assert first(lambda: inner())[0] == "verb"  # the lambda is a script's
+    in_library = function_of("torch.nn", "def verb(): return called(sys._getframe())")
+    assert first(in_library)[0] == "save_state"
+    within = function_of("torchmetrics.x", "def verb(): return outer()", outer=outer)
+    assert within() == ("verb", "torchmetrics.x.py:1")
+
+
+def test_a_frame_that_nobody_of_ours_is_in() -> None:
+    assert called(None) == ("", "an unknown place")
+    assert called(sys._getframe()) == ("", "an unknown place")
+
+
+def test_what_is_counted() -> None:
+    waits = Waits()
+    assert waits.record() == {"begun": 0, "where": None, "turn": 0}
+    with waits, waits:
+        assert (waits.begun, waits.depth) == (2, 2)
+    with contextlib.suppress(ValueError), waits:
+        raise ValueError
+    assert (waits.begun, waits.depth) == (3, 0)
+
+
+def test_another_thread_sees_where_it_waits() -> None:
+    waits, inside, seen = Waits(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        seen.wait(60)
+
+    library = function_of("torch.x", "def verb(wait): wait()")
+    text = "def backward():\n    with waits:\n        library(wait)\nverb = backward"
+    backward = function_of("trainkit.x", text, waits=waits, wait=wait, library=library)
+    thread = threading.Thread(target=lambda: backward())
+    thread.start()
+    assert inside.wait(60)
+    found = waits.record()
+    seen.set()
+    thread.join(60)
+    assert (found["begun"], found["where"][0]) == (1, "backward")
+    assert re.fullmatch(r"test_waits\.py:\d+", found["where"][1])
+    assert waits.record()["where"] is None
+
+
+def test_what_is_known_already_counts() -> None:
+    waits = Waits()
+    with waits:
+        waits.known = ("forward", "train.py:3")
+        assert waits.record()["where"] == ["forward", "train.py:3"]
+
+
+def test_it_is_two_calls() -> None:
+    """It is around each reduction of each step."""
+    waits, calls = Waits(), []
+    sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        with waits:
+            pass
+    finally:
+        sys.setprofile(None)
+    assert calls == ["__enter__", "__exit__"]
