@@ -1,0 +1,134 @@
+"""``kwargs_handlers``: what each class becomes, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.strategies import DDPStrategy, ZeROStrategy
+from trainkit.utils import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+from trainkit.utils.handlers import sorted_handlers
+
+
+def test_what_differs_from_the_defaults() -> None:
+    assert AutocastKwargs().to_kwargs() == {}
+    assert AutocastKwargs(cache_enabled=False).to_kwargs() == {"cache_enabled": False}
+    assert GradScalerKwargs(init_scale=8.0, growth_interval=5).to_kwargs() == {"init_scale": 8.0, "growth_interval": 5}
+
+
+def test_options_of_ddp_are_those_of_the_strategy() -> None:
+    given = DistributedDataParallelKwargs(
+        broadcast_buffers=False,
+        bucket_cap_mb=3,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+        comm_hook=DDPCommunicationHookType.BF16,
+    )
+    assert given.strategy_options() == {
+        "bucket_cap_mb": 3,
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": True,
+        "static_graph": True,
+        "comm_hook": "bf16",
+    }
+    strategy = DDPStrategy(**given.strategy_options())
+    assert (strategy.bucket_cap_mb, strategy.static_graph, strategy._compression.wire) == (3, True, torch.bfloat16)
+    assert DistributedDataParallelKwargs().strategy_options() == {}
+
+
+@pytest.mark.parametrize("hook", ["power_sgd", DDPCommunicationHookType.POWER_SGD])
+def test_power_sgd(hook: Any) -> None:
+    options = DistributedDataParallelKwargs(
+        comm_hook=hook, comm_state_option={"matrix_approximation_rank": 3}
+    ).strategy_options()
+    state = DDPStrategy(**options)._compression._begin_power()
+    assert state.matrix_approximation_rank == 3
+
+
+def test_options_of_the_process_group_are_those_of_the_strategies() -> None:
+    options = InitProcessGroupKwargs(backend="gloo", init_method="env://", timeout=timedelta(seconds=90)).strategy_options()
+    for strategy in (DDPStrategy(**options), ZeROStrategy(stage=1, **options)):
+        assert (strategy._membership.backend, strategy._membership.timeout) == ("gloo", timedelta(seconds=90))
+    assert InitProcessGroupKwargs().strategy_options() == {}
+
+
+def test_a_profile_is_recorded() -> None:
+    seen: list[int] = []
+    given = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 1},
+        on_trace_ready=lambda profile: seen.append(profile.step_num),
+        record_shapes=True,
+    )
+    with given.build() as profile:
+        for _ in range(5):
+            torch.ones(3, 4) @ torch.ones(4, 2)
+            profile.step()
+    assert seen == [4]
+    products = [event for event in profile.key_averages(group_by_input_shape=True) if event.key == "aten::mm"]
+    assert [(event.count, event.input_shapes[:2]) for event in products] == [(2, [[3, 4], [4, 2]])]
+
+
+def test_a_profile_without_a_schedule() -> None:
+    with ProfileKwargs(output_trace_dir="traces").build() as profile:
+        torch.ones(3).sum()
+    assert any(event.key == "aten::sum" for event in profile.key_averages())
+    assert not Path("traces").exists(), "the folder is for accelerator.profile"
+
+
+@pytest.mark.parametrize(
+    "make, kind, message",
+    [
+        (lambda: DistributedDataParallelKwargs(dim=1), UnsupportedArgumentError, "Put the samples first"),
+        (lambda: DistributedDataParallelKwargs(comm_hook="power"), ConfigurationError, "there are no, fp16, bf16, power_sgd"),
+        (
+            lambda: DistributedDataParallelKwargs(comm_hook="batched_power_sgd"),
+            UnsupportedArgumentError,
+            "comm_hook='power_sgd'",
+        ),
+        (
+            lambda: DistributedDataParallelKwargs(comm_hook="power_sgd", comm_wrapper=DDPCommunicationHookType.FP16),
+            UnsupportedArgumentError,
+            r"comm_wrapper='fp16'\) is not offered",
+        ),
+        (lambda: DistributedDataParallelKwargs(comm_state_option={"a": 1}), ConfigurationError, "not for 'no'. Leave it out"),
+        (lambda: GradScalerKwargs(growth_factor=1.0), ConfigurationError, r"growth_factor=1.0\): expected a number > 1"),
+        (lambda: GradScalerKwargs(backoff_factor=1.5), ConfigurationError, "between 0 and 1"),
+        (lambda: GradScalerKwargs(init_scale=0), ConfigurationError, "a number > 0"),
+        (lambda: GradScalerKwargs(growth_interval=0), ConfigurationError, "≥ 1"),
+        (lambda: InitProcessGroupKwargs(init_method="tcp://a:1"), UnsupportedArgumentError, "MASTER_ADDR and MASTER_PORT"),
+        (lambda: ProfileKwargs(activities=["cup"]), ConfigurationError, "there are cpu, cuda. Did you mean 'cpu'?"),
+        (lambda: ProfileKwargs(schedule_option={"wiat": 1}), ConfigurationError, "has no 'wiat'. Did you mean 'wait'?"),
+        (lambda: ProfileKwargs(schedule_option={"wait": 1}), ConfigurationError, "lacks warmup, active"),
+    ],
+)
+def test_what_is_refused(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_handlers_by_their_class() -> None:
+    class Mine(AutocastKwargs):
+        pass
+
+    mine, scaler = Mine(), GradScalerKwargs()
+    assert sorted_handlers([mine, scaler]) == {AutocastKwargs: mine, GradScalerKwargs: scaler}
+    assert sorted_handlers(None) == {}
+    with pytest.raises(ConfigurationError, match="has two AutocastKwargs. Give one"):
+        sorted_handlers([mine, AutocastKwargs()])
+    with pytest.raises(ConfigurationError, match="is none of .*DistributedDataParallelKwargs, .*which are in trainkit.utils"):
+        sorted_handlers([{"find_unused_parameters": True}])

@@ -1,0 +1,148 @@
+"""What is imported from ``trainkit.utils`` and from ``trainkit``, as scripts written for Accelerate do it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from typing import Any
+
+import pytest
+
+import trainkit
+from trainkit import utils
+from trainkit.utils.instead import INSTEAD
+
+# Arguments and their defaults, in Accelerate's order.
+SIGNATURES: dict[str, dict[str, Any]] = {
+    "AutocastKwargs": {"enabled": True, "cache_enabled": None},
+    "DataLoaderConfiguration": {
+        "split_batches": False,
+        "dispatch_batches": None,
+        "even_batches": True,
+        "use_seedable_sampler": False,
+        "data_seed": None,
+        "non_blocking": False,
+        "use_stateful_dataloader": False,
+    },
+    "DeepSpeedPlugin": {
+        "hf_ds_config": None,
+        "gradient_accumulation_steps": None,
+        "gradient_clipping": None,
+        "zero_stage": None,
+        "is_train_batch_min": True,
+        "offload_optimizer_device": None,
+        "offload_param_device": None,
+        "offload_optimizer_nvme_path": None,
+        "offload_param_nvme_path": None,
+        "zero3_init_flag": None,
+        "zero3_save_16bit_model": None,
+        "transformer_moe_cls_names": None,
+        "enable_msamp": False,
+        "msamp_opt_level": None,
+    },
+    "DistributedDataParallelKwargs": {
+        "dim": 0,
+        "broadcast_buffers": True,
+        "bucket_cap_mb": 25,
+        "find_unused_parameters": False,
+        "check_reduction": False,
+        "gradient_as_bucket_view": False,
+        "static_graph": False,
+        "comm_hook": "no",
+        "comm_wrapper": "no",
+        "comm_state_option": inspect.Parameter.empty,  # an empty dict of its own
+    },
+    "GradScalerKwargs": {
+        "init_scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "enabled": True,
+    },
+    "GradientAccumulationPlugin": {
+        "num_steps": 1,
+        "adjust_scheduler": True,
+        "sync_with_dataloader": True,
+        "sync_each_batch": False,
+    },
+    "InitProcessGroupKwargs": {"backend": None, "init_method": None, "timeout": None},
+    "ProfileKwargs": {
+        "activities": None,
+        "schedule_option": None,
+        "on_trace_ready": None,
+        "record_shapes": False,
+        "profile_memory": False,
+        "with_stack": False,
+        "with_flops": False,
+        "with_modules": False,
+        "output_trace_dir": None,
+    },
+    "ProjectConfiguration": {
+        "project_dir": None,
+        "logging_dir": None,
+        "automatic_checkpoint_naming": False,
+        "total_limit": None,
+        "iteration": 0,
+        "save_on_each_node": False,
+    },
+    "broadcast_object_list": {"object_list": inspect.Parameter.empty, "from_process": 0},
+    "find_executable_batch_size": {"function": None, "starting_batch_size": 128, "reduce_batch_size_fn": None},
+    "gather_object": {"object": inspect.Parameter.empty},
+    "load_checkpoint_in_model": {
+        "model": inspect.Parameter.empty,
+        "checkpoint": inspect.Parameter.empty,
+        "device_map": None,
+        "offload_folder": None,
+        "dtype": None,
+        "offload_state_dict": False,
+        "offload_buffers": False,
+        "keep_in_fp32_modules": None,
+        "offload_8bit_bnb": False,
+        "strict": False,
+        "full_state_dict": True,
+        "broadcast_from_rank0": False,
+    },
+    "set_seed": {"seed": inspect.Parameter.empty, "device_specific": False, "deterministic": False},
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_are_accelerates(name: str) -> None:
+    parameters = inspect.signature(getattr(utils, name)).parameters
+    found = {key: p.default for key, p in parameters.items()}
+    if name == "DistributedDataParallelKwargs":
+        assert getattr(utils, name)().comm_state_option == {}
+        found["comm_state_option"] = inspect.Parameter.empty
+    assert list(found.items()) == list(SIGNATURES[name].items())
+
+
+@pytest.mark.parametrize("name", utils.__all__)
+def test_a_name_leads_to_its_place(name: str) -> None:
+    if importlib.util.find_spec(utils.PLACES[name]) is None:
+        pytest.skip(f"{utils.PLACES[name]} is not there")
+    found = getattr(importlib.import_module(utils.PLACES[name]), name)
+    assert getattr(utils, name) is found
+    if name in trainkit.__all__:
+        assert getattr(trainkit, name) is found
+
+
+def test_what_the_type_checker_sees() -> None:
+    assert sorted(utils.PLACES) == sorted(utils.__all__)
+    assert {*utils.__all__} - {*trainkit.__all__} == {"broadcast_object_list", "gather_object", "load", "tqdm"}
+    assert {*utils.__all__} <= {*dir(utils)}
+
+
+@pytest.mark.parametrize("name", sorted(INSTEAD))
+@pytest.mark.parametrize("package", ["trainkit", "trainkit.utils"])
+def test_what_is_not_there_says_what_to_use(package: str, name: str) -> None:
+    with pytest.raises(ImportError, match=f"trainkit has no {name}. Use: "):
+        exec(f"from {package} import {name}")
+
+
+def test_a_misspelt_name() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'DistributedTyp'. Did you mean 'DistributedType'?"):
+        utils.DistributedTyp
+    with pytest.raises(ImportError):
+        exec("from trainkit.utils import nonsense")
+    assert not hasattr(utils, "nonsense")

@@ -1,0 +1,198 @@
+"""``DeepSpeedPlugin``: ZeRO as Accelerate's users ask for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.console import warn
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+
+__all__ = ["DeepSpeedPlugin"]
+
+_PLACES = ("none", "cpu", "nvme")
+_NOTHING = (None, "none")
+# Where each argument stands in DeepSpeed's configuration.
+_KEYS = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("gradient_clipping",),
+    "zero_stage": ("zero_optimization", "stage"),
+    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
+    "offload_param_device": ("zero_optimization", "offload_param", "device"),
+    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
+    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
+    "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
+}
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """ZeRO for ``Accelerator(deepspeed_plugin=)``; see also :class:`~trainkit.strategies.ZeROStrategy`, which has more options.
+
+    Args:
+        hf_ds_config: a DeepSpeed configuration: a dict, or the path of a JSON file. The other arguments stand for what is
+            ``"auto"`` or missing in it.
+        gradient_accumulation_steps: micro-batches in an update; default: what ``Accelerator`` is told.
+        gradient_clipping: largest norm of the gradients; they are clipped by it where the loop does not do so itself.
+        zero_stage: 1, 2 or 3; default: 2.
+        is_train_batch_min: only ``True``: sizes are compared with the first loader that is given to ``prepare``.
+        offload_optimizer_device: ``"cpu"``, or ``"nvme"`` (stage 3): keep the optimizer's state there; ``"none"``.
+        offload_param_device: likewise, the parameters (stage 3).
+        offload_optimizer_nvme_path: folder for it.
+        offload_param_nvme_path: folder for them; the same one.
+        zero3_init_flag: parameters of a ``transformers`` model are divided as it is made; default: in stage 3. Of other models:
+            ``with accelerator.strategy.building(): model = Net()``.
+        zero3_save_16bit_model: ``save_model`` writes the parameters in 16 bits (stage 3).
+        transformer_moe_cls_names: only ``None``.
+        enable_msamp: only ``False``.
+        msamp_opt_level: no effect.
+
+    Attributes:
+        deepspeed_config: for ``ZeROStrategy(config=)``. What it says of the arguments above is in them too.
+        divides_at_once: parameters of a ``transformers`` model are divided as it is made.
+
+    Raises:
+        ConfigurationError: values that are wrong or contradict each other, or a file that cannot be read.
+        UnsupportedArgumentError: what is not offered; the message names what to use.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = False
+    msamp_opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        self._refuse_what_is_not_offered()
+        given = self.hf_ds_config not in _NOTHING
+        config = _read(self.hf_ds_config) if given else {}
+        for name, keys in _KEYS.items():
+            self._put(config, name, keys)
+        if given and _found(config, _KEYS["zero_stage"]) is None:
+            raise ConfigurationError(
+                'DeepSpeedPlugin(hf_ds_config=): {"zero_optimization": {"stage": 1, 2 or 3}} is missing. Without ZeRO leave '
+                "the plugin out, which is DDP on several processes."
+            )
+        zero = config.setdefault("zero_optimization", {})
+        zero.setdefault("stage", 2)
+        if zero["stage"] not in (1, 2, 3) or isinstance(zero["stage"], bool):
+            raise ConfigurationError(
+                f"DeepSpeedPlugin: stage {zero['stage']!r} of ZeRO. Stages are 1, 2 and 3; without ZeRO leave the plugin out, "
+                "which is DDP on several processes."
+            )
+        self.deepspeed_config: dict[str, Any] = config
+        for name, keys in _KEYS.items():
+            setattr(self, name, _found(config, keys))
+        self.offload_optimizer_device = self.offload_optimizer_device or "none"
+        self.offload_param_device = self.offload_param_device or "none"
+        self.zero3_save_16bit_model = bool(self.zero3_save_16bit_model)
+        if self.zero3_init_flag and zero["stage"] != 3:
+            warn(
+                f"DeepSpeedPlugin(zero3_init_flag=True) is for stage 3, in which parameters are divided, and this is stage "
+                f"{zero['stage']}: it has no effect."
+            )
+        self.zero3_init_flag = self.divides_at_once = zero["stage"] == 3 and self.zero3_init_flag is not False
+
+    def _refuse_what_is_not_offered(self) -> None:
+        for name in ("offload_optimizer_device", "offload_param_device"):
+            if getattr(self, name) not in (None, *_PLACES):
+                raise ConfigurationError(f"DeepSpeedPlugin({name}={getattr(self, name)!r}): 'none', 'cpu' or 'nvme'.")
+        steps, norm = self.gradient_accumulation_steps, self.gradient_clipping
+        if steps not in (None, "auto") and (isinstance(steps, bool | str) or steps != int(steps) or steps < 1):
+            raise ConfigurationError(f"DeepSpeedPlugin(gradient_accumulation_steps={steps!r}): a whole number ≥ 1, or 'auto'.")
+        if norm not in (None, "auto") and (isinstance(norm, bool | str) or not 0 <= norm < math.inf):
+            raise ConfigurationError(f"DeepSpeedPlugin(gradient_clipping={norm!r}): a number ≥ 0, or 'auto'.")
+        if not self.is_train_batch_min:
+            raise UnsupportedArgumentError(
+                "DeepSpeedPlugin(is_train_batch_min=False): sizes are those of the first loader that is given to prepare. Give "
+                "the training loader first."
+            )
+        if self.transformer_moe_cls_names is not None:
+            raise UnsupportedArgumentError(
+                "DeepSpeedPlugin(transformer_moe_cls_names=): tell DeepSpeed itself, before prepare: "
+                "deepspeed.utils.set_z3_leaf_modules(model, [MixtralSparseMoeBlock])"
+            )
+        if self.enable_msamp:
+            raise UnsupportedArgumentError(
+                "DeepSpeedPlugin(enable_msamp=True): FP8 is not offered. Use mixed_precision='bf16'."
+            )
+
+    def config_for(self, short: bool) -> dict[str, Any]:
+        """``deepspeed_config`` for parameters in 16 bits; or in float32, where there are no 16-bit ones to be saved."""
+        zero = self.deepspeed_config["zero_optimization"]
+        kept = {name: value for name, value in zero.items() if short or name != _KEYS["zero3_save_16bit_model"][-1]}
+        return {**self.deepspeed_config, "zero_optimization": kept}
+
+    def _put(self, config: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
+        """Put an argument into the configuration.
+
+        Raises:
+            ConfigurationError: it has another value.
+        """
+        value = getattr(self, name)
+        if value is None or (name.startswith("offload") and value == "none" and _found(config, keys) is None):
+            return
+        if name == "zero3_save_16bit_model" and value is False and _found(config, keys) is None:
+            return
+        section = config
+        for key in keys[:-1]:
+            section = section.setdefault(key, {})
+            if not isinstance(section, dict):
+                raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config=): {key!r} must be a map, not {section!r}.")
+        known = section.get(keys[-1])
+        if known not in (None, "auto", value):
+            raise ConfigurationError(
+                f"DeepSpeedPlugin({name}={value!r}) and hf_ds_config, which has {'.'.join(keys)}: {known!r}. Give one of them, "
+                'or write "auto" into the configuration.'
+            )
+        section[keys[-1]] = value
+
+
+def _read(given: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration, as one's own.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    given = getattr(given, "config", given)  # an HfDeepSpeedConfig
+    if isinstance(given, Mapping):
+        return copy.deepcopy(dict(given))
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config=): a dict or the path of a JSON file, not {given!r}.")
+    try:
+        content = json.loads(Path(given).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ConfigurationError(
+            f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) is no JSON: {error}. For a file with comments: "
+            f"Accelerator(strategy=ZeROStrategy(config={str(given)!r}))"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) must hold a map, not {str(content)[:60]}.")
+    return content
+
+
+def _found(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    """The value at a place in the configuration; ``None`` if there is none."""
+    value: Any = config
+    for key in keys:
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value

@@ -1,0 +1,50 @@
+"""``DistributedType``: what distributes a run, by Accelerate's names."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainkit.strategy import Strategy
+
+__all__ = ["DistributedType", "distributed_type"]
+
+
+class DistributedType(str, enum.Enum):
+    """What distributes a run: ``accelerator.distributed_type == DistributedType.MULTI_GPU``; also a string.
+
+    ``NO`` is one process, ``MULTI_CPU`` and ``MULTI_GPU`` are DDP, ``DEEPSPEED`` is ZeRO, ``XLA`` is ``TPU`` too. The others
+    are there so that scripts can ask for them: no run has one of these.
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    DEEPSPEED = "DEEPSPEED"
+    XLA = "XLA"
+    TPU = "XLA"  # noqa: PIE796 - an alias
+
+    FSDP = "FSDP"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_NEURON = "MULTI_NEURON"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_XPU = "MULTI_XPU"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def distributed_type(strategy: Strategy) -> DistributedType:
+    """What distributes a run under a strategy that has joined its processes."""
+    if strategy.name.startswith("zero"):
+        return DistributedType.DEEPSPEED
+    if strategy.lazy_tensors:
+        return DistributedType.XLA
+    if strategy.world_size == 1:
+        return DistributedType.NO
+    return DistributedType.MULTI_CPU if strategy.device.type == "cpu" else DistributedType.MULTI_GPU

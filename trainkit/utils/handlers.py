@@ -1,0 +1,284 @@
+"""``kwargs_handlers`` of ``Accelerator``: options of what it makes, in Accelerate's classes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProfileKwargs",
+    "sorted_handlers",
+]
+
+_ACTIVITIES = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
+_CYCLE = ("wait", "warmup", "active")  # which every schedule has
+
+
+class KwargsHandler:
+    """Options that ``Accelerator(kwargs_handlers=[…])`` takes."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        default = type(self)()
+        mine: Any = self
+        names = [one.name for one in fields(mine)]
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """How the forward of a mixed precision is computed.
+
+    Args:
+        enabled: in the precision; ``False``: ``accelerator.autocast(handler)`` computes in float32.
+        cache_enabled: keep the copies of parameters in the lower precision within an ``autocast()``.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+class DDPCommunicationHookType(str, enum.Enum):
+    """How DDP sends gradients: ``DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)``; also a string."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+_HOOKS = tuple(kind.value for kind in DDPCommunicationHookType)
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of DDP, as of :class:`~trainkit.strategies.DDPStrategy`.
+
+    Args:
+        dim: only 0: the samples of a batch are its first dimension.
+        broadcast_buffers: no effect: rank 0's buffers are given to all with each update.
+        bucket_cap_mb: size of a bucket in MB.
+        find_unused_parameters: some parameters get no gradient in some steps.
+        check_reduction: no effect, as in torch.
+        gradient_as_bucket_view: gradients live in the buckets.
+        static_graph: each step uses the same parameters, as often and in the same order.
+        comm_hook: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"power_sgd"``, or that of :class:`DDPCommunicationHookType`.
+        comm_wrapper: only ``"no"``.
+        comm_state_option: options of torch's ``PowerSGDState``, for ``"power_sgd"``.
+
+    Raises:
+        UnsupportedArgumentError: what is not offered.
+        ConfigurationError: a hook that there is not.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: Any = "no"
+    comm_wrapper: Any = "no"
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.dim != 0:
+            raise UnsupportedArgumentError(f"DistributedDataParallelKwargs(dim={self.dim}): only 0. Put the samples first.")
+        hook = self.hook
+        if hook not in _HOOKS:
+            raise ConfigurationError(
+                f"DistributedDataParallelKwargs(comm_hook={hook!r}): there are {', '.join(_HOOKS)}.{nearest(hook, _HOOKS)}"
+            )
+        if hook == "batched_power_sgd" or str(self.comm_wrapper) != "no":
+            said = f"comm_hook={hook!r}" if hook == "batched_power_sgd" else f"comm_wrapper={str(self.comm_wrapper)!r}"
+            raise UnsupportedArgumentError(
+                f"DistributedDataParallelKwargs({said}) is not offered. Use comm_hook='power_sgd', or give the function "
+                "itself: Accelerator(strategy=DDPStrategy(comm_hook=function, comm_state=state))"
+            )
+
+        if self.comm_state_option and hook != "power_sgd":
+            raise ConfigurationError(
+                f"DistributedDataParallelKwargs(comm_state_option=...) is for comm_hook='power_sgd', not for {hook!r}. Leave "
+                "it out."
+            )
+
+    @property
+    def hook(self) -> str:
+        """The name of the communication hook."""
+        return str(getattr(self.comm_hook, "value", self.comm_hook))
+
+    def strategy_options(self) -> dict[str, Any]:
+        """For :class:`~trainkit.strategies.DDPStrategy`: what differs from the defaults."""
+        options = self.to_kwargs()
+        for name in ("dim", "broadcast_buffers", "check_reduction", "comm_hook", "comm_wrapper", "comm_state_option"):
+            options.pop(name, None)
+        if self.hook != "no":
+            options["comm_hook"] = self.hook.replace("_", "")
+        if self.comm_state_option:
+            options["comm_state"] = self.comm_state_option
+        return options
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """The loss scale of ``mixed_precision="fp16"``, as of ``torch.amp.GradScaler``.
+
+    Args:
+        init_scale: the first one.
+        growth_factor: by which it is multiplied after ``growth_interval`` updates without an overflow.
+        backoff_factor: by which it is multiplied after an overflow.
+        growth_interval: updates.
+        enabled: scale the loss at all.
+
+    Raises:
+        ConfigurationError: a number that no scale can grow or shrink by.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        within = {
+            "init_scale": (self.init_scale > 0, "a number > 0"),
+            "growth_factor": (self.growth_factor > 1, "a number > 1"),
+            "backoff_factor": (0 < self.backoff_factor < 1, "a number between 0 and 1"),
+            "growth_interval": (self.growth_interval >= 1, "a number of updates ≥ 1"),
+        }
+        for name, (fine, expected) in within.items():
+            if not fine:
+                raise ConfigurationError(f"GradScalerKwargs({name}={getattr(self, name)!r}): expected {expected}.")
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the processes are connected.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"``, …; default: nccl for CUDA, gloo for the CPU.
+        init_method: only ``None`` or ``"env://"``: the launcher says where the processes meet.
+        timeout: how long a process waits for the others in a collective; default: 30 minutes.
+
+    Raises:
+        UnsupportedArgumentError: another ``init_method``.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.init_method not in (None, "env://"):
+            raise UnsupportedArgumentError(
+                f"InitProcessGroupKwargs(init_method={self.init_method!r}): where the processes meet is said by what starts "
+                "them, as MASTER_ADDR and MASTER_PORT. Leave it out; or call torch.distributed.init_process_group yourself "
+                "before Accelerator(), which then uses your group."
+            )
+
+    def strategy_options(self) -> dict[str, Any]:
+        """For the strategies: what was given."""
+        said = {"process_group_backend": self.backend, "timeout": self.timeout}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """What ``accelerator.profile(handler)`` records, as of ``torch.profiler.profile``.
+
+    Args:
+        activities: ``"cpu"``, ``"cuda"``; default: both where there is a GPU.
+        schedule_option: ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``, as of ``torch.profiler.schedule``.
+        on_trace_ready: called with the profile whenever a cycle of the schedule ends.
+        record_shapes: of tensors.
+        profile_memory: allocations too.
+        with_stack: where in the source each operation was called.
+        with_flops: estimates for matrix products and convolutions.
+        with_modules: which module each operation belongs to.
+        output_trace_dir: folder for ``profile_<rank>.json``, to be opened with Perfetto.
+
+    Raises:
+        ConfigurationError: an activity or an option of the schedule that there is not, or one that is missing.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for activity in self.activities or ():
+            if activity not in _ACTIVITIES:
+                raise ConfigurationError(
+                    f"ProfileKwargs(activities=[{activity!r}]): there are {', '.join(_ACTIVITIES)}."
+                    f"{nearest(str(activity), _ACTIVITIES)}"
+                )
+        if self.schedule_option is not None:
+            known = (*_CYCLE, "repeat", "skip_first", "skip_first_wait")
+            for name in self.schedule_option:
+                if name not in known:
+                    raise ConfigurationError(f"ProfileKwargs(schedule_option=) has no {name!r}.{nearest(name, known)}")
+            if missing := [name for name in _CYCLE if name not in self.schedule_option]:
+                raise ConfigurationError(
+                    f"ProfileKwargs(schedule_option=) lacks {', '.join(missing)}. For example: "
+                    "{'wait': 1, 'warmup': 1, 'active': 3, 'repeat': 1, 'skip_first': 0}"
+                )
+
+    def build(self) -> torch.profiler.profile:
+        """The profiler, not yet started. ``output_trace_dir`` is for :meth:`trainkit.Accelerator.profile`."""
+        schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
+        return torch.profiler.profile(
+            activities=None if self.activities is None else [_ACTIVITIES[name] for name in self.activities],
+            schedule=schedule,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+def sorted_handlers(handlers: Iterable[Any] | None) -> dict[type[KwargsHandler], Any]:
+    """Handlers by their class.
+
+    Raises:
+        ConfigurationError: something else, or two of one class.
+    """
+    found: dict[type[KwargsHandler], Any] = {}
+    known = [kind.__name__ for kind in KwargsHandler.__subclasses__()]
+    for handler in handlers or ():
+        kind = next((one for one in KwargsHandler.__subclasses__() if isinstance(handler, one)), None)
+        if kind is None:
+            raise ConfigurationError(
+                f"kwargs_handlers: {handler!r} is none of {', '.join(known)}, which are in trainkit.utils."
+                f"{nearest(type(handler).__name__, known)}"
+            )
+        if kind in found:
+            raise ConfigurationError(f"kwargs_handlers has two {kind.__name__}. Give one.")
+        found[kind] = handler
+    return found

@@ -1,0 +1,69 @@
+"""Objects of all processes: ``gather_object``, ``broadcast_object_list``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from trainkit.accelerator.meeting import Meeting
+from trainkit.distributed import World
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.launch.joining import joined
+
+__all__ = ["broadcast_object_list", "gather_object"]
+
+
+def gather_object(object: list[Any] | tuple[Any, ...]) -> list[Any]:
+    """The elements of the lists of all processes, in the order of the processes, in one list; on all of them. Collective.
+
+    Args:
+        object: a list; on each process as long as it likes. What is in it is pickled, between processes of the same run.
+
+    Raises:
+        ConfigurationError: it is no list or tuple; or no ``Accelerator`` has been made.
+        UnsupportedArgumentError: on XLA.
+    """
+    _check("gather_object", object, list | tuple)
+    world = _world("gather_object")
+    return [element for own in world.exchange_objects(list(object)) for element in own]
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Give all processes the elements that a list has on one of them. Collective.
+
+    Args:
+        object_list: a list, which is changed; on all processes as long. What is in it is pickled, as of :func:`gather_object`.
+        from_process: the number of the process whose elements count.
+
+    Returns:
+        The list.
+
+    Raises:
+        ConfigurationError: it is no list, or not as long everywhere, or there is no such process.
+        UnsupportedArgumentError: on XLA.
+    """
+    _check("broadcast_object_list", object_list, list)
+    world = _world("broadcast_object_list")
+    lengths = world.exchange([len(object_list), from_process])
+    if any(said != lengths[0] for said in lengths):
+        shown = ", ".join(f"rank {rank}: {length} from {source}" for rank, (length, source) in enumerate(lengths))
+        raise ConfigurationError(f"broadcast_object_list needs the same length and process on all processes; {shown}.")
+    if not isinstance(from_process, int) or not 0 <= from_process < world.size:
+        raise ConfigurationError(f"broadcast_object_list(from_process={from_process!r}): there are 0 to {world.size - 1}.")
+    mine = object_list if world.rank == from_process else None
+    object_list[:] = world.exchange_objects(mine)[from_process]
+    return object_list
+
+
+def _check(verb: str, given: Any, kind: Any) -> None:
+    if not isinstance(given, kind):
+        raise ConfigurationError(f"{verb} takes a list, not a {type(given).__name__}. Write: {verb}([value])")
+
+
+def _world(verb: str) -> World:
+    """The processes, all of which have called the verb."""
+    if "torch_xla" in sys.modules:  # where threads may be what processes are elsewhere
+        raise UnsupportedArgumentError(f"{verb} is not offered on XLA. Exchange tensors: accelerator.gather(tensor)")
+    world = joined()
+    Meeting.of(world).wait(verb)
+    return world
