@@ -72,26 +72,11 @@ _UNSUPPORTED_IN_CALLS: dict[str, str] = {
 
 # Those of Accelerate's Accelerator.
 _UNSUPPORTED_IN_ACCELERATOR: dict[str, str] = {
-    "cpu": "use strategy=Strategy(device='cpu')",
-    "dataloader_config": "leave it out: loaders are taken as they are",
-    "deepspeed_plugin": _LATER,
-    "deepspeed_plugins": _LATER,
-    "device_placement": "leave it out: model and batches are moved to the device",
-    "dispatch_batches": "leave it out: loaders are taken as they are",
-    "dynamo_backend": "use torch.compile(model) before prepare",
-    "dynamo_plugin": "use torch.compile(model) before prepare",
-    "fsdp_plugin": _LATER,
-    "gradient_accumulation_plugin": "use gradient_accumulation_steps=",
-    "kwargs_handlers": "give precision= a Precision object and strategy= a Strategy object",
-    "log_with": "make a logger of trainkit.loggers and call its log_metrics",
-    "megatron_lm_plugin": "Megatron-LM is not offered",
-    "mixed_precision": "use precision='bf16-mixed' or '16-mixed'",
-    "project_config": "make a logger of trainkit.loggers with its save_dir=",
-    "project_dir": "make a logger of trainkit.loggers with its save_dir=",
-    "rng_types": "leave it out: randomness is keyed, there is nothing to carry over",
-    "split_batches": "leave it out: a loader's batch_size is per device",
-    "step_scheduler_with_optimizer": "leave it out: a prepared scheduler is advanced once per update",
-    "use_seedable_sampler": "leave it out: the order is a function of the seed and the epoch",
+    "deepspeed_plugins": "is not offered. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
+    "dynamo_plugin": "write dynamo_backend='inductor', or compile the model yourself: torch.compile(model, mode=...)",
+    "logging_dir": "write project_config=ProjectConfiguration(project_dir=..., logging_dir=...)",
+    "parallelism_config": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
+    "torch_tp_plugin": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
 }
 
 
@@ -110,8 +95,8 @@ def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -
         raise UnknownNameError(f"{where} has no argument {name!r}.{nearest(name, [*known, *table])}")
 
 
-def check_switches(given: Mapping[str, Any]) -> None:
-    """Refuse a switch of the Trainer that is neither on nor off, such as the string "no"."""
+def check_switches(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a Trainer, if none of its switches is neither on nor off, such as the string "no"."""
     for name in (
         "enable_checkpointing",
         "enable_progress_bar",
@@ -124,6 +109,7 @@ def check_switches(given: Mapping[str, Any]) -> None:
         value = given[name]
         if not (value is None and name == "benchmark") and (isinstance(value, str) or value not in (True, False)):
             raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
+    return given
 
 
 @dataclass

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.launch.joining import processes
 from trainkit.launch.tpu import tpu_is_chosen
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from trainkit.precision import Precision
     from trainkit.strategy import Strategy
 
-__all__ = ["joined_strategy", "read_wanted"]
+__all__ = ["chosen_strategy", "joined_strategy", "read_wanted"]
 
 _KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "tpu": "xla"}
 
@@ -66,12 +67,34 @@ def _read_devices(devices: Any) -> tuple[int | None, tuple[int, ...] | None]:
     raise ConfigurationError(f"devices must be 'auto', a number, or a list of GPUs such as [0, 1], not {devices!r}.")
 
 
+def chosen_strategy(name: str, wanted: Wanted) -> str:
+    """The name of the strategy that another name, ``"auto"`` among them, comes to.
+
+    Args:
+        name: as the user gave it.
+        wanted: where to run.
+
+    Returns:
+        "auto" only where it is one device that is not a TPU.
+
+    Raises:
+        ConfigurationError: it does not run there, or the variables of a launcher contradict each other.
+    """
+    if name == "auto":
+        on_tpu = wanted.accelerator == "xla" or (wanted.accelerator == "auto" and tpu_is_chosen())
+        return "xla" if on_tpu else "ddp" if processes(wanted) > 1 else name
+    if wanted.accelerator == "xla" and not name.startswith("xla"):
+        raise ConfigurationError(f"accelerator='tpu' works with strategy='xla', not with {name!r}. Leave strategy out.")
+    return name
+
+
 def joined_strategy(
     strategy: str | Strategy,
     wanted: Wanted,
     sync_batchnorm: bool,
     precision: str | int | Precision | None = None,
     arguments: TrainerArguments | None = None,
+    said: str = "",
 ) -> Strategy:
     """The strategy, on its device, as one of the processes of the run.
 
@@ -81,17 +104,13 @@ def joined_strategy(
         sync_batchnorm: statistics over all processes.
         precision: that it is to have.
         arguments: of the ``Trainer``, which must not ask for what the strategy cannot do.
+        said: a notice, once it is known which process speaks.
 
     Raises:
         ConfigurationError: arguments that contradict each other or what is there.
     """
     if isinstance(strategy, str):
-        name = strategy
-        if strategy == "auto":
-            on_tpu = wanted.accelerator == "xla" or (wanted.accelerator == "auto" and tpu_is_chosen())
-            name = "xla" if on_tpu else "ddp" if processes(wanted) > 1 else strategy
-        elif wanted.accelerator == "xla" and not strategy.startswith("xla"):
-            raise ConfigurationError(f"accelerator='tpu' works with strategy='xla', not with {strategy!r}. Leave strategy out.")
+        name = chosen_strategy(strategy, wanted)
         options: dict[str, Any] = {"sync_batchnorm": True} if sync_batchnorm and name.startswith("ddp") else {}
         device = _single_device(wanted) if name in ("auto", "single") else wanted.accelerator
         made = make_strategy(name, device=device, **options)
@@ -107,6 +126,8 @@ def joined_strategy(
     if precision is not None:
         made.check_precision(precision)  # before processes are started
     made.join(wanted)
+    if said:
+        notice(said)
     if precision is not None:
         made.use_precision(precision)
     return made

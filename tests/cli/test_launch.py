@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from agents import wait_until
+from configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, TWO_MACHINES, ZERO2
 from support import ROOT, run_python
 
 from trainkit.cli.main import main
 from trainkit.launch import agent, remote
 from trainkit.launch.agent import Job
+from trainkit.settings.carried import VARIABLE, Settings, carried, carry
 
 Launch = Callable[..., Job]
 
@@ -30,6 +32,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     jobs: list[Job] = []
     monkeypatch.setattr(agent, "run_job", lambda job: jobs.append(job) or 7)  # type: ignore[func-returns-value]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("trainkit.settings.read.default_file", lambda: tmp_path / "default.yaml")
     (tmp_path / "script.py").touch()
 
     def run(*arguments: str, **variables: str) -> Job:
@@ -112,9 +115,13 @@ def test_the_workers_get_the_variables_as_they_are(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--nproc", "2", "script.py"], "unrecognized arguments: --nproc. Did you mean '--nproc-per-node'?"),
-    (["--nproc_per_node=2", "script.py"], "Did you mean '--nproc-per-node'? Options of the script come after it."),
-    (["--node_rank", "0", "script.py"], "Did you mean '--node-rank'?"),
+    (["--nproc-node", "2", "script.py"], "unrecognized arguments: --nproc-node. Did you mean '--nproc-per-node'? Options of"),
+    (["--nproc_node=2", "script.py"], "Did you mean '--nproc_per_node'? Options of the script come after it."),
+    (["--node_ranks", "0", "script.py"], "Did you mean '--node_rank'?"),
+    (["--num_procesess", "2", "script.py"], "Did you mean '--num_processes'?"),
+    (["--use_fsdp", "script.py"], "unrecognized arguments: --use_fsdp: write --use_deepspeed --zero_stage 3."),
+    (["--fsdp-offload-params", "true", "script.py"], "--fsdp-offload-params: write --use_deepspeed --zero_stage 3."),
+    (["--num_cpu_threads_per_process=2", "script.py"], "set it in the environment: OMP_NUM_THREADS="),
     (["--standalone", "script.py"], "unrecognized arguments: --standalone. Options of the script"),
     ([], "the following arguments are required: SCRIPT\n"),
     (["--nproc-per-node", "two", "script.py"], "--nproc-per-node must be a whole number from 1 on, 'gpu' or 'auto', not"),
@@ -188,6 +195,157 @@ def test_the_place_to_meet_is_that_of_the_arguments(launch: Launch) -> None:
     assert (job.most, job.node_rank, job.master_addr) == (2, 1, "h")
 
 
+# ------------------------------------------------------------------------------------------------ settings of the processes
+
+
+def write(text: str, name: str = "conf.yaml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def test_the_processes_are_told_the_settings(launch: Launch) -> None:
+    job = launch("--config_file", write(MULTI_CPU), "script.py", A="1")
+    assert (job.per_node, job.most) == (2, 1)
+    assert job.environment["A"] == "1"
+    expected = Settings({"distributed_type": "MULTI_CPU", "mixed_precision": "no", "use_cpu": True}, {}, {}, "conf.yaml")
+    assert carried(job.environment) == expected
+
+
+def test_a_flag_beats_the_file(launch: Launch) -> None:
+    flags = ["--mixed-precision=fp16", "--zero_stage", "3", "--num_processes", "4", "--no-use-cpu", "--debug"]
+    job = launch("--config-file", write(ZERO2), *flags, "script.py", "--zero_stage", "1")
+    assert job.command[-2:] == ("--zero_stage", "1")
+    assert job.per_node == 4
+    assert job.environment["TRAINKIT_DEBUG_MODE"] == "1"
+    told = carried(job.environment)
+    assert told.source == "the command line and conf.yaml"
+    assert told.values["mixed_precision"] == "fp16"
+    assert told.deepspeed == {
+        "zero_stage": 3,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "none",
+        "gradient_clipping": 1.0,
+        "zero3_init_flag": False,
+    }
+
+
+def test_flags_without_a_file(launch: Launch) -> None:
+    job = launch("--cpu", "--use_deepspeed", "--offload_optimizer_device", "cpu", "script.py")
+    told = carried(job.environment)
+    assert (told.values, told.deepspeed) == (
+        {"distributed_type": "DEEPSPEED", "use_cpu": True},
+        {"offload_optimizer_device": "cpu"},
+    )
+    assert launch("--nproc_per_node=3", "--mixed_precision", "bf16", "script.py").per_node == 3
+    assert launch("--num_processes", "3", "script.py").environment == {}
+
+
+def test_the_default_file(launch: Launch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    write(MULTI_CPU, "default.yaml")
+    assert launch("script.py").per_node == 2
+    assert f"the settings are those of {tmp_path / 'default.yaml'}. Others: --config_file FILE; none: " in caplog.text
+    caplog.clear()
+    assert launch("--config_file", os.devnull, "script.py").environment == {}
+    assert launch("--config_file", write("num_processes: 3"), "script.py").per_node == 3
+    write("", "default.yaml")
+    launch("script.py")
+    assert caplog.text == ""
+
+
+def test_settings_of_others_are_not_taken(launch: Launch) -> None:
+    """A worker that launches something, and a machine that was told by another one."""
+    theirs = carry(Settings({"mixed_precision": "bf16"}, source="theirs.yaml"))
+    assert VARIABLE not in launch("script.py", **theirs, LOCAL_RANK="0", TORCHELASTIC_RUN_ID="x").environment
+    write(MULTI_CPU, "default.yaml")
+    assert carried(launch("script.py", **theirs).environment).source == "theirs.yaml"
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ([], (8, 2, 1, "10.0.0.1", 29500)),
+    (["--machine_rank", "0", "--main_process_port", "5"], (8, 2, 0, "10.0.0.1", 5)),
+    (["--node-rank", "0", "--master-addr", "h", "--nproc-per-node", "2"], (2, 2, 0, "h", 29500)),
+    (["--num_machines", "1"], (16, 1, None, None, 29500)),
+    (["--nnodes", "1", "--num_processes", "3", "--main_process_port", "0"], (3, 1, None, None, None)),
+    (["--num_machines", "4", "--num_processes", "8"], (2, 4, 1, "10.0.0.1", 29500)),
+])  # fmt: skip
+def test_machines_of_a_configuration(
+    launch: Launch, flags: list[str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    job = launch("--config_file", write(TWO_MACHINES), *flags, "script.py")
+    assert (job.per_node, job.most, job.node_rank, job.master_addr, job.master_port) == expected
+
+
+def test_a_configuration_of_one_machine_says_nothing_of_machines(launch: Launch) -> None:
+    """Accelerate writes num_machines: 1 and machine_rank: 0 into each."""
+    job = launch("--config_file", write(MULTI_CPU), "--nnodes", "2", "--master-addr", "h", "script.py")
+    assert (job.per_node, job.most, job.node_rank) == (1, 2, None)
+    job = launch("--config_file", "conf.yaml", "--nnodes", "3", "--nproc-per-node", "4", "--master-addr", "h", "script.py")
+    assert (job.per_node, job.most) == (4, 3)
+    job = launch(
+        "--config_file", write("mixed_precision: no\nnum_machines: 1"), "script.py", PET_NNODES="1", PET_MASTER_PORT="7"
+    )
+    assert (job.most, job.master_port) == (1, 7)
+
+
+def test_gpus_of_a_configuration(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    job = launch("--multi_gpu", "--gpu_ids", "1,3", "script.py")
+    assert (job.per_node, job.environment["CUDA_VISIBLE_DEVICES"]) == (2, "1,3")
+    assert launch("--multi_gpu", "script.py").per_node == 8
+    assert launch("--distributed_type", "NO", "script.py").per_node == 1
+    assert launch("--cpu", "--gpu_ids", "1,3", "script.py").environment.keys() == {VARIABLE}
+    assert launch("--cpu", "script.py").per_node == 1
+    assert launch("--tpu", "--num_processes", "8", "script.py").per_node == 1
+
+
+@pytest.mark.parametrize("text, arguments, words", [
+    (MULTI_CPU, ["--nproc-per-node", "2", "--num_processes", "3"], "--nproc-per-node 2 on 1 machine and --num_processes 3 con"),
+    (MULTI_CPU, ["--nnodes", "3", "--num_machines", "2"], "--nnodes 3 and --num_machines 2 contradict each other. Give one of"),
+    (MULTI_CPU, ["--cpu", "--no-use_cpu"], "--no-use_cpu and --cpu contradict each other. Give one of them."),
+    (MULTI_CPU, ["--multi_gpu", "--use_deepspeed"], "--multi_gpu and --use_deepspeed contradict each other."),
+    (MULTI_CPU, ["--multi_gpu", "--distributed_type", "NO"], "--distributed_type NO and --multi_gpu contradict each other."),
+    (MULTI_CPU, ["--zero_stage", "2"], "the command line and conf.yaml: zero_stage is for DeepSpeed, and distributed_type is "),
+    (MULTI_CPU, ["--mixed_precision", "fp17"], "--mixed_precision must be one of no, fp16, bf16, not 'fp17'. Did you mean 'fp"),
+    (MULTI_CPU, ["--nnodes", "1:2", "--master-addr", "h"], "num_processes: 2 is of all machines together, and there may be 1 "),
+    (MULTI_CPU, ["--nnodes", "4", "--master-addr", "h"], "num_processes: 2 is of all machines together, and cannot be divided"),
+    (ONE_CPU, ["--nproc-per-node", "2"], "conf.yaml: distributed_type: NO is one process, and 2 are to be started."),
+    (MULTI_GPU, [], "conf.yaml: distributed_type: MULTI_GPU, and torch sees no GPU here. Write MULTI_CPU, or give --cpu."),
+    ("distributed_type: MULTI_CPU", [], "conf.yaml: distributed_type: MULTI_CPU, and not how many processes."),
+    ("num_machines: 2", [], "2 machines need a place to meet: give all of them --master-addr HOST"),
+    ("num_processes: 3\ngpu_ids: 0,1", [], "conf.yaml: gpu_ids: 0,1 is fewer than the 3 processes that there are to be"),
+    ("num_process: 3", [], "conf.yaml: unknown key 'num_process'. Did you mean 'num_processes'?"),
+])  # fmt: skip
+def test_settings_that_are_refused(
+    launch: Launch, text: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--config_file", write(text), *arguments, "script.py"]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, words", [
+    (MULTI_CPU, "conf.yaml: num_machines: 1, but SLURM says that this is one of 3 machines. Leave num_machines and machine_ra"),
+    (TWO_MACHINES.replace("num_machines: 2", "num_machines: 4"), "num_machines: 4, but SLURM says that this is one of 3 machi"),
+    ("num_processes: 4", "conf.yaml: num_processes: 4 cannot be divided by 3 machines. Give --nproc-per-node N."),
+    ("machine_rank: 1", "conf.yaml: machine_rank: 1, but SLURM says that this is machine 2. Leave machine_rank out of the fil"),
+])  # fmt: skip
+def test_machines_that_a_file_counts_otherwise(
+    launch: Launch, text: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would train by itself."""
+    monkeypatch.setattr(os, "environ", dict(STEP))
+    assert main(["launch", "--config_file", write(text), "script.py"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_that_leaves_the_machines_to_slurm(launch: Launch) -> None:
+    job = launch("--config_file", write("distributed_type: DEEPSPEED\nnum_processes: 6\nuse_cpu: true"), "script.py", **STEP)
+    assert (job.per_node, job.most, job.node_rank, job.master_addr) == (2, 3, 2, "n1")
+    assert launch("--config_file", write(MULTI_CPU), "--num_machines", "1", "script.py", **STEP).most == 1
+
+
 # ---------------------------------------------------------------------------------------------------- machines of a file
 
 
@@ -245,6 +403,32 @@ def test_a_single_machine_of_a_file(hosts: Any) -> None:
     assert told(scripts["node1"]) == ["--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2", "script.py"]
 
 
+def test_settings_travel_to_all_machines(hosts: Any) -> None:
+    text = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_machines: 2\nnum_processes: 12\nmachine_rank: 0\n"
+    more = "main_process_ip: 10.0.0.1\nmain_process_port: 7\ndebug: true\ngpu_ids: 0,1,2,3,4,5,6,7\n"
+    scripts, *_ = hosts("--config_file", write(text + more), "script.py")
+    for script in scripts.values():
+        assert told(script)[:6] == ["--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "7"]
+        (line,) = [line for line in script.splitlines() if VARIABLE in line]
+        name, _, value = shlex.split(line)[1].partition("=")
+        expected = Settings({"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, {}, {}, "conf.yaml")
+        assert carried({name: value}) == expected
+        assert "export TRAINKIT_DEBUG_MODE=1\n" in script
+        assert "export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7\n" in script
+
+
+def test_the_file_of_machines_may_be_named_by_the_configuration(hosts: Any, launch: Launch) -> None:
+    text = "distributed_type: DEEPSPEED\nuse_cpu: true\ndeepspeed_config: {deepspeed_hostfile: one}\n"
+    assert list(hosts("--config_file", write(text), "script.py")[0]) == ["node1", "me@node2"]  # a flag beats it
+    with pytest.MonkeyPatch.context() as patch:
+        ran: list[Any] = []
+        patch.setattr(remote, "run_nodes", lambda *given: ran.append(given) or 7)  # type: ignore[func-returns-value]
+        assert main(["launch", "--config_file", write(text), "script.py"]) == 7
+        assert list(ran[0][0]) == ["node1"]
+    standard = text.replace("hostfile: one", "hostfile: one, deepspeed_multinode_launcher: standard")
+    assert launch("--config_file", write(standard), "script.py").most == 1
+
+
 def test_what_each_machine_is_told_it_takes(hosts: Any, launch: Launch) -> None:
     job = launch(*told(hosts("--max-restarts", "3", "script.py", "x")[0]["me@node2"]))
     assert (job.per_node, job.least, job.most, job.node_rank, job.master_addr, job.max_restarts) == (4, 2, 2, 1, "node1", 3)
@@ -256,6 +440,9 @@ def test_what_each_machine_is_told_it_takes(hosts: Any, launch: Launch) -> None:
     (["--hostfile", "hosts", "--nnodes", "2", "script.py"], "--nnodes beside --hostfile, whose lines and slots say that."),
     (["--hostfile", "hosts", "--nproc-per-node", "2", "script.py"], "--nproc-per-node beside --hostfile"),
     (["--hostfile", "hosts", "--node-rank", "0", "script.py"], "--node-rank beside --hostfile"),
+    (["--hostfile", "hosts", "--machine_rank", "0", "script.py"], "--machine_rank beside --hostfile"),
+    (["--hostfile", "hosts", "--num_machines", "3", "script.py"], "the command line: num_machines: 3, and hosts has 2. Write"),
+    (["--hostfile", "hosts", "--num_processes", "2", "script.py"], "num_processes: 2, and hosts has 12. Write num_processes: "),
     (["--hostfile", "hosts", "--master-addr", "localhost", "script.py"], "localhost means each machine itself, and 2 of them"),
     (["--hostfile", "hosts", "--master-port", "x", "script.py"], "--master-port must be a whole number from 1 to 65535"),
     (["--hostfile", "hosts", "scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),

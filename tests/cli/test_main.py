@@ -36,7 +36,8 @@ def test_options_are_frozen() -> None:
     """A new option is a decision: add it here and to the documentation."""
     found = options()
     subcommands = [f"checkpoint {name}" for name in ("ls", "show", "verify", "diff", "export")]
-    assert list(found) == ["", "checkpoint", *subcommands, "demo", "env", "launch", "plan", "plot", "test", "verify-resume"]
+    names = ["demo", "env", "launch", "plan", "plot", "test", "verify-resume"]
+    assert list(found) == ["", "checkpoint", *subcommands, "config", *names]
     assert found[""] == ["--help", "--version", "-h"]
     assert found["checkpoint ls"] == ["--help", "--json", "-h", "FOLDER"]
     assert found["checkpoint show"] == ["--help", "--json", "--state", "--tensors", "-h", "PATH"]
@@ -49,11 +50,22 @@ def test_options_are_frozen() -> None:
     assert found["plan"] == planning
     assert found["verify-resume"] == ["--help", "--more", "--steps", "-h", "SCRIPT"]
     assert found["env"] == ["--help", "-h"]
-    assert found["launch"] == [
+    settings = [
+        "--config_file", "--cpu", "--debug", "--deepspeed_config_file", "--deepspeed_hostfile",
+        "--deepspeed_multinode_launcher", "--distributed_type", "--dynamo_backend", "--dynamo_mode", "--dynamo_use_dynamic",
+        "--dynamo_use_fullgraph", "--gpu_ids", "--gradient_accumulation_steps", "--gradient_clipping", "--machine_rank",
+        "--main_process_ip", "--main_process_port", "--mixed_precision", "--multi_gpu", "--no-debug",
+        "--no-dynamo_use_dynamic", "--no-dynamo_use_fullgraph", "--no-use_cpu", "--num_machines", "--num_processes",
+        "--offload_optimizer_device", "--offload_optimizer_nvme_path", "--offload_param_device", "--offload_param_nvme_path",
+        "--tpu", "--use_cpu", "--use_deepspeed", "--zero3_init_flag", "--zero3_save_16bit_model", "--zero_stage",
+    ]  # fmt: skip
+    assert found["config"] == sorted([*settings, "--help", "-h"])
+    launching = [
         "--export", "--help", "--hostfile", "--master-addr", "--master-port", "--max-restarts", "--module", "--nnodes",
         "--node-rank", "--nproc-per-node", "--setup", "--ssh", "-h", "-m", "ARGS", "SCRIPT",
     ]  # fmt: skip
-    assert found["test"] == ["--backend", "--help", "--nproc-per-node", "--strategy", "-h"]
+    assert found["launch"] == sorted([*settings, *launching])
+    assert found["test"] == ["--backend", "--config_file", "--help", "--nproc-per-node", "--strategy", "-h"]
     assert found["plot"] == ["--help", "--metrics", "--out", "--x", "-h", "RUN_DIR"]
 
 
@@ -105,8 +117,8 @@ def test_ctrl_c(subcommand: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["plto", "x"], "trainkit: Unknown subcommand 'plto'. Did you mean 'plot'? There are: checkpoint, demo, env, launch, "),
-    (["zzz"], "trainkit: Unknown subcommand 'zzz'. There are: checkpoint, demo, env, launch, plan, plot, test, verify-resume"),
+    (["plto", "x"], "trainkit: Unknown subcommand 'plto'. Did you mean 'plot'? There are: checkpoint, config, demo, env"),
+    (["zzz"], "trainkit: Unknown subcommand 'zzz'. There are: checkpoint, config, demo, env, launch, plan, plot, "),
     ([], "usage: trainkit [-h] [--version] <subcommand>"),
     (["--vers"], "unrecognized arguments: --vers"),
     (["plot"], "the following arguments are required: RUN_DIR"),

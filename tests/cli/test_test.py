@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from configurations import MULTI_CPU, ONE_CPU, TPU, TWO_MACHINES, ZERO2
 from support import without_gloo
 from worlds import run_world
 
@@ -20,19 +23,25 @@ from trainkit.distributed import World
 from trainkit.evaluation import gather_predictions
 from trainkit.launch.wanted import Wanted
 from trainkit.registry import make_strategy
+from trainkit.settings.carried import Settings, carried, carry
 
 NAMES = ["processes", "collectives", "training", "evaluation", "checkpoint"]
 
 
 def test_a_set_up_that_works(capfd: pytest.CaptureFixture[str], run_dir: Path) -> None:
-    assert main(["test"]) == 0
+    """With a configuration, which the other checks are not about: under its precision and accumulation they would fail."""
+    text = "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\ngradient_accumulation_steps: 3\n"
+    Path("conf.yaml").write_text(text)
+    assert main(["test", "--config_file", "conf.yaml"]) == 0
     said = without_gloo(capfd.readouterr().out).splitlines()
-    assert [line.split()[:2] for line in said] == [[name, "ok"] for name in ["environment", *NAMES, "end"]]
+    assert [line.split()[:2] for line in said] == [[name, "ok"] for name in ["environment", *NAMES, "settings", "end"]]
     assert "gloo" in said[0]
     assert "trainkit test, on cpu, cpu" in said[1]
     assert "from those of one process by " in said[3]
     assert "written and read by 2" in said[5]
-    assert list(run_dir.iterdir()) == []
+    line = "2 updates by DDPStrategy(device='cpu', precision='bf16-mixed'), 3 micro-batches in an update"
+    assert said[6].split(maxsplit=2)[2] == line
+    assert [path.name for path in run_dir.iterdir()] == ["conf.yaml"]
 
 
 # ------------------------------------------------------------------------------------------------- what is found to be wrong
@@ -130,7 +139,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Instead of processes: the checks that have ended, what was said of the next, and the exit code."""
 
     def stand_in(ended: list[str], errors: dict[int, str], code: int) -> None:
-        def start(count: int, arguments: Any) -> int:
+        def start(count: int, arguments: Any, variables: Any) -> int:
             folder = Path(arguments[0])
             (folder / "ended").write_text("".join(f"{name}\n" for name in ended)) if ended else None
             for rank, text in errors.items():
@@ -171,13 +180,64 @@ def test_what_was_told_to_end_has_not_failed(processes: Any, capsys: Any, code: 
     assert said.err == "interrupted before training was tried to the end\n"
 
 
+@pytest.mark.parametrize("text, arguments, expected", [
+    (MULTI_CPU, [], (2, "gloo")),
+    (MULTI_CPU, ["--nproc-per-node", "3"], (3, "gloo")),
+    (TWO_MACHINES.replace("machine_rank: 1", "machine_rank: 0"), [], (8, "nccl")),
+    (ZERO2, ["--backend", "gloo"], (2, "gloo")),
+    (ONE_CPU, [], (1, "gloo")),
+    ("mixed_precision: bf16", [], (2, "nccl")),
+])  # fmt: skip
+def test_a_configuration(text: str, arguments: list[str], expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(test, "_start", lambda *started: given.append(started) or 130)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    Path("conf.yaml").write_text(text)
+    assert main(["test", "--config_file", "conf.yaml", *arguments]) == 130
+    ((count, (_, _, backend), variables),) = given
+    assert (count, backend) == expected
+    assert carried(variables).source == "conf.yaml"
+
+
+def test_configurations_that_are_not_tried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("conf.yaml").write_text(TPU)
+    assert main(["test", "--config-file", "conf.yaml"]) == 2
+    assert "conf.yaml: distributed_type: XLA is not tried by this command" in capsys.readouterr().err
+    monkeypatch.setenv("TRAINKIT_CONFIG_FILE", "default.yaml")
+    Path("default.yaml").write_text(ONE_CPU)
+    assert main(["test", "--nproc-per-node", "2"]) == 2
+    assert "default.yaml: distributed_type: NO is one process, and --nproc-per-node 2." in capsys.readouterr().err
+
+
+def settings_fail(folder: str) -> int:
+    """The check of the configuration, on processes whose parameters are not alike."""
+    os.environ |= carry(Settings({"distributed_type": "MULTI_CPU", "use_cpu": True}))
+    setup_child.CHECKS = ()
+    rank = int(os.environ["RANK"])
+    setup_checks.Trainer = lambda **arguments: SimpleNamespace(fit=partial(spoil, rank), global_step=2)
+    return setup_child.main([folder, "ddp", "gloo"])
+
+
+def spoil(rank: int, module: torch.nn.Module, loader: Any) -> None:
+    with torch.no_grad():
+        next(module.parameters()).fill_(rank)
+
+
+def test_a_configuration_under_which_processes_drift_apart_fails(tmp_path: Path) -> None:
+    assert run_world(2, settings_fail, str(tmp_path)) == [1, 1]
+    said = "WrongResultError: after 2 updates the processes have other parameters"
+    assert [(tmp_path / f"error-{rank}.txt").read_text() for rank in range(2)] == [f"rank {rank}: {said}" for rank in range(2)]
+
+
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["test", "--nproc-per-node", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(test, "_start", lambda count, arguments: 1 / 0)
+    monkeypatch.setattr(test, "_start", lambda *given: 1 / 0)
     assert main(["test", "--backend", "nccl"]) == 1
     said = capsys.readouterr().out
     assert "FAILED  NCCL needs a GPU for each of 2 processes, and there are 1." in said

@@ -17,8 +17,9 @@ from trainkit.launch.environment import read_place
 __all__ = ["add_arguments", "run"]
 
 _PACKAGES = (
-    "torch", "numpy", "safetensors", "tqdm", "PyYAML", "tensorboard", "wandb", "torchmetrics", "deepspeed", "torch_xla",
-    "lightning", "pytorch-lightning", "accelerate", "transformers", "peft", "matplotlib",
+    "torch", "numpy", "safetensors", "tqdm", "PyYAML", "tensorboard", "wandb", "mlflow", "mlflow-skinny", "comet_ml",
+    "torchmetrics", "deepspeed", "torch_xla", "lightning", "pytorch-lightning", "accelerate", "transformers", "peft",
+    "matplotlib",
 )  # fmt: skip
 _REQUIRED = {"torch", "numpy", "safetensors", "tqdm", "PyYAML"}
 
@@ -37,7 +38,9 @@ _PLACES = {
 }  # fmt: skip
 
 # Of these the names are told: the values are of the cluster's and the user's business.
-_NAMED = ("JSM_", "KUBERNETES_", "LSB_", "LSF_", "MPI_", "MV2_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "WANDB_")
+_NAMED = (
+    "COMET_", "JSM_", "KUBERNETES_", "LSB_", "LSF_", "MLFLOW_", "MPI_", "MV2_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "WANDB_",
+)  # fmt: skip
 
 _SECRET = ("AUTH", "COOKIE", "CREDENTIAL", "KEY", "PASS", "SECRET", "SIGNATURE", "TOKEN")
 _GIB = 2**30

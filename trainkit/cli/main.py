@@ -20,6 +20,7 @@ __all__ = ["main", "options"]
 
 _SUBCOMMANDS = {
     "checkpoint": ("trainkit.cli.checkpoint", "list, show, verify, compare and export checkpoints"),
+    "config": ("trainkit.cli.config", "write the file that says where and how scripts run"),
     "demo": ("trainkit.cli.demo", "train a small language model on Python's own source code"),
     "env": ("trainkit.cli.env", "print what a bug report should say of the machine and the versions"),
     "launch": ("trainkit.cli.launch", "run a script in several processes, on one machine or several"),

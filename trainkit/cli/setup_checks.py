@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -23,7 +24,7 @@ from trainkit.registry import make_strategy
 from trainkit.strategy import Strategy
 from trainkit.trainer import Trainer
 
-__all__ = ["CHECKS", "Check", "Setup", "WrongResultError"]
+__all__ = ["CHECKS", "SETTINGS", "Check", "Setup", "WrongResultError"]
 
 _SAMPLES, _BATCH, _ACCUMULATION = 21, 2, 2
 _STEPS, _SAVED_AT = 6, 3
@@ -166,13 +167,15 @@ def _trainer(strategy: Strategy, folder: Path, **arguments: Any) -> Trainer:
         strategy=strategy,
         precision="64-true",
         seed=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
+        **_quiet(folder),
         **arguments,
     )
+
+
+def _quiet(folder: Path) -> dict[str, Any]:
+    """The arguments of a Trainer that prints and keeps nothing."""
+    switches = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    return {**dict.fromkeys(switches, False), "default_root_dir": folder}
 
 
 def _fit(strategy: Strategy, folder: Path, accumulation: int, steps: int = _STEPS, **arguments: Any) -> tuple[Trainer, _Probe]:
@@ -255,3 +258,26 @@ CHECKS = (
     Check("evaluation", _evaluation, "Look at the lines above: this needs nothing but what they tried."),
     Check("checkpoint", _checkpoint, "All processes must see the same folder, and it must be one file system: set TMPDIR."),
 )
+
+
+# ---------------------------------------------------------------------------------------------------------- the settings
+
+
+def _settings(setup: Setup) -> str:
+    """A Trainer that is told nothing but by the configuration file trains, and the processes stay alike."""
+    world = setup.strategy.world
+    trainer, module = Trainer(max_steps=2, seed=1, **_quiet(setup.folder)), _Probe().float()
+    trainer.fit(module, DataLoader(TensorDataset(*(part.float() for part in _data().tensors)), batch_size=_BATCH))
+    sums = world.exchange([float(parameter.detach().double().sum()) for parameter in module.parameters()])
+    _require(all(math.isfinite(value) for value in sums[0]), f"after {trainer.global_step} updates parameters are {sums[0]}")
+    _require(all(one == sums[0] for one in sums), f"after {trainer.global_step} updates the processes have other parameters")
+    clip, window = trainer.arguments.gradient_clip_val, trainer.accumulate_grad_batches
+    more = f", {window} micro-batches in an update" if window > 1 else ""
+    more += "" if clip is None else f", clipped at {clip}"
+    return f"{trainer.global_step} updates by {trainer.strategy!r}{more}"
+
+
+SETTINGS = Check(
+    "settings", _settings, "Compare the configuration file with docs/launching.md, or write it anew: trainkit config"
+)
+"""The last check, where there is a configuration file."""

@@ -11,10 +11,11 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from trainkit.cli.setup_checks import CHECKS, Setup
+from trainkit.cli.setup_checks import CHECKS, SETTINGS, Setup
 from trainkit.cli.test import print_line
 from trainkit.launch.wanted import Wanted
 from trainkit.registry import make_strategy
+from trainkit.settings.carried import VARIABLE
 
 __all__ = ["main"]
 
@@ -31,7 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     strategy.join(Wanted(accelerator=device))
     world = strategy.world
     setup = Setup(strategy, make, folder)
-    for check in CHECKS:
+    settings = os.environ.pop(VARIABLE, None)  # which the other checks are not about
+    for check in CHECKS if settings is None else (*CHECKS, SETTINGS):
+        if check is SETTINGS and settings is not None:
+            os.environ[VARIABLE] = settings
         error: Exception | None = None
         said = ""
         try:

@@ -7,11 +7,16 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trainkit.cli.launch_place import told
+from trainkit.cli.settings_flags import add_config_file, in_either_spelling, of_file
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
+from trainkit.settings.carried import VARIABLE
+from trainkit.settings.settled import settled
+from trainkit.settings.values import Settings
 
 __all__ = ["add_arguments", "print_line", "run"]
 
@@ -25,28 +30,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that all write and read, and the end. It takes about ten seconds and writes to a temporary folder. Exit code 0: all "
         "is well, 1: not."
     )
-    parser.add_argument("--nproc-per-node", metavar="N", type=int, default=2, help="processes (default: 2)")
+    add_config_file(parser, "a file of trainkit config, or of Accelerate, that is tried too. Default: that of trainkit config")
+    parser.add_argument("--nproc-per-node", metavar="N", type=int, help="processes (default: those of the file, or 2)")
     parser.add_argument("--strategy", choices=("ddp",), default="ddp", help="what they run under (default: ddp)")
     backend = "what they exchange tensors by (default: nccl if there are as many GPUs as processes, else gloo on the CPU)"
     parser.add_argument("--backend", choices=("gloo", "nccl"), help=backend)
+    in_either_spelling(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Try everything; 0 if all is well, 1 if not, 130 or 143 if it was told to end before that was known."""
-    processes: int = args.nproc_per_node
-    if processes < 1:
-        raise ConfigurationError(f"--nproc-per-node must be at least 1, not {processes}.")
-    from trainkit.cli.setup_checks import CHECKS
+    settings = settled(of_file(args, os.environ))
+    processes = _processes(args.nproc_per_node, settings)
+    from trainkit.cli.setup_checks import CHECKS, SETTINGS
 
-    found, backend, problem = _environment(processes, args.backend)
+    found, backend, problem = _environment(processes, args.backend or ("gloo" if settings.get("use_cpu") else None))
     print_line("environment", problem is None, found if problem is None else problem)
     if problem is not None:
         return 1
     with tempfile.TemporaryDirectory(prefix="trainkit-test-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        code = _start(processes, [name, args.strategy, backend])
+        code = _start(processes, [name, args.strategy, backend], told(settings))
         ended = (folder / "ended").read_text("utf-8").split() if (folder / "ended").exists() else []
-        left = [check for check in CHECKS if check.name not in ended]
+        checks = (*CHECKS, SETTINGS) if settings else CHECKS
+        left = [check for check in checks if check.name not in ended]
         if left and code in (INTERRUPTED, PREEMPTED):
             print(f"interrupted before {left[0].name} was tried to the end", file=sys.stderr)
             return code
@@ -64,6 +71,22 @@ def print_line(name: str, fine: bool, text: str) -> None:
     for line in more:
         print(f"{'':<{_WIDTH}}         {line}")
     sys.stdout.flush()
+
+
+def _processes(given: int | None, settings: Settings) -> int:
+    """How many are to be started: those of this machine."""
+    if settings.get("distributed_type") == "XLA":
+        raise ConfigurationError(
+            f"{settings.source}: distributed_type: XLA is not tried by this command, which is about several processes. Try "
+            "another file, or none: --config_file " + os.devnull
+        )
+    if given is not None and given < 1:
+        raise ConfigurationError(f"--nproc-per-node must be at least 1, not {given}.")
+    single = settings.get("distributed_type") == "NO"
+    if given is not None and single and given > 1:
+        raise ConfigurationError(f"{settings.source}: distributed_type: NO is one process, and --nproc-per-node {given}.")
+    alone = 1 if single else 2
+    return given or settings.get("num_processes", alone) // settings.get("num_machines", 1)
 
 
 def _environment(processes: int, backend: str | None) -> tuple[str, str, str | None]:
@@ -91,11 +114,12 @@ def _environment(processes: int, backend: str | None) -> tuple[str, str, str | N
     return found, chosen, None
 
 
-def _start(processes: int, arguments: Sequence[str]) -> int:
+def _start(processes: int, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
     from trainkit.launch.agent import Job, run_job
 
     command = (sys.executable, "-m", "trainkit.cli.setup_child", *arguments)
-    return run_job(Job(command, dict(os.environ), processes, launcher="trainkit test"))
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | dict(variables)
+    return run_job(Job(command, environment, processes, launcher="trainkit test"))
 
 
 def _errors(folder: Path) -> str:

@@ -1,0 +1,64 @@
+"""What travels to the processes that ``trainkit launch`` starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainkit.console import TrainkitWarning
+from trainkit.settings.carried import VARIABLE, Settings, carried, carry, debugging
+
+SETTINGS = Settings(
+    {
+        "distributed_type": "DEEPSPEED",
+        "mixed_precision": "bf16",
+        "num_processes": 4,
+        "num_machines": 2,
+        "machine_rank": 1,
+        "main_process_ip": "é",
+        "main_process_port": 1,
+        "gpu_ids": "0,1",
+        "debug": True,
+    },
+    {"zero_stage": 3, "gradient_clipping": 0.1, "deepspeed_hostfile": "h", "deepspeed_multinode_launcher": "pdsh"},
+    {"dynamo_backend": "eager"},
+    "größe.yaml",
+)
+
+
+def test_what_comes_is_what_was_sent_but_for_the_place() -> None:
+    sent = carry(SETTINGS)
+    assert carried(sent) == Settings(
+        {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16"},
+        {"zero_stage": 3, "gradient_clipping": 0.1},
+        {"dynamo_backend": "eager"},
+        "größe.yaml",
+    )
+    assert sent[VARIABLE].isascii()
+    assert debugging(sent)
+
+
+def test_a_process_that_drives_all_devices_knows_how_many() -> None:
+    settings = Settings({"distributed_type": "XLA", "num_processes": 8, "num_machines": 2})
+    assert carried(carry(settings)).devices == 4
+
+
+def test_nothing_to_say() -> None:
+    assert carry(Settings(source="x")) == {}
+    assert carry(Settings({"num_processes": 2, "debug": False})) == {}
+    assert carried({}) == Settings()
+    assert not debugging({})
+
+
+@pytest.mark.parametrize("name", ["TRAINKIT_DEBUG_MODE", "ACCELERATE_DEBUG_MODE"])
+def test_debugging(name: str) -> None:
+    assert all(debugging({name: value}) for value in ("1", "true", "yes", "YES"))
+    assert not any(debugging({name: value}) for value in ("0", "false", "no", ""))
+
+
+def test_accelerates_launcher_is_not_taken_for_ours() -> None:
+    quiet = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_DEEPSPEED": "false"}
+    assert carried(quiet) == Settings()
+    with pytest.warns(
+        TrainkitWarning, match="ACCELERATE_MIXED_PRECISION, which are not read. Start the script with: trainkit l"
+    ):
+        assert carried({"ACCELERATE_MIXED_PRECISION": "bf16"}) == Settings()

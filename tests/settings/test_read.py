@@ -1,0 +1,156 @@
+"""Configuration files, read: Accelerate's and ours, key by key, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configurations import DEFAULT, FSDP, MULTI_CPU, MULTI_GPU, ONE_CPU, TPU, TWO_MACHINES, ZERO2, ZERO3, accelerates
+
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
+from trainkit.settings.read import default_file, read_settings
+from trainkit.settings.values import Settings
+
+MACHINE = {"debug": False, "machine_rank": 0, "num_machines": 1}
+
+
+def read(text: str, name: str = "conf.yaml") -> Settings:
+    Path(name).write_text(text)
+    return read_settings(name)
+
+
+@pytest.mark.parametrize("text, values, deepspeed, dynamo", [
+    (ONE_CPU, {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no", "use_cpu": True}, {}, {}),
+    (DEFAULT, {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no", "use_cpu": True}, {}, {}),
+    (MULTI_CPU, {"distributed_type": "MULTI_CPU", "num_processes": 2, "mixed_precision": "no", "use_cpu": True}, {}, {}),
+    (MULTI_GPU, {"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16", "use_cpu": False,
+                 "gpu_ids": "all"}, {}, {}),
+    (TWO_MACHINES, {"distributed_type": "MULTI_GPU", "num_processes": 16, "num_machines": 2, "machine_rank": 1,
+                    "main_process_ip": "10.0.0.1", "main_process_port": 29500, "mixed_precision": "fp16", "use_cpu": False,
+                    "gpu_ids": "all"}, {}, {"dynamo_backend": "inductor"}),
+    (ZERO2, {"distributed_type": "DEEPSPEED", "num_processes": 2, "mixed_precision": "bf16", "use_cpu": False,
+             "gradient_accumulation_steps": 4},
+     {"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "none", "gradient_clipping": 1.0,
+      "zero3_init_flag": False}, {}),
+    (ZERO3, {"distributed_type": "DEEPSPEED", "num_processes": 1, "mixed_precision": "no", "use_cpu": False,
+             "gradient_accumulation_steps": 1},
+     {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu", "gradient_clipping": 1.0,
+      "zero3_init_flag": True, "zero3_save_16bit_model": False}, {}),
+    (TPU, {"distributed_type": "XLA", "num_processes": 8, "mixed_precision": "no", "use_cpu": False}, {}, {}),
+])  # fmt: skip
+def test_files_of_accelerate(text: str, values: dict[str, Any], deepspeed: dict[str, Any], dynamo: dict[str, Any]) -> None:
+    assert read(text) == Settings({**MACHINE, **values}, deepspeed, dynamo, "conf.yaml")
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("distributed_type: NO\nmixed_precision: no\ndynamo_backend: no", {"distributed_type": "NO", "mixed_precision": "no"}),
+    ("distributed_type: tpu", {"distributed_type": "XLA"}),
+    ("distributed_type: multi_cpu\nmixed_precision: BF16", {"distributed_type": "MULTI_CPU", "mixed_precision": "bf16"}),
+    ("num_processes: '3'\nuse_cpu: 'yes'\ngpu_ids: 0, 2", {"num_processes": 3, "use_cpu": True, "gpu_ids": "0,2"}),
+    ("num_processes:\nmain_process_ip: none\nmixed_precision: null", {}),
+    ("gradient_accumulation_steps: auto", {"gradient_accumulation_steps": "auto"}),
+    ("commands: null\nfsdp_config: {}\ntpu_name: ''\nsame_network: false\nmain_training_function: train", {}),
+    ("", {}),
+])  # fmt: skip
+def test_values(text: str, expected: dict[str, Any]) -> None:
+    assert read(text).values == expected
+
+
+def test_json() -> None:
+    assert read(json.dumps({"num_processes": 2}), "conf.json").values == {"num_processes": 2}
+
+
+def test_the_compiler_at_the_top_and_in_a_section() -> None:
+    assert read("dynamo_backend: INDUCTOR").dynamo == {"dynamo_backend": "inductor"}
+    section = (
+        "dynamo_config: {backend: eager, dynamo_mode: default, use_fullgraph: true, dynamo_use_regional_compilation: false}"
+    )
+    assert read(section).dynamo == {"dynamo_backend": "eager", "dynamo_mode": "default", "dynamo_use_fullgraph": True}
+
+
+@pytest.mark.parametrize("text, words", [
+    ("num_procesess: 2", "conf.yaml: unknown key 'num_procesess'. Did you mean 'num_processes'?"),
+    ("zero_stage: 2", "conf.yaml: unknown key 'zero_stage'."),
+    ("deepspeed_config: {zero_stag: 2}", "conf.yaml: deepspeed_config: unknown key 'zero_stag'. Did you mean 'zero_stage'?"),
+    ("deepspeed_config: {same_network: true}", "conf.yaml: deepspeed_config: unknown key 'same_network'."),
+    ("dynamo_config: {dynamo_made: x}", "conf.yaml: dynamo_config: unknown key 'dynamo_made'. Did you mean 'dynamo_mode'?"),
+])  # fmt: skip
+def test_unknown_keys(text: str, words: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        read(text)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("num_processes: 0", "conf.yaml: num_processes must be a whole number from 1 on, not 0."),
+    ("num_processes: -1", "conf.yaml: num_processes must be a whole number from 1 on, not -1."),
+    ("num_processes: true", "num_processes must be a whole number from 1 on, not True."),
+    ("main_process_port: 70000", "main_process_port must be a whole number from 0 to 65535, not 70000."),
+    ("mixed_precision: bf61", "mixed_precision must be one of no, fp16, bf16, not 'bf61'. Did you mean 'bf16'?"),
+    ("distributed_type: 3", "distributed_type must be one of NO, MULTI_CPU, MULTI_GPU, DEEPSPEED, XLA, not 3."),
+    ("use_cpu: perhaps", "use_cpu must be true or false, not 'perhaps'."),
+    ("gpu_ids: 0,0", "gpu_ids must be all, or numbers of GPUs such as 0,1, not '0,0'."),
+    ("gradient_accumulation_steps: 0", "gradient_accumulation_steps must be a whole number from 1 on, or auto, not 0."),
+    ("main_process_ip: [a]", "main_process_ip must be text, not ['a']."),
+    ("deepspeed_config: {zero_stage: 4}", "conf.yaml: deepspeed_config: zero_stage must be a whole number from 1 to 3, not 4."),
+    ("deepspeed_config: {gradient_clipping: -1}", "gradient_clipping must be a number ≥ 0, or auto, not -1."),
+    ("deepspeed_config: {gradient_clipping: .inf}", "gradient_clipping must be a number ≥ 0, or auto, not inf."),
+    ("deepspeed_config: {offload_param_device: disk}", "offload_param_device must be one of none, cpu, nvme, not 'disk'."),
+    ("deepspeed_config: 3", "conf.yaml: deepspeed_config must hold keys and values, not 3."),
+    ("[1, 2]", "conf.yaml must hold keys and values, such as num_processes: 2, not '[1, 2]'."),
+    ("a: b: c", "conf.yaml is no YAML: mapping values are not allowed here"),
+    ("gradient_accumulation_steps: 2\ndeepspeed_config: {gradient_accumulation_steps: 4}",
+     "conf.yaml has gradient_accumulation_steps twice, 2 and 4. Give one of them."),
+    ("dynamo_backend: eager\ndynamo_config: {dynamo_backend: inductor}", "conf.yaml has dynamo_backend twice, inductor and ea"),
+])  # fmt: skip
+def test_wrong_values(text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read(text)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("text, words", [
+    (FSDP, "conf.yaml: distributed_type: FSDP is not offered; parameters are divided by ZeRO: write distributed_type: DEEPSPE"),
+    (accelerates(distributed_type="MULTI_XPU"), "distributed_type: MULTI_XPU is not offered; there is no strategy for these"),
+    (accelerates(mixed_precision="fp8"), "mixed_precision: fp8 is not offered; write bf16, or fp16."),
+    (accelerates(deepspeed_config={"zero_stage": 0}), "deepspeed_config: zero_stage: 0 is not offered; without ZeRO it is DDP"),
+    (accelerates(deepspeed_config={"deepspeed_multinode_launcher": "openmpi"}), "start the script by mpirun, which is recogni"),
+    (accelerates(deepspeed_config={"deepspeed_moe_layer_cls_names": "A"}), "tell DeepSpeed itself, before the model is prepar"),
+    (accelerates(dynamo_config={"dynamo_backend": "OFI"}), "dynamo_config: dynamo_backend: OFI is not offered; write inductor"),
+    (accelerates(dynamo_config={"dynamo_use_regional_compilation": True}), "compile the parts that repeat in the script"),
+    (accelerates(enable_cpu_affinity=True), "enable_cpu_affinity: True is not offered; start the script by numactl."),
+    (accelerates(tpu_use_cluster=True), "start each machine of a TPU slice by gcloud"),
+    (accelerates(mpirun_config={"mpirun_hostfile": "x"}), "start the script by mpirun, which is recognised"),
+    (accelerates(rdzv_backend="etcd"), "rdzv_backend: 'etcd' is not offered; leave it out."),
+    ("fp16: true", "fp16 is of an old version of Accelerate; write mixed_precision: fp16."),
+    ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\nec2_instance_type: y", "compute_environment: 'AMAZON_SAGEMAKER"),
+])  # fmt: skip
+def test_what_accelerate_has_and_we_have_not(text: str, words: str) -> None:
+    with pytest.raises(UnsupportedArgumentError) as caught:
+        read(text)
+    assert words in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"no configuration file x.yaml. Write one with: trainkit config --config_file x"
+    ):
+        read_settings("x.yaml")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_settings(tmp_path)
+    Path("bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match="bytes cannot be read"):
+        read_settings("bytes")
+
+
+def test_the_default_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINKIT_CONFIG_FILE", "own.yaml")
+    assert default_file() == Path("own.yaml")
+    monkeypatch.delenv("TRAINKIT_CONFIG_FILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_file() == tmp_path / "trainkit" / "default_config.yaml"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_file() == tmp_path / ".cache" / "trainkit" / "default_config.yaml"

@@ -1,0 +1,71 @@
+"""Settings of a run, held against each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.errors import ConfigurationError
+from trainkit.settings.settled import settled
+from trainkit.settings.values import Settings
+
+
+def test_what_leaves_things_open_is_gone() -> None:
+    before = Settings(
+        {"distributed_type": "DEEPSPEED", "gradient_accumulation_steps": "auto"},
+        {"gradient_clipping": "auto", "zero_stage": 3},
+        {"dynamo_backend": "no", "dynamo_mode": "default"},
+        "conf.yaml",
+    )
+    assert settled(before) == Settings({"distributed_type": "DEEPSPEED"}, {"zero_stage": 3}, {}, "conf.yaml")
+    assert settled(settled(before)) == settled(before)
+    assert settled(Settings()) == Settings()
+
+
+def test_several_cpus_are_cpus() -> None:
+    assert settled(Settings({"distributed_type": "MULTI_CPU"})).get("use_cpu") is True
+
+
+def test_a_deepspeed_configuration_is_found_from_any_folder(tmp_path: Path) -> None:
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    file = {"deepspeed_config_file": "ds.json", "zero3_init_flag": False, "gradient_clipping": "auto"}
+    found = settled(Settings({"distributed_type": "DEEPSPEED", "gradient_accumulation_steps": 2}, file))
+    assert found.get("deepspeed_config_file") == str(tmp_path / "ds.json")
+    plugin = found.plugin()
+    assert plugin is not None
+    assert plugin.zero_stage == 1
+
+
+DEEPSPEED = {"distributed_type": "DEEPSPEED"}
+
+
+@pytest.mark.parametrize("values, deepspeed, words", [
+    ({"machine_rank": 2, "num_machines": 2}, {}, "c: machine_rank: 2, and num_machines: 2. The numbers go from 0 to 1."),
+    ({"num_processes": 3, "num_machines": 2}, {}, "c: num_processes: 3 is of all machines together, and cannot be divided by "
+     "num_machines: 2. Write num_processes: 4"),
+    ({"main_process_port": 0, "num_machines": 2}, {}, "c: main_process_port: 0 is any free port, and num_machines: 2 are to"),
+    ({"distributed_type": "NO", "num_processes": 2}, {}, "c: distributed_type: NO is one process, and num_processes: 2."),
+    ({"distributed_type": "NO", "num_machines": 2}, {}, "c: distributed_type: NO is one process, and num_machines: 2."),
+    ({"distributed_type": "MULTI_CPU", "use_cpu": False}, {}, "c: distributed_type: MULTI_CPU and use_cpu: false contradict"),
+    ({}, {"zero_stage": 2}, "c: zero_stage is for DeepSpeed, and distributed_type is not given. Write distributed_type: DEEP"),
+    ({"distributed_type": "MULTI_GPU"}, {"zero_stage": 2, "gradient_clipping": 1.0}, "c: zero_stage, gradient_clipping are for "
+     "DeepSpeed, and distributed_type is MULTI_GPU."),
+    (DEEPSPEED, {"deepspeed_config_file": "ds.json", "zero_stage": 2}, "c: deepspeed_config_file and zero_stage both say it. "
+     "Write it into ds.json, or leave the file out."),
+    (DEEPSPEED, {"deepspeed_config_file": "ds.json"}, "c: deepspeed_config_file: there is no file 'ds.json'."),
+    (DEEPSPEED, {"zero3_init_flag": True}, "c: zero3_init_flag: true divides parameters, which is zero_stage: 3, and this is "
+     "zero_stage: 2."),
+    ({**DEEPSPEED, "num_machines": 1}, {"deepspeed_hostfile": "h"}, "c: deepspeed_hostfile names machines, and num_machines: "),
+])  # fmt: skip
+def test_contradictions(values: dict[str, Any], deepspeed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        settled(Settings(values, deepspeed, {}, "c"))
+    assert words in str(caught.value)
+
+
+def test_a_mode_of_no_compiler() -> None:
+    with pytest.raises(ConfigurationError, match="c: dynamo_mode without dynamo_backend compiles nothing"):
+        settled(Settings({}, {}, {"dynamo_mode": "default"}, "c"))

@@ -1,0 +1,106 @@
+"""``Settings``: which come out on top, and what they come to."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainkit.errors import ConfigurationError
+from trainkit.settings.values import Settings
+
+FILE = Settings(
+    {"distributed_type": "DEEPSPEED", "num_processes": 2, "machine_rank": 1, "num_machines": 2},
+    {"zero_stage": 3, "gradient_clipping": 1.0},
+    {"dynamo_backend": "inductor"},
+    "conf.yaml",
+)
+
+
+def test_what_is_over_counts() -> None:
+    flags = Settings({"num_processes": 4}, {"zero_stage": 2}, {"dynamo_mode": "default"}, "the command line")
+    both = flags.over(FILE)
+    assert both == Settings(
+        {"distributed_type": "DEEPSPEED", "num_processes": 4, "machine_rank": 1, "num_machines": 2},
+        {"zero_stage": 2, "gradient_clipping": 1.0},
+        {"dynamo_backend": "inductor", "dynamo_mode": "default"},
+        "the command line and conf.yaml",
+    )
+    assert Settings(source="the command line").over(FILE) == FILE
+    assert flags.over(Settings()) == flags
+
+
+def test_another_kind_of_run_leaves_deepspeed_behind() -> None:
+    assert Settings({"distributed_type": "MULTI_CPU"}).over(FILE).deepspeed == {}
+    assert Settings({"distributed_type": "DEEPSPEED"}).over(FILE).deepspeed == FILE.deepspeed
+
+
+def test_one_machine_has_no_number() -> None:
+    assert "machine_rank" not in Settings({"num_machines": 1}).over(FILE).values
+    assert Settings({"num_machines": 3}).over(FILE).get("machine_rank") == 1
+
+
+def test_a_key_is_found_wherever_it_is() -> None:
+    assert [FILE.get(name) for name in ("num_processes", "zero_stage", "dynamo_backend", "debug")] == [2, 3, "inductor", None]
+    assert FILE.get("debug", False) is False
+    assert FILE
+    assert not Settings(source="conf.yaml")
+
+
+@pytest.mark.parametrize("kind, strategy", [("NO", "single"), ("MULTI_CPU", "ddp"), ("MULTI_GPU", "ddp"), ("XLA", "xla")])
+def test_strategies(kind: str, strategy: str) -> None:
+    settings = Settings({"distributed_type": kind})
+    assert (settings.strategy, settings.plugin()) == (strategy, None)
+
+
+def test_what_is_left_open_is_open() -> None:
+    assert (Settings().strategy, Settings().plugin(), Settings().devices) == (None, None, None)
+    assert FILE.strategy is None
+
+
+def test_devices_of_one_process() -> None:
+    assert Settings({"distributed_type": "XLA", "num_processes": 8, "num_machines": 2}).devices == 4
+    assert Settings({"distributed_type": "XLA"}).devices is None
+    assert Settings({"distributed_type": "MULTI_GPU", "num_processes": 8}).devices is None
+
+
+def test_zero_exactly() -> None:
+    settings = Settings(
+        {"distributed_type": "DEEPSPEED", "gradient_accumulation_steps": 4},
+        {
+            "zero_stage": 3,
+            "offload_optimizer_device": "nvme",
+            "offload_optimizer_nvme_path": "/disk",
+            "offload_param_device": "cpu",
+            "gradient_clipping": 0.5,
+            "zero3_save_16bit_model": True,
+            "zero3_init_flag": True,
+            "deepspeed_multinode_launcher": "standard",
+        },
+    )
+    plugin = settings.plugin()
+    assert plugin is not None
+    assert plugin.zero3_init_flag is True
+    assert plugin.deepspeed_config == {
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+            "offload_param": {"device": "cpu"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    }
+
+
+def test_zero_as_little_as_it_says() -> None:
+    plugin = Settings(
+        {"distributed_type": "DEEPSPEED", "gradient_accumulation_steps": "auto"}, {"gradient_clipping": "auto"}
+    ).plugin()
+    assert plugin is not None
+    assert plugin.deepspeed_config == {"zero_optimization": {"stage": 2}}
+
+
+def test_a_key_in_two_places() -> None:
+    one = Settings.out_of({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}, {}, "conf.yaml")
+    assert (one.values, one.deepspeed) == ({"gradient_accumulation_steps": 2}, {})
+    with pytest.raises(ConfigurationError, match="conf.yaml has gradient_accumulation_steps twice, 2 and 3"):
+        Settings.out_of({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 3}, {}, "conf.yaml")

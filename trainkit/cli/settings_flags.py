@@ -1,0 +1,124 @@
+"""The settings of a command: its flags, one for each key of a configuration file, over that file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from trainkit.console import notice
+from trainkit.errors import ConfigurationError, nearest
+from trainkit.settings.carried import VARIABLE, carried
+from trainkit.settings.foreign import FLAGS
+from trainkit.settings.keys import DEEPSPEED, DYNAMO, KEYS, checked
+from trainkit.settings.values import Settings
+
+__all__ = ["add_config_file", "add_flags", "flagged", "in_either_spelling", "of_file", "with_nearest"]
+
+_ALL = {**DEEPSPEED, **DYNAMO, **KEYS}
+_SHORT = {  # of Accelerate's
+    "cpu": ("use_cpu", True),
+    "multi_gpu": ("distributed_type", "MULTI_GPU"),
+    "tpu": ("distributed_type", "XLA"),
+    "use_deepspeed": ("distributed_type", "DEEPSPEED"),
+}
+
+
+def add_config_file(parser: argparse.ArgumentParser, help: str) -> None:
+    """``--config_file``."""
+    parser.add_argument("--config_file", metavar="FILE", help=help)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each key, and Accelerate's short ones."""
+    seen = set()
+    for title, table in {"settings": KEYS, "settings for DeepSpeed": DEEPSPEED, "settings for torch.compile": DYNAMO}.items():
+        group = parser.add_argument_group(title)
+        for name, key in table.items():
+            if name in seen:
+                continue
+            seen.add(name)
+            if key.switch:
+                group.add_argument(f"--{name}", action="store_const", const="true", help=key.help)
+                group.add_argument(f"--no-{name}", dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
+            else:
+                group.add_argument(f"--{name}", metavar=key.metavar, help=key.help)
+    short = parser.add_argument_group("the same, shorter")
+    for flag, (name, value) in _SHORT.items():
+        short.add_argument(f"--{flag}", action="store_true", help=_written(name, value))
+
+
+def flagged(args: argparse.Namespace) -> Settings:
+    """What the flags say.
+
+    Raises:
+        ConfigurationError: a value that a key may not have, or two flags that contradict each other.
+    """
+    parts: dict[str, dict[str, Any]] = {"values": {}, "deepspeed": {}, "dynamo": {}}
+    short = {name: (f"--{flag}", value) for flag, (name, value) in _SHORT.items() if getattr(args, flag, False)}
+    for flag, (name, value) in _SHORT.items():
+        if getattr(args, flag, False) and short[name][1] != value:
+            raise ConfigurationError(f"--{flag} and {short[name][0]} contradict each other. Give one of them.")
+    for name in _ALL:
+        given = getattr(args, name, None)
+        value = None if given is None else checked(name, given, _ALL, f"--{name}")
+        if name in short and value not in (None, short[name][1]):
+            raise ConfigurationError(f"{_written(name, value)} and {short[name][0]} contradict each other. Give one of them.")
+        if name in short:
+            value = short[name][1]
+        if value is not None:
+            parts["dynamo" if name in DYNAMO else "values" if name in KEYS else "deepspeed"][name] = value
+    return Settings(**parts, source="the command line")
+
+
+def _written(name: str, value: Any) -> str:
+    return f"--{name} {value}" if not isinstance(value, bool) else f"--{name}" if value else f"--no-{name}"
+
+
+def of_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
+    """What the configuration file says; without ``--config_file`` the default one, if it is there.
+
+    On a machine that another one has told to start its part of a job: what that one says.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or something in it is wrong.
+    """
+    if VARIABLE in env and not (env.get("LOCAL_RANK") and env.get("TORCHELASTIC_RUN_ID")):
+        return carried(env)
+    from trainkit.settings.read import default_file, read_settings
+
+    if args.config_file is not None:
+        return read_settings(args.config_file)
+    default = default_file()
+    settings = read_settings(default) if default.exists() else Settings()
+    if settings:
+        notice(f"the settings are those of {default}. Others: --config_file FILE; none: --config_file {os.devnull}")
+    return settings
+
+
+def in_either_spelling(parser: argparse.ArgumentParser) -> None:
+    """Let every option be written with underscores or with hyphens; ``--help`` shows one of them."""
+    known = parser._option_string_actions
+    for option, action in list(known.items()):
+        if option.startswith("--"):
+            for other in (option[2:].replace("_", "-"), option[2:].replace("-", "_")):
+                known.setdefault(f"--{other}", action)
+
+
+def with_nearest(
+    parser: argparse.ArgumentParser, error: Callable[[str], NoReturn], more: str = ""
+) -> Callable[[str], NoReturn]:
+    """argparse's way to complain about an option, with what to write for it, or the name of the one that is nearest."""
+
+    def complain(message: str) -> NoReturn:
+        words = message.removeprefix("unrecognized arguments: ").split()
+        if words and words[0] != message.split()[0]:
+            known = [option for option in parser._option_string_actions if option.startswith("--")]
+            name = words[0].partition("=")[0]
+            plain = name.replace("-", "_")
+            fix = next((fix for begin, fix in FLAGS.items() if plain.startswith(f"__{begin}")), None)
+            message += f": {fix}." if fix else f".{nearest(name, known)}{more}"
+        error(message.removesuffix(", ARGS"))
+
+    return complain

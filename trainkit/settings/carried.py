@@ -1,0 +1,63 @@
+"""What ``trainkit launch`` tells the processes that it starts: the settings, in an environment variable."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from trainkit.console import warn
+from trainkit.settings.values import Settings
+
+__all__ = ["VARIABLE", "Settings", "carried", "carry", "debugging"]
+
+VARIABLE = "TRAINKIT_SETTINGS"
+_DEBUG = ("TRAINKIT_DEBUG_MODE", "ACCELERATE_DEBUG_MODE")
+_YES = ("1", "true", "yes", "on", "y", "t")
+_OF_ACCELERATE = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
+
+# What says where processes run is for the launcher, and nothing for them.
+_OF_LAUNCHER = (
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "gpu_ids",
+    "debug",
+    "deepspeed_hostfile",
+    "deepspeed_multinode_launcher",
+)
+_COUNTS = ("num_processes", "num_machines")
+
+
+def carry(settings: Settings) -> dict[str, str]:
+    """The environment variables for processes that are to run with these settings."""
+    found = {_DEBUG[0]: "1"} if settings.get("debug") else {}
+    told = settings.without(*_OF_LAUNCHER, *(() if settings.devices else _COUNTS))
+    if told:
+        parts = {"values": told.values, "deepspeed": told.deepspeed, "dynamo": told.dynamo}
+        found[VARIABLE] = json.dumps({"source": told.source, **{name: dict(part) for name, part in parts.items()}})
+    return found
+
+
+def carried(env: Mapping[str, str] | None = None) -> Settings:
+    """The settings of this process.
+
+    Args:
+        env: the environment variables; default: ``os.environ``.
+    """
+    env = os.environ if env is None else env
+    if VARIABLE in env:
+        return Settings(**json.loads(env[VARIABLE]))
+    foreign = [name for name in _OF_ACCELERATE if env.get(name, "no").lower() not in ("", "no", "false")]
+    if foreign:
+        warn(
+            f"accelerate launch has set {', '.join(foreign)}, which are not read. Start the script with: trainkit launch "
+            "--config_file FILE script.py, which reads Accelerate's files."
+        )
+    return Settings()
+
+
+def debugging(env: Mapping[str, str] | None = None) -> bool:
+    """Whether the calls of all processes are to be compared: ``TRAINKIT_DEBUG_MODE=1``, or ``ACCELERATE_DEBUG_MODE=yes``."""
+    env = os.environ if env is None else env
+    return any(env.get(name, "").lower() in _YES for name in _DEBUG)

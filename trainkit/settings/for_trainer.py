@@ -1,0 +1,126 @@
+"""What a ``Trainer`` is to be by the configuration, where its own arguments leave it open."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainkit.errors import ConfigurationError
+from trainkit.module import TrainModule
+from trainkit.precision import is_short
+from trainkit.registry import load_callback, load_strategy
+from trainkit.settings.carried import Settings, carried
+from trainkit.where import read_wanted
+
+if TYPE_CHECKING:
+    from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
+
+__all__ = ["compiled", "with_settings"]
+
+_PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+_OVER_MASTERS = {"no": "32-true", "fp16": "16-true", "bf16": "bf16-true"}  # what DeepSpeed's own sections of these names mean
+_CLAIMS = ("gradient_accumulation_steps", "gradient_clipping")
+_COMPILER = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
+
+
+def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The arguments of a ``Trainer``, completed by the settings that this process was started with.
+
+    Args:
+        given: the arguments; what is ``None`` or ``"auto"`` is open.
+
+    Returns:
+        The arguments, and what was taken from where, to be said when the processes have met; empty if nothing was.
+
+    Raises:
+        ConfigurationError: the settings ask for what cannot be had here.
+    """
+    settings = carried()
+    plugin, mixed = settings.plugin(), settings.get("mixed_precision")
+    taken = _place(settings, given) | _update(settings, plugin, given)
+    by_deepspeed = plugin is not None and given["strategy"] == "auto" and given["accelerator"] != "tpu"
+    made: dict[str, Any] = {}
+    if plugin is not None and by_deepspeed:
+        short = is_short(given["precision"] or _OVER_MASTERS[mixed or "no"])
+        made["strategy"] = _zero(plugin, {**given, **taken}, short)
+        taken |= _named(plugin)
+    if given["precision"] is None and mixed is not None:
+        precision = (_OVER_MASTERS if by_deepspeed else _PRECISIONS)[mixed]
+        if isinstance(given["strategy"], str):
+            taken["precision"] = precision
+        elif hasattr(given["strategy"], "use_precision"):  # its own counts, if it has one
+            given["strategy"].use_precision(precision, given=False)
+    said = [f"{name}={value!r}" for name, value in taken.items()]
+    if settings.get("dynamo_backend") is not None:
+        said.append(f"steps compiled by {settings.get('dynamo_backend')!r}")
+    complete = {**given, **{name: value for name, value in taken.items() if name in given}, **made}
+    if complete["accumulate_grad_batches"] is None:
+        complete["accumulate_grad_batches"] = 1
+    return complete, f"by {settings.source}: {', '.join(said)}." if said else ""
+
+
+def _place(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
+    """What the settings say of where to run, but for ZeRO."""
+    taken: dict[str, Any] = {}
+    accelerator, name = given["accelerator"], settings.strategy
+    if accelerator == "auto" and settings.get("use_cpu"):
+        taken["accelerator"] = "cpu"
+    elif accelerator == "auto" and settings.get("distributed_type") == "MULTI_GPU":
+        taken["accelerator"] = "gpu"
+    elsewhere = (
+        (accelerator == "tpu" and name != "xla")
+        or (accelerator not in ("auto", "tpu", "cpu") and name == "xla")
+        or (name == "single" and (given["devices"] not in ("auto", 1, "1") or given["num_nodes"] not in (None, 1)))
+    )
+    if name is not None and given["strategy"] == "auto" and not elsewhere:
+        taken["strategy"] = name
+        if settings.devices is not None and given["devices"] == "auto":
+            taken["devices"] = settings.devices
+    return taken
+
+
+def _update(settings: Settings, plugin: DeepSpeedPlugin | None, given: dict[str, Any]) -> dict[str, Any]:
+    """What they say of an update, by themselves or in a DeepSpeed configuration."""
+    theirs = {} if plugin is None else plugin.deepspeed_config
+    claimed = {name: theirs[name] for name in _CLAIMS if theirs.get(name, "auto") != "auto"}
+    steps, clip = settings.get(_CLAIMS[0], claimed.get(_CLAIMS[0])), claimed.get(_CLAIMS[1])
+    taken: dict[str, Any] = {}
+    if steps is not None and given["accumulate_grad_batches"] is None and given["global_batch_size"] is None:
+        taken["accumulate_grad_batches"] = steps
+    if clip and given["gradient_clip_val"] is None and not _clips(given["callbacks"]):
+        taken["gradient_clip_val"] = clip
+    return taken
+
+
+def _clips(callbacks: Any) -> bool:
+    kind = load_callback("gradient_clipping")
+    return any(isinstance(callback, kind) for callback in (callbacks if isinstance(callbacks, list | tuple) else [callbacks]))
+
+
+def _zero(plugin: DeepSpeedPlugin, arguments: dict[str, Any], short: bool) -> Any:
+    """ZeRO; of accumulation and clipping its configuration says nothing, as the Trainer's count."""
+    device = read_wanted(arguments["accelerator"], arguments["devices"], arguments["num_nodes"]).accelerator
+    config = {name: value for name, value in plugin.config_for(short).items() if name not in _CLAIMS}
+    try:
+        return load_strategy("zero2")(config=config, device=device)
+    except ConfigurationError as error:
+        if not isinstance(plugin.hf_ds_config, str):
+            raise
+        raise type(error)(f"{plugin.hf_ds_config}: {str(error).removeprefix('config: ')}") from error
+
+
+def _named(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """ZeRO in words."""
+    words = {"strategy": f"zero{plugin.zero_stage}", "deepspeed_config_file": plugin.hf_ds_config}
+    words |= {name: getattr(plugin, name) for name in ("offload_optimizer_device", "offload_param_device")}
+    return {name: value for name, value in words.items() if value not in (None, "none")}
+
+
+def compiled(module: Any) -> Any:
+    """The module out of ``torch.compile``, if the settings ask for that and the user has not done it."""
+    settings = carried()
+    if settings.get("dynamo_backend") is None or not isinstance(module, TrainModule):
+        return module
+    options = {name: settings.get(key) for name, key in _COMPILER.items() if settings.get(key) is not None}
+    return torch.compile(module, backend=settings.get("dynamo_backend"), **options)

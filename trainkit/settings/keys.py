@@ -1,0 +1,182 @@
+"""The keys of a configuration file, which are Accelerate's: what each may be, and what it becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
+from trainkit.settings.foreign import INSTEAD
+
+__all__ = ["DEEPSPEED", "DYNAMO", "KEYS", "Key", "checked"]
+
+_TRUTH = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the file.
+
+    Attributes:
+        read: a value as it is in a file, or as text of a flag → the value; raises ``ValueError`` with what is expected and,
+            where there is one, a hint.
+        help: what it says, for ``--help``.
+        metavar: its value, for ``--help``.
+        switch: as a flag it has no value: ``--use_cpu``, ``--no-use_cpu``.
+        none: ``none`` is one of its values, and not the lack of one.
+    """
+
+    read: Callable[[Any], Any]
+    help: str
+    metavar: str = "N"
+    switch: bool = False
+    none: bool = False
+
+
+def _whole(least: int, most: int | None = None) -> Callable[[Any], int]:
+    bounds = f"a whole number from {least} " + ("on" if most is None else f"to {most}")
+
+    def read(value: Any) -> int:
+        text = str(value).strip()
+        if isinstance(value, bool) or not (text.isascii() and text.isdigit()):
+            raise ValueError(bounds)
+        if int(text) < least or (most is not None and int(text) > most):
+            raise ValueError(bounds)
+        return int(text)
+
+    return read
+
+
+def _truth(value: Any) -> bool:
+    found = _TRUTH.get(str(value).strip().lower())
+    if found is None:
+        raise ValueError("true or false")
+    return found
+
+
+def _one_of(*known: str, also: Mapping[str, str] | None = None) -> Callable[[Any], str]:
+    """One of some words, in any case; ``also`` has other names of theirs. ``no`` without quotes is false in YAML."""
+    names = {**{one.lower(): one for one in known}, **(also or {})}
+
+    def read(value: Any) -> str:
+        text = "no" if value is False else str(value).strip()
+        if text.lower() not in names:
+            raise ValueError(f"one of {', '.join(known)}", nearest(text, known))
+        return names[text.lower()]
+
+    return read
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
+        raise ValueError("text")
+    return str(value).strip()
+
+
+def _backend(value: Any) -> str:
+    """Of ``torch.compile``; Accelerate writes its names in capitals."""
+    text = "no" if value is False else _text(value)
+    return text.lower() if text.isupper() else text
+
+
+def _gpus(value: Any) -> str:
+    text = str(value).replace(" ", "")
+    parts = text.split(",")
+    if text != "all" and (not all(part.isascii() and part.isdigit() for part in parts) or len(set(parts)) < len(parts)):
+        raise ValueError("all, or numbers of GPUs such as 0,1")
+    return text
+
+
+def _clipping(value: Any) -> float | str:
+    if str(value).strip() == "auto":
+        return "auto"
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0.0 <= number < math.inf:
+        raise ValueError("a number ≥ 0, or auto")
+    return number
+
+
+def _steps(value: Any) -> int | str:
+    try:
+        return "auto" if str(value).strip() == "auto" else _whole(1)(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
+
+
+_PLACES = _one_of("none", "cpu", "nvme")
+_STEPS = Key(_steps, "micro-batches in an update; auto: as the script says")
+_BACKEND = Key(_backend, "compile the model by torch.compile with this backend, such as inductor; or no", "NAME")
+
+KEYS: dict[str, Key] = {
+    "distributed_type": Key(
+        _one_of("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "XLA", also={"tpu": "XLA"}),
+        "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; XLA: TPUs",
+        "TYPE",
+    ),
+    "mixed_precision": Key(_one_of("no", "fp16", "bf16"), "what is computed in: no (float32), fp16 or bf16", "NAME"),
+    "num_processes": Key(_whole(1), "processes of all machines together"),
+    "num_machines": Key(_whole(1), "machines"),
+    "machine_rank": Key(_whole(0), "the number of this machine, from 0", "R"),
+    "main_process_ip": Key(_text, "the machine with number 0, as the others can reach it", "HOST"),
+    "main_process_port": Key(_whole(0, 65535), "a free port there; 0: any, for one machine", "PORT"),
+    "use_cpu": Key(_truth, "run on the CPU though there may be GPUs", switch=True),
+    "gpu_ids": Key(_gpus, "the GPUs that may be used: all, or numbers such as 0,1", "IDS"),
+    "gradient_accumulation_steps": _STEPS,
+    "dynamo_backend": _BACKEND,
+    "debug": Key(_truth, "compare the calls of all processes", switch=True),
+}
+"""The keys at the top of the file."""
+
+DEEPSPEED: dict[str, Key] = {
+    "zero_stage": Key(_whole(1, 3), "stage of ZeRO: 1, 2 or 3; default: 2"),
+    "offload_optimizer_device": Key(_PLACES, "keep the optimizer's state there: none, cpu or nvme", "PLACE", none=True),
+    "offload_param_device": Key(_PLACES, "keep the parameters there (stage 3): none, cpu or nvme", "PLACE", none=True),
+    "offload_optimizer_nvme_path": Key(_text, "a folder on a fast disk, for nvme", "FOLDER"),
+    "offload_param_nvme_path": Key(_text, "a folder on a fast disk, for nvme", "FOLDER"),
+    "gradient_accumulation_steps": _STEPS,
+    "gradient_clipping": Key(_clipping, "largest norm of the gradients; auto: as the script says", "NORM"),
+    "zero3_init_flag": Key(_truth, "divide a transformers model as it is made (stage 3): true or false", "BOOL"),
+    "zero3_save_16bit_model": Key(_truth, "save_model writes 16-bit parameters (stage 3): true or false", "BOOL"),
+    "deepspeed_config_file": Key(_text, "DeepSpeed's own configuration, in JSON, instead of the keys above", "FILE"),
+    "deepspeed_hostfile": Key(_text, "start all machines that it names, by ssh", "FILE"),
+    "deepspeed_multinode_launcher": Key(
+        _one_of("standard", "pdsh"), "standard: each machine is started by you; pdsh: by ssh, of deepspeed_hostfile", "NAME"
+    ),
+}
+"""Those of ``deepspeed_config``."""
+
+DYNAMO: dict[str, Key] = {
+    "dynamo_backend": _BACKEND,
+    "dynamo_mode": Key(_text, "mode of torch.compile: default, reduce-overhead or max-autotune", "NAME"),
+    "dynamo_use_fullgraph": Key(_truth, "refuse to compile in parts", switch=True),
+    "dynamo_use_dynamic": Key(_truth, "compile for any shape", switch=True),
+}
+"""Those of ``dynamo_config``."""
+
+
+def checked(name: str, value: Any, table: Mapping[str, Key], label: str) -> Any:
+    """The value of a key.
+
+    Args:
+        name: of the key, in ``table``.
+        value: as it was given; text in a flag.
+        table: the keys that there are.
+        label: how messages call it.
+
+    Raises:
+        ConfigurationError: it is not what the key may be.
+        UnsupportedArgumentError: a value of Accelerate's that we do not have; names what to write.
+    """
+    for known, fix in INSTEAD.get(name, {}).items():
+        if str(value).strip().lower() == known.lower():
+            raise UnsupportedArgumentError(f"{label}: {value} is not offered; {fix}.")
+    try:
+        return table[name].read(value)
+    except ValueError as error:
+        expected, hint = (*error.args, "")[:2]
+        raise ConfigurationError(f"{label} must be {expected}, not {value!r}.{hint}") from None

@@ -1,0 +1,113 @@
+"""A configuration file → :class:`Settings`: ours, or one that Accelerate has written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.settings.foreign import EMPTY, UNUSED, UNUSED_IN_SECTIONS
+from trainkit.settings.keys import DEEPSPEED, DYNAMO, KEYS, Key, checked
+from trainkit.settings.values import Settings
+
+__all__ = ["default_file", "read_settings"]
+
+_SECTIONS = {"deepspeed_config": DEEPSPEED, "dynamo_config": DYNAMO}
+_OLD = {"fp16": "mixed_precision: fp16"}
+_NONE = ("", "none", "null")
+
+
+def default_file() -> Path:
+    """The file that counts where none is named: ``trainkit/default_config.yaml`` in the user's cache folder.
+
+    The environment variable ``TRAINKIT_CONFIG_FILE`` names another.
+    """
+    named = os.environ.get("TRAINKIT_CONFIG_FILE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trainkit", "default_config.yaml")
+
+
+def read_settings(path: str | os.PathLike[str]) -> Settings:
+    """Read a configuration file.
+
+    Args:
+        path: YAML, or JSON if its name ends so; ours or Accelerate's.
+
+    Raises:
+        ConfigurationError: it cannot be read, or a key is unknown or has a value that it may not have.
+        UnsupportedArgumentError: it asks for what is not offered; the message names what to write.
+    """
+    source = str(path)
+    content = _content(Path(path), source)
+    name = "compute_environment"  # first: with another one come keys that nobody knows here
+    _check_unused(f"{source}: {name}", content.get(name), *UNUSED[name])
+    sections = {name: _section(content.pop(name, None), table, name, source) for name, table in _SECTIONS.items()}
+    for name in _OLD:
+        if name in content:
+            raise UnsupportedArgumentError(f"{source}: {name} is of an old version of Accelerate; write {_OLD[name]}.")
+    values = _values(content, KEYS, UNUSED, source)
+    return Settings.out_of(values, sections["deepspeed_config"], sections["dynamo_config"], source)
+
+
+def _content(path: Path, source: str) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"there is no configuration file {source}. Write one with: trainkit config --config_file {source}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{source} cannot be read: {error}.") from error
+    try:
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise ConfigurationError(f"{source} is no {kind}: {' '.join(str(error).split())}.") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigurationError(f"{source} must hold keys and values, such as num_processes: 2, not {str(content)[:60]!r}.")
+    return content
+
+
+def _section(section: Any, table: Mapping[str, Key], name: str, source: str) -> dict[str, Any]:
+    """The values of a section such as ``deepspeed_config``."""
+    if section in EMPTY:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ConfigurationError(f"{source}: {name} must hold keys and values, not {section!r}.")
+    keys = {str(key): value for key, value in section.items()}
+    if table is DYNAMO:  # Accelerate reads them without that too
+        keys = {key if key.startswith("dynamo_") else f"dynamo_{key}": value for key, value in keys.items()}
+    return _values(keys, table, UNUSED_IN_SECTIONS, source, f"{name}: ")
+
+
+def _values(
+    content: Mapping[str, Any],
+    table: Mapping[str, Key],
+    unused: Mapping[str, tuple[tuple[Any, ...], str]],
+    source: str,
+    where: str = "",
+) -> dict[str, Any]:
+    """The values of keys; those without one are left out."""
+    found = {}
+    for name, value in content.items():
+        if name in unused:
+            _check_unused(f"{source}: {where}{name}", value, *unused[name])
+        elif name not in table:
+            known = [*table, *unused, *(() if where else _SECTIONS)]
+            raise UnknownNameError(f"{source}: {where}unknown key {name!r}.{nearest(name, known)}")
+        elif value is not None and (table[name].none or str(value).strip().lower() not in _NONE):
+            found[name] = checked(name, value, table, f"{source}: {where}{name}")
+    return found
+
+
+def _check_unused(label: str, value: Any, allowed: tuple[Any, ...], fix: str) -> None:
+    if allowed and not any(type(value) is type(one) and value == one for one in allowed):
+        raise UnsupportedArgumentError(f"{label}: {value!r} is not offered; {fix}.")
