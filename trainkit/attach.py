@@ -89,25 +89,28 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str | type) else [given]
 
 
-def attach_loggers(trainer: Trainer, given: bool | Logger | Sequence[Logger] | None) -> list[Logger]:
+def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str | Logger] | None) -> list[Logger]:
     """The user's loggers, or the default one; none in a ``fast_dev_run``.
 
     Raises:
         ConfigurationError: something that is no logger.
+        UnknownNameError: a name that no logger has.
+        MissingPackageError: a logger whose package is not installed.
     """
     if given is False or trainer.fast_dev_run:
         return []
     from trainkit.loggers.attach import attach, default_logger
     from trainkit.loggers.base import Logger
+    from trainkit.loggers.names import make_logger
 
     if given is None or given is True:
         loggers = [default_logger()]
     else:
-        loggers = _listed(given)
+        loggers = [make_logger(one) if isinstance(one, str) else one for one in _listed(given)]
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise ConfigurationError(
-                f"logger must be True, False, a Logger or a list of them, not {logger!r}. For example: CSVLogger()"
+                f"logger must be True, False, a Logger, its name or a list of them, not {logger!r}. For example: CSVLogger()"
             )
     root = trainer.arguments.default_root_dir
     assert root is not None

@@ -221,9 +221,9 @@ def test_steps() -> None:
 
 
 @pytest.mark.parametrize("kind, call, words", [
-    (CSVLogger, "log_image", "cannot hold images. Loggers that can: TensorBoardLogger, WandbLogger"),
-    (CSVLogger, "log_text", "cannot hold text. Loggers that can: JSONLLogger, TensorBoardLogger, WandbLogger"),
-    (CSVLogger, "log_histogram", "cannot hold histograms. Loggers that can: TensorBoardLogger, WandbLogger"),
+    (CSVLogger, "log_image", "cannot hold images. Loggers that can: TensorBoardLogger, WandbLogger, MLFlowLogger, "),
+    (CSVLogger, "log_text", "cannot hold text. Loggers that can: JSONLLogger, TensorBoardLogger, WandbLogger, "),
+    (CSVLogger, "log_histogram", "cannot hold histograms. Loggers that can: TensorBoardLogger, WandbLogger, CometLogger"),
     (JSONLLogger, "log_image", "JSONLLogger cannot hold images"),
     (JSONLLogger, "log_histogram", "JSONLLogger cannot hold histograms"),
 ])  # fmt: skip

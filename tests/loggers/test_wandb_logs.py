@@ -5,17 +5,15 @@ from __future__ import annotations
 import gc
 import json
 import os
-import struct
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from trackers import history, records, run_files
 
 pytest.importorskip("wandb")
 
@@ -27,55 +25,6 @@ from trainkit.loggers.attach import attach
 STEP = "trainer/global_step"
 
 pytestmark = pytest.mark.usefixtures("wandb_service", "no_open_wandb_runs")
-
-
-def run_files(folder: Path, timeout: float = 60.0) -> list[Path]:
-    """The files of all runs in the order of their start, once wandb's process has written their ends."""
-    paths = list((folder / "wandb").glob("offline-run-*/*.wandb"))
-    end = time.monotonic() + timeout
-    while not all(any(record.HasField("exit") for record in records(path)) for path in paths):
-        assert time.monotonic() < end, "a run was never ended"
-        time.sleep(0.02)
-    return sorted(paths, key=started_at)
-
-
-def started_at(path: Path) -> float:
-    [run] = [record.run for record in records(path) if record.HasField("run")]
-    return float(run.start_time.seconds + run.start_time.nanos * 1e-9)
-
-
-def records(path: Path) -> Iterator[Any]:
-    """The whole records of a ``.wandb`` file, which another process may still be writing.
-
-    After seven bytes it has the log format of LevelDB, blocks of 32 KiB.
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    new_record: Any = vars(wandb_internal_pb2)["Record"]
-    data, position, parts = path.read_bytes(), 7, b""
-    while position + 7 <= len(data):
-        if 32768 - position % 32768 < 7:  # a block ends with zeros where no header fits
-            position += 32768 - position % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        if position + 7 + length > len(data):  # its bytes are not all written yet
-            return
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # the whole record, or its last part
-            record = new_record()
-            record.ParseFromString(parts)
-            parts = b""
-            yield record
-
-
-def history(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for record in records(path):
-        if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            rows.append({key: value for key, value in items.items() if not key.startswith("_")})
-    return rows
 
 
 def test_metrics_hyperparams_and_exit_code_reach_the_file_of_an_offline_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: CSV, JSON lines, TensorBoard, Weights & Biases.
+"""Where the metrics of a run go: CSV, JSON lines, TensorBoard, Weights & Biases, MLflow, Comet.
 
 Each class is loaded when its name is first used, so that none of the optional packages is imported before that.
 """
@@ -11,17 +11,21 @@ from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
+    from trainkit.loggers.comet_logs import CometLogger
     from trainkit.loggers.csv_logs import CSVLogger
     from trainkit.loggers.jsonl import JSONLLogger
+    from trainkit.loggers.mlflow_logs import MLFlowLogger
     from trainkit.loggers.tensorboard import TensorBoardLogger
     from trainkit.loggers.wandb_logs import WandbLogger
 
-__all__ = ["CSVLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger"]
+__all__ = ["CSVLogger", "CometLogger", "JSONLLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
 
 _FILES = {
     "CSVLogger": "csv_logs",
+    "CometLogger": "comet_logs",
     "JSONLLogger": "jsonl",
     "Logger": "base",
+    "MLFlowLogger": "mlflow_logs",
     "TensorBoardLogger": "tensorboard",
     "WandbLogger": "wandb_logs",
 }

@@ -20,9 +20,9 @@ from trainkit.loggers.values import as_array, as_images, as_step, number, plain
 __all__ = ["Logger", "NullExperiment", "is_installed"]
 
 _CAN_HOLD = {
-    "images": "TensorBoardLogger, WandbLogger",
-    "text": "JSONLLogger, TensorBoardLogger, WandbLogger",
-    "histograms": "TensorBoardLogger, WandbLogger",
+    "images": "TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger",
+    "text": "JSONLLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger",
+    "histograms": "TensorBoardLogger, WandbLogger, CometLogger",
 }
 
 

@@ -21,6 +21,7 @@ from trainkit.errors import (
 )
 from trainkit.loggers.base import Logger, is_installed
 from trainkit.loggers.folder import check_save_dir
+from trainkit.loggers.values import as_step
 
 if TYPE_CHECKING:
     import torch
@@ -175,13 +176,14 @@ class WandbLogger(Logger):
     def _start(self, beside_another: bool) -> Any:
         import wandb
 
-        Path(self.save_dir).mkdir(parents=True, exist_ok=True)
+        folder = Path(self.save_dir).absolute()  # wandb's own process may have been started in another one
+        folder.mkdir(parents=True, exist_ok=True)
         options = dict(self._options)
         if self._id is not None:
             options.setdefault("resume", "allow")
         if beside_another:
             options.setdefault("reinit", "create_new")
-        run = wandb.init(name=self._run_name, dir=self.save_dir, id=self._id, project=self.name, **options)
+        run = wandb.init(name=self._run_name, dir=str(folder), id=self._id, project=self.name, **options)
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         return run
@@ -265,6 +267,17 @@ class WandbLogger(Logger):
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
         """Log the metrics, with the step as one more."""
         self._log(metrics, step)
+
+    def log_row(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Log in one row whatever wandb can hold: numbers, strings, ``wandb.Image``, ``wandb.Table``, …
+
+        Args:
+            values: Name → value, given to wandb as it is.
+            step: As in ``log_metrics``.
+        """
+        if self.is_main_process:
+            self._last_step = self._last_step + 1 if step is None else as_step(step)
+            self._log(values, self._last_step)
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add to the run's config."""

@@ -1,0 +1,77 @@
+"""A Trainer's run that is killed and resumed, with the trackers from which nothing can be taken back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from trackers import PLAIN, comet_records, mlflow_records, needs
+
+from trainkit import Trainer
+from trainkit.callbacks import ModelCheckpoint
+from trainkit.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger
+from trainkit.loggers.reader import read_metrics
+
+pytestmark = [needs("mlflow"), needs("comet_ml"), pytest.mark.usefixtures("local_mlflow", "comet_offline")]
+
+
+class Killed(TinyModule):
+    """Is killed in the middle of a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == 7:
+            for logger in self.trainer.loggers:
+                logger.save()  # what it has logged by now is there, beyond the checkpoint
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+
+def train(root: Path, kind: type[TinyModule], loggers: list[Logger]) -> None:
+    """Twelve updates in three epochs, with validations and a checkpoint every two updates; goes on with one that is there."""
+    torch.manual_seed(0)
+    module = kind()
+    trainer = Trainer(
+        max_epochs=3, log_every_n_steps=1, logger=loggers, default_root_dir=root, seed=1, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)],
+    )  # fmt: skip
+    trainer.fit(module, tiny_loader(shuffle=True), tiny_loader(8), ckpt_path="auto")
+    trainer.test(module, tiny_loader(8))
+    for logger in loggers:
+        Logger.finalize(logger, "success")  # Comet's stays open otherwise, for more of the same experiment
+
+
+def trackers() -> list[Logger]:
+    return [MLFlowLogger(), CometLogger(online=False, **PLAIN)]
+
+
+def test_each_record_is_there_once(run_dir: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; sys.path[:0] = sys.argv[1:3]\n"
+        "from test_tracker_resume import Killed, train, trackers; train(Path('killed'), Killed, trackers())"
+    )
+    here = Path(__file__).parent
+    ended = subprocess.run([sys.executable, "-c", program, str(here), str(here.parent)], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    mlflow, comet = trackers()
+    train(run_dir / "killed", TinyModule, [mlflow, comet])
+    train(run_dir / "whole", TinyModule, [CSVLogger()])
+
+    logs = run_dir / "killed" / "logs"
+    archives = list(logs.glob("*.zip"))
+    assert [path.name.partition("-")[0] for path in archives] == [comet.version] * 2  # of the killed one, and of the other
+    assert isinstance(mlflow, MLFlowLogger)
+    expected = read_metrics(run_dir / "whole")
+    assert [step for step, _ in expected["train_loss"]] == list(range(1, 13))
+    assert set(expected) == {"epoch", "test_loss", "train_loss", "val_loss"}
+    found = mlflow_records(mlflow.tracking_uri, str(mlflow.version))
+    assert {name: sorted(rows) for name, rows in found.items()} == {name: sorted(rows) for name, rows in expected.items()}
+    del expected["epoch"]  # Comet has it beside each metric
+    assert comet_records(logs) == expected

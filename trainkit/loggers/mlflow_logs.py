@@ -1,0 +1,359 @@
+"""``MLFlowLogger``: runs of MLflow, in a database here or on a server."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainkit.console import notice, warn
+from trainkit.errors import ConfigurationError, MetricError, MissingPackageError, UnsupportedArgumentError, missing_package
+from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.repeats import Repeats
+from trainkit.loggers.values import flatten
+
+__all__ = ["MLFlowLogger"]
+
+_NOT_IN_NAMES = re.compile(r"[^/\w.\- ]")
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_SEND_FOLDER = "    logger.experiment.log_artifacts(logger.run_id, path)"
+
+
+class MLFlowLogger(Logger):
+    """Logs to a run of MLflow. Without a server it is kept in ``<save_dir>/mlflow.db``.
+
+    ``experiment`` is an ``mlflow.MlflowClient``, for which ``run_id`` names the run. ``mlflow ui --backend-store-uri
+    sqlite:///<save_dir>/mlflow.db`` shows the runs of the database. Nested hyper-parameters are named by their path,
+    ``model/width``. Images and texts become artifacts, ``images/<key>/step_00000010.png`` and ``text/<key>/step_00000010.txt``.
+    Each row is with MLflow when ``log_metrics`` returns, so that a killed process loses none.
+
+    After a resume from a checkpoint the run keeps its id. What it has got cannot be taken back, so records that it got after
+    the checkpoint are not logged again.
+
+    Args:
+        experiment_name: The experiment, made if there is none. None: the environment variable ``MLFLOW_EXPERIMENT_NAME``,
+            else "trainkit".
+        run_name: What the run is called. None: MLflow chooses.
+        tracking_uri: The server, or the database. None: the environment variable ``MLFLOW_TRACKING_URI`` (which
+            ``mlflow.set_tracking_uri`` sets), else ``sqlite:///<save_dir>/mlflow.db``.
+        tags: Name → value, of the run.
+        save_dir: Where ``mlflow.db`` and the folder ``mlruns`` of its artifacts are made. None: as for every ``Logger``.
+        log_model: Not supported; the error names the call to use.
+        checkpoint_path_prefix: Not supported, as ``log_model``.
+        prefix: As for every ``Logger``.
+        artifact_location: Where the artifacts of a new experiment go. None: ``<save_dir>/mlruns`` for the database in
+            ``save_dir``, else the server chooses.
+        run_id: Go on with this run. None: the environment variable ``MLFLOW_RUN_ID``, else a new one.
+        synchronous: Only True.
+
+    Raises:
+        MissingPackageError: mlflow is not installed, or what it needs for a database.
+        ConfigurationError: An argument that cannot be used; when the run is opened, a server or database that cannot be.
+        UnsupportedArgumentError: ``log_model``, ``checkpoint_path_prefix`` or ``synchronous=False``.
+    """
+
+    _in_run_folder = False
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+        log_model: bool | str = False,
+        checkpoint_path_prefix: str = "",
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = True,
+    ) -> None:
+        super().__init__(save_dir, prefix=prefix)
+        if not is_installed("mlflow"):
+            raise missing_package("mlflow", "mlflow", "MLFlowLogger")
+        if log_model or checkpoint_path_prefix:
+            raise UnsupportedArgumentError(
+                "MLFlowLogger: log_model and checkpoint_path_prefix are not supported. Fix: send a checkpoint when it is "
+                f"there, with\n{_SEND_FOLDER}"
+            )
+        if synchronous is False:
+            raise UnsupportedArgumentError(
+                "MLFlowLogger(synchronous=False): rows that wait are lost when the process is killed. Fix: leave it out, and "
+                "log less often with Trainer(log_every_n_steps=50)"
+            )
+        if tags is not None and not isinstance(tags, Mapping):
+            raise ConfigurationError(f"tags: expected a mapping, got {tags!r}. Fix: tags={{'stage': 'try'}}")
+        self._experiment_name, self._run_name = experiment_name, run_name
+        self._tracking_uri, self._tags = tracking_uri, dict(tags or {})
+        self._artifact_location = artifact_location
+        self._id = run_id
+        self._begun = False  # the run is known, and where it stands
+        self._resumed = False  # it is that of a checkpoint, and was not looked for yet
+        self._repeats = Repeats()
+        self._names: dict[tuple[str, str], str] = {}  # what for, and as MLflow has it → as it was given
+        self._stamp = 0  # milliseconds: no two rows have the same, as MLflow keeps one of records that are alike
+
+    # ------------------------------------------------------------------ where
+
+    @property
+    def name(self) -> str:
+        """The experiment."""
+        return self._experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "trainkit"
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; None as long as the run is not started and none was given."""
+        return self._id or os.environ.get("MLFLOW_RUN_ID") or None
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's id; the run is started now if it was not yet. None on other processes than the main one."""
+        if self.is_main_process:
+            _ = self.experiment
+        return self.version
+
+    @property
+    def tracking_uri(self) -> str:
+        """Where the run is kept."""
+        return self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self._database.as_posix()}"
+
+    @property
+    def _database(self) -> Path:
+        return Path(self.save_dir).absolute() / "mlflow.db"
+
+    @property
+    def _is_own_database(self) -> bool:
+        return not (self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"))
+
+    @property
+    def root_dir(self) -> str:
+        """The same as ``save_dir``: MLflow has a layout of its own."""
+        return self.save_dir
+
+    @property
+    def log_dir(self) -> str | None:
+        """``save_dir`` if the run is kept in a database there; None if it is kept elsewhere."""
+        return self.save_dir if self._is_own_database else None
+
+    def __repr__(self) -> str:
+        return f"MLFlowLogger(experiment_name={self.name!r}, tracking_uri={self.tracking_uri!r}, run_id={self.version!r})"
+
+    # ------------------------------------------------------------------ the run
+
+    def open_experiment(self) -> Any:
+        """A client of the server or database, in which the run is running."""
+        uri = self.tracking_uri
+        if uri.split(":")[0].split("+")[0] in _DATABASES and not (is_installed("sqlalchemy") and is_installed("alembic")):
+            raise MissingPackageError(
+                f"MLFlowLogger: mlflow needs sqlalchemy and alembic for {uri}, and they are not installed. Install them with: "
+                "pip install 'trainkit-torch[mlflow]'   (or log to a server: MLFlowLogger(tracking_uri='http://host:5000'))"
+            )
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        if self._is_own_database:
+            Path(self.save_dir).mkdir(parents=True, exist_ok=True)
+        try:
+            client = MlflowClient(uri)
+            self._id = self._running(client)
+        except MlflowException as error:
+            raise ConfigurationError(
+                f"MLFlowLogger cannot open a run of the experiment {self.name!r} in {uri}: {error}\n"
+                "Fix: name a server that answers, or leave tracking_uri out for a database in save_dir"
+            ) from error
+        self._close_when_dropped(partial(_end, client, self._id))
+        return client
+
+    def _running(self, client: Any) -> str:
+        """The id of the run: a new one, or that of one that goes on."""
+        known = self.version
+        if known is not None and self._resumed and not _exists(client, known):
+            warn(
+                f"MLFlowLogger: the run {known} of the run that is resumed is not in {self.tracking_uri}, so that what was "
+                "logged before is missing and a new one begins. Fix: give the same tracking_uri or save_dir and resume again"
+            )
+            known = None
+        if known is None:
+            known = self._new_run(client)
+            self._repeats.new_run()
+        else:
+            client.update_run(known, status="RUNNING")
+            if not self._begun:  # the user's: what it has comes before
+                self._repeats.go_on({key: len(self._steps(client, known, key)) for key in client.get_run(known).data.metrics})
+        self._begun, self._resumed = True, False
+        return known
+
+    def _new_run(self, client: Any) -> str:
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking.context.registry import resolve_tags
+
+        experiment = client.get_experiment_by_name(self.name)
+        if experiment is None:
+            where = self._artifact_location
+            if where is None and self._is_own_database:
+                where = (Path(self.save_dir).absolute() / "mlruns").as_posix()
+            try:
+                experiment_id = client.create_experiment(self.name, artifact_location=where)
+            except MlflowException:
+                experiment = client.get_experiment_by_name(self.name)  # by another process at this moment?
+                if experiment is None:
+                    raise
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        tags = {key: str(value) for key, value in self._tags.items()}
+        run = client.create_run(experiment_id, tags=resolve_tags(tags), run_name=self._run_name)  # who, from which script
+        return str(run.info.run_id)
+
+    def close_experiment(self, experiment: Any, status: str) -> None:
+        """Mark the run as finished or failed; one that is used again is running again."""
+        _end(experiment, str(self._id), "FINISHED" if status == "success" else "FAILED")
+
+    # ------------------------------------------------------------------ what a checkpoint holds
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run's id, and how many records it has of each metric; starts no run."""
+        state: dict[str, Any] = {"last_step": self._last_step}
+        if self.is_main_process and self._begun:
+            state.update(run_id=self.version, counts=dict(self._repeats.counts))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the run of ``state``. Nothing can be removed from it: what it has already is not logged again."""
+        if self._experiment is not None:
+            self.finalize("success")
+        self._last_step = int(state.get("last_step", -1))
+        if "run_id" not in state or not self.is_main_process:
+            return
+        if self.version not in (None, state["run_id"]):
+            notice(f"MLFlowLogger logs to the run {self.version}, not to {state['run_id']}, to which the resumed run logged.")
+            return
+        self._id = str(state["run_id"])
+        self._begun = self._resumed = True
+        self._repeats.go_on(state["counts"])
+
+    # ------------------------------------------------------------------ what is logged
+
+    def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
+        """Write one record each, but for those that the run has from before a resume.
+
+        Raises:
+            OSError: the server or database does not take them.
+        """
+        from mlflow.entities import Metric
+
+        client = self.experiment
+        named = {self._named(key, "metric"): float(value) for key, value in metrics.items()}
+        new = {key: value for key, value in named.items() if not self._repeats.has(key, step, self._steps_of)}
+        self._stamp = max(time.time_ns() // 1_000_000, self._stamp + 1)
+        for part in _parts([Metric(key, value, self._stamp, step) for key, value in new.items()], 1000):
+            with _as_os_error():
+                client.log_batch(self._id, metrics=part, synchronous=True)
+            for record in part:
+                self._repeats.note(record.key)
+
+    def _steps_of(self, key: str) -> list[int]:
+        with _as_os_error():
+            return self._steps(self.experiment, str(self._id), key)
+
+    def _steps(self, client: Any, run_id: str, key: str) -> list[int]:
+        history = sorted(client.get_metric_history(run_id, key), key=lambda record: record.timestamp)
+        if history:
+            self._stamp = max(self._stamp, history[-1].timestamp)  # the clock of another machine may be ahead
+        return [record.step for record in history]
+
+    def _named(self, name: str, what: str) -> str:
+        """A name that MLflow takes; two that would be the same there are an error."""
+        allowed = "/".join(part for part in _NOT_IN_NAMES.sub("_", name).split("/") if part not in ("", ".", ".."))[:250]
+        if not allowed:
+            raise MetricError(f"MLFlowLogger: expected a name with letters in it, got {name!r}. Fix: log it under another name")
+        first = self._names.setdefault((what, allowed), name)
+        if first != name:
+            raise MetricError(f"MLFlowLogger: {first!r} and {name!r} both are {allowed!r} in MLflow. Fix: rename one of them")
+        return allowed
+
+    def write_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write parameters, or raise as ``write_metrics`` does.
+
+        MLflow keeps a parameter's first value, so one that has changed becomes a tag of that name, too.
+        """
+        from mlflow.entities import Param
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
+
+        client = self.experiment
+        values = {self._named(key, "parameter"): str(value) for key, value in flatten(params).items()}
+        long = [key for key, value in values.items() if len(value) > MAX_PARAM_VAL_LENGTH]
+        with _as_os_error():
+            known = client.get_run(self._id).data.params
+            for key in long:
+                client.log_text(self._id, values.pop(key), f"hparams/{key}.txt")
+            for part in _parts([Param(key, value) for key, value in values.items() if key not in known], 100):
+                client.log_batch(self._id, params=part, synchronous=True)
+            changed = [key for key, value in values.items() if known.get(key, value) != value]
+            for key in changed:
+                client.set_tag(self._id, key, values[key], synchronous=True)
+        if long:
+            warn(f"MLFlowLogger: too long for a parameter, and whole in the artifacts hparams/<name>.txt: {', '.join(long)}")
+        if changed:
+            warn(f"MLFlowLogger: MLflow keeps a parameter's first value. In a tag is the new one of: {', '.join(changed)}")
+
+    def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
+        """Write images as artifacts; those of a list are numbered."""
+        if not is_installed("PIL"):
+            raise missing_package("pillow", "mlflow", "MLFlowLogger.log_image")
+        client, folder = self.experiment, f"images/{self._named(key, 'image')}"
+        for index, image in enumerate(images):
+            number = "" if len(images) == 1 else f"_{index}"
+            with _as_os_error():
+                client.log_image(self._id, image, f"{folder}/step_{step:08d}{number}.png")
+
+    def write_text(self, key: str, text: str, step: int) -> None:
+        """Write a text as an artifact."""
+        client, path = self.experiment, f"text/{self._named(key, 'text')}/step_{step:08d}.txt"
+        with _as_os_error():
+            client.log_text(self._id, text, path)
+
+
+def _exists(client: Any, run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
+    return True
+
+
+def _end(client: Any, run_id: str, status: str = "") -> None:
+    """Mark a run as ended; without a status, of a program that ends: whether by an exception."""
+    from mlflow.exceptions import MlflowException
+
+    if not status:
+        status = "FAILED" if getattr(sys, "last_value", None) is not None else "FINISHED"
+    try:
+        client.set_terminated(run_id, status)
+    except MlflowException as error:
+        warn(f"MLFlowLogger could not mark the run {run_id} as {status}: {error}")
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """What a Trainer goes on without: a server that does not answer, a disk that is full."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        raise OSError(f"MLflow: {error}") from error
+
+
+def _parts(records: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(records), size):
+        yield records[start : start + size]

@@ -1,0 +1,82 @@
+"""Loggers by name: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, …"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainkit.errors import UnknownNameError, missing_package, nearest
+from trainkit.loggers.base import is_installed
+
+if TYPE_CHECKING:
+    from trainkit.loggers.base import Logger
+
+__all__ = ["LOGGERS", "Kind", "check_logger", "load_logger", "make_logger"]
+
+
+class Kind(NamedTuple):
+    """A logger that has a name.
+
+    Attributes:
+        path: where its class is.
+        package: what has to be installed; "" for nothing.
+        extra: the extra of ``trainkit-torch`` that brings it.
+    """
+
+    path: str
+    package: str = ""
+    extra: str = ""
+
+
+LOGGERS: dict[str, Kind] = {
+    "comet_ml": Kind("trainkit.loggers.comet_logs:CometLogger", "comet_ml", "comet"),
+    "csv": Kind("trainkit.loggers.csv_logs:CSVLogger"),
+    "jsonl": Kind("trainkit.loggers.jsonl:JSONLLogger"),
+    "mlflow": Kind("trainkit.loggers.mlflow_logs:MLFlowLogger", "mlflow", "mlflow"),
+    "tensorboard": Kind("trainkit.loggers.tensorboard:TensorBoardLogger", "tensorboard", "tensorboard"),
+    "wandb": Kind("trainkit.loggers.wandb_logs:WandbLogger", "wandb", "wandb"),
+}
+
+
+def check_logger(name: str) -> None:
+    """Raise if nothing has this name, or its package is not there.
+
+    Raises:
+        UnknownNameError: no logger has this name.
+        MissingPackageError: its package is not installed.
+    """
+    if name not in LOGGERS:
+        raise UnknownNameError(
+            f"logger: expected one of {', '.join(LOGGERS)}, got {name!r}.{nearest(name, LOGGERS)} Fix: logger='tensorboard'"
+        )
+    kind = LOGGERS[name]
+    if kind.package and not is_installed(kind.package):
+        raise missing_package(kind.package, kind.extra, kind.path.partition(":")[2])
+
+
+def load_logger(name: str) -> type[Logger]:
+    """The class of that name; raises as :func:`check_logger`."""
+    check_logger(name)
+    module, _, attribute = LOGGERS[name].path.partition(":")
+    loaded: type[Logger] = getattr(import_module(module), attribute)
+    return loaded
+
+
+def make_logger(name: str, /, **options: Any) -> Logger:
+    """A logger of that name.
+
+    Raises:
+        UnknownNameError: no logger has this name, or it does not know one of the options.
+        MissingPackageError: its package is not installed.
+    """
+    kind = load_logger(name)
+    parameters = inspect.signature(kind).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for option in options:
+            if option not in parameters:
+                raise UnknownNameError(
+                    f"{kind.__name__}: expected arguments of its own, got {option!r}.{nearest(option, parameters)} "
+                    f"It has: {', '.join(parameters)}. Fix: remove it"
+                )
+    return kind(**options)
