@@ -199,6 +199,7 @@ def test_what_cannot_be_run_again(started: pytest.MonkeyPatch, reason: str) -> N
         command_again(4)
     text = str(caught.value)
     assert f"cannot be started from {reason.removesuffix(' as a program')}: " in text
+    assert "notebook_launcher(function, num_processes=4)" in text
     assert "trainkit launch --nproc-per-node 4 script.py" in text
     assert "devices=1" in text
 

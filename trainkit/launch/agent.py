@@ -9,11 +9,12 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -32,7 +33,7 @@ from trainkit.launch.rendezvous import Alone, Meeting
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED, Verdict, judge
 from trainkit.launch.workers import Workers
 
-__all__ = ["Agent", "Job", "run_job"]
+__all__ = ["Agent", "Job", "conduct", "run_job"]
 
 _FAILED = 1
 _PATIENCE = 4.0  # seconds in which the others end by themselves when one has failed: they have things to say
@@ -59,6 +60,8 @@ class Job:
         launcher: what the workers say has started them.
         grace: seconds that workers have to save and end after a signal.
         join_timeout: seconds that machines wait for each other.
+        output: takes what the workers write: it is given the local rank, the rank and the process, as :class:`Workers` has it.
+        follows: as of :class:`Workers`.
     """
 
     command: tuple[str, ...]
@@ -73,6 +76,8 @@ class Job:
     launcher: str = "trainkit launch"
     grace: float = 30.0
     join_timeout: float = 600.0
+    output: Callable[[int, int, subprocess.Popen[bytes]], None] | None = None
+    follows: bool = False
 
 
 class _Stopped(BaseException):
@@ -176,11 +181,19 @@ class Agent(SimpleElasticAgent):
         environments = [self._environment(worker_group, worker) for worker in worker_group.workers]
         self._signals.starting = True  # from here on a signal does not leave workers behind that nobody knows of
         try:
-            self._workers = Workers(self._job.command, environments)
+            self._workers = Workers(
+                self._job.command, environments, self._output(worker_group.workers), follows=self._job.follows
+            )
             self._signals.started(self._workers)
         finally:
             self._signals.starting = False
         return dict(self._workers.pids)
+
+    def _output(self, workers: list[Any]) -> Callable[[int, subprocess.Popen[bytes]], None] | None:
+        take = self._job.output
+        if take is None:
+            return None
+        return lambda local_rank, process: take(local_rank, workers[local_rank].global_rank, process)
 
     def _environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
         job, meeting = self._job, self._meeting
@@ -279,6 +292,11 @@ def run_job(job: Job) -> int:
     Raises:
         ConfigurationError: the machines do not find each other.
     """
+    return conduct(job).code
+
+
+def conduct(job: Job) -> Verdict:
+    """As :func:`run_job`, with all that is known of the end."""
     with _quietly(), _Signals() as signals:
         try:
             meeting = _meeting(job)
@@ -292,21 +310,21 @@ def run_job(job: Job) -> int:
             if agent.verdict is None or not agent.verdict.final:
                 return _stopped(signals)
         except RendezvousError as error:
-            _explain(error, job)
-            return _FAILED if agent.verdict is None else agent.verdict.code
+            why = _explain(error, job)
+            notice(f"{why}.")
+            return agent.verdict or Verdict(_FAILED, True, why, None)
         finally:
             signals.over = True
             meeting.shutdown()
-    if agent.verdict is None:
-        return 0
-    if agent.verdict.last_words is not None:
-        notice(f"{agent.verdict.last_words}.")
-    return agent.verdict.code
+    verdict = agent.verdict or Verdict(0, True, None, None)
+    if verdict.last_words is not None:
+        notice(f"{verdict.last_words}.")
+    return verdict
 
 
-def _stopped(signals: _Signals) -> int:
-    """The code of an agent that was told to end while it had no workers."""
-    return INTERRUPTED if signals.received[0] == signal.SIGINT else PREEMPTED
+def _stopped(signals: _Signals) -> Verdict:
+    """What came of an agent that was told to end while it had no workers."""
+    return Verdict(INTERRUPTED if signals.received[0] == signal.SIGINT else PREEMPTED, True, None, None)
 
 
 def _meeting(job: Job) -> Alone | Meeting:
@@ -328,14 +346,13 @@ def _meeting(job: Job) -> Alone | Meeting:
     )
 
 
-def _explain(error: RendezvousError, job: Job) -> None:
+def _explain(error: RendezvousError, job: Job) -> str:
     where = f"{job.master_addr}:{job.master_port or _PORT}"
     if isinstance(error, RendezvousClosedError):
-        notice(f"another machine has ended the job that meets at {where}.")
-    elif isinstance(error, RendezvousTimeoutError):
-        notice(f"fewer than {job.least} machines have come to {where} within {job.join_timeout:.0f} s.")
-    else:
-        notice(f"the connection to the first machine, {where}, is lost.")
+        return f"another machine has ended the job that meets at {where}"
+    if isinstance(error, RendezvousTimeoutError):
+        return f"fewer than {job.least} machines have come to {where} within {job.join_timeout:.0f} s"
+    return f"the connection to the first machine, {where}, is lost"
 
 
 def _cores() -> int:

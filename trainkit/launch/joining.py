@@ -34,7 +34,7 @@ from trainkit.launch.stores import connected
 from trainkit.launch.wanted import Wanted
 from trainkit.launch.watchdog import Watchdog
 
-__all__ = ["alone", "device_of", "join", "processes"]
+__all__ = ["alone", "device_of", "join", "joined", "processes"]
 
 _MEETING = timedelta(minutes=10)  # within which all processes must have come
 _LATE = 5.0  # seconds after which torch's own message about that is not waited for
@@ -47,6 +47,7 @@ _HOW = {
     "Open MPI": "mpirun -n {all} python script.py",
     "MPI (Hydra)": "mpirun -n {all} python script.py",
     "MVAPICH": "mpirun -n {all} python script.py",
+    "notebook_launcher": "notebook_launcher(function, num_processes={each})",
     "LSF": "jsrun -n {all} python script.py",
 }
 
@@ -125,6 +126,22 @@ def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta, plac
     world = _joined.world
     _check(wanted, world.size, world.local_size, world.nodes, world.launcher)
     return world
+
+
+def joined() -> World:
+    """The processes that a run of this process has joined; one alone, if there is no other.
+
+    Raises:
+        ConfigurationError: there are others, and nothing has joined them yet.
+    """
+    if _joined is not None and _joined.group is _group():
+        return _joined.world
+    place = _place()
+    if _group() is not None or (place is not None and place.size > 1):
+        raise ConfigurationError(
+            "this process is one of several, and has not joined them yet: make the Accelerator (or Trainer) before."
+        )
+    return World()
 
 
 def _place() -> Place | None:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from trainkit.errors import ConfigurationError
+from trainkit.launch.cuda_watch import tell_of_cuda
 from trainkit.started import FOLDER
 
 __all__ = ["become_agent", "command_again", "folder_at_start", "in_notebook", "serve"]
@@ -38,6 +39,7 @@ def become_agent(processes: int) -> NoReturn:
         ConfigurationError: this command line cannot be run again.
     """
     command = command_again(processes)
+    tell_of_cuda(f"devices={processes}")
     code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from trainkit.launch.self_start import serve; serve()"
     agent = [sys.executable, "-c", code, str(processes), *command]
     folder = folder_at_start()
@@ -86,8 +88,10 @@ def command_again(processes: int) -> list[str]:
     if reason is not None:
         raise ConfigurationError(
             f"devices={processes} needs {processes} processes, and they cannot be started from {reason}: its command line "
-            "cannot be run once for each of them. Write the training to a file, and start it with: "
-            f"trainkit launch --nproc-per-node {processes} script.py   (or python script.py); or use devices=1."
+            "cannot be run once for each of them. Put the training into a function, with the Trainer in it, and start that: "
+            f"from trainkit import notebook_launcher; notebook_launcher(function, num_processes={processes}). Or write it to a "
+            f"file, and start that: trainkit launch --nproc-per-node {processes} script.py   (or python script.py). Or use "
+            "devices=1."
         )
     return [sys.executable, *sys.orig_argv[1:]]
 

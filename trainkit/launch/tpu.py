@@ -12,7 +12,10 @@ from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_place
 from trainkit.launch.place import Place, port_number, stable_port
 
-__all__ = ["place_in_slice", "tpu_is_chosen", "tpu_is_here"]
+__all__ = ["REPLICA", "place_in_slice", "tpu_is_chosen", "tpu_is_here"]
+
+# Set while XLA's runtime starts replicas, and in them.
+REPLICA = "TRAINKIT_XLA_REPLICA"
 
 # Google's number among the makers of PCI devices, and those of its TPU chips, as torch_xla/_internal/tpu.py has them.
 _VENDOR = "0x1ae0"
@@ -32,7 +35,12 @@ def tpu_is_here(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 
 def tpu_is_chosen(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether a run that leaves the choice open runs on a TPU: there is one, and what runs on it is installed."""
+    """Whether a run that leaves the choice open runs on a TPU: there is one, and what runs on it is installed.
+
+    A replica that XLA's runtime has started runs on that runtime, whichever it is.
+    """
+    if REPLICA in env:
+        return True
     chosen = env.get("PJRT_DEVICE", "").upper()
     if chosen:
         return chosen == "TPU"

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-__all__ = ["Ended", "Workers", "signal_name"]
+__all__ = ["Ended", "Workers", "follow", "signal_name"]
 
 _STEP = 0.05  # seconds between two looks at the processes
 _GONE = 0.5  # seconds in which what was killed disappears; who inherits it may let it lie about for longer
@@ -42,24 +43,39 @@ class Workers:
     Args:
         command: the program and its arguments.
         environments: the variables of each process, all of them.
+        output: takes what they write: it is given the number of each and the process, whose standard output and standard error
+            are pipes. Default: they write where this process does.
+        follows: they call :func:`follow` themselves. Where this process has threads, a new one that does so before it becomes a
+            worker would find their locks as they are at that moment, for good.
 
     Attributes:
         ended: those that have ended by themselves, in the order in which that was seen.
         killed: the numbers of those that had to be ended.
     """
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        output: Callable[[int, subprocess.Popen[bytes]], None] | None = None,
+        *,
+        follows: bool = False,
+    ) -> None:
         self.ended: list[Ended] = []
         self.killed: list[int] = []
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._all: list[subprocess.Popen[bytes]] = []
         self._guard: subprocess.Popen[bytes] | None = None
-        before = _die_with_parent()
+        before, pipe = None if follows else _die_with_parent(), None if output is None else subprocess.PIPE
         try:
             for local_rank, variables in enumerate(environments):
-                process = subprocess.Popen(command, env=dict(variables), start_new_session=_POSIX, preexec_fn=before)
+                process = subprocess.Popen(
+                    command, env=dict(variables), stdout=pipe, stderr=pipe, start_new_session=_POSIX, preexec_fn=before
+                )
                 self._running[local_rank] = process
                 self._all.append(process)
+                if output is not None:
+                    output(local_rank, process)
             self._guard = _start_guard([process.pid for process in self._all]) if _POSIX else None
         except BaseException:  # no more processes can be had: nobody would know of those that there are
             self.end(0.0)
@@ -156,19 +172,27 @@ def _start_guard(groups: Sequence[int]) -> subprocess.Popen[bytes] | None:
         return None
 
 
+def follow(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies; on Linux.
+
+    Args:
+        parent: the process id of the parent; it may have died already.
+    """
+    if sys.platform.startswith("linux"):
+        _follow(ctypes.CDLL(None).prctl, parent)
+
+
+def _follow(prctl: Callable[[int, int], int], parent: int) -> None:
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _die_with_parent() -> Callable[[], None] | None:
-    """What a new process does before it becomes a worker: ask the kernel to be killed when its parent dies."""
+    """What a new process does before it becomes a worker: :func:`follow`."""
     if not sys.platform.startswith("linux"):
         return None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def before() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it has died in between
-            os._exit(1)
-
-    return before
+    return partial(_follow, ctypes.CDLL(None).prctl, os.getpid())
 
 
 def signal_name(number: int) -> str:
