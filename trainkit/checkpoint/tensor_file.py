@@ -29,6 +29,7 @@ __all__ = [
     "TensorFile",
     "check_unchanged",
     "chunks",
+    "metadata_in",
     "plan_files",
     "tensor_problem",
     "tensors_in",
@@ -109,7 +110,11 @@ def tensor_problem(tensor: Tensor) -> str | None:
 
 
 def plan_files(
-    stem: str, tensors: Mapping[str, Tensor], max_shard_size: int, groups: Iterable[Iterable[str]] | None = None
+    stem: str,
+    tensors: Mapping[str, Tensor],
+    max_shard_size: int,
+    groups: Iterable[Iterable[str]] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[list[TensorFile], bytes | None]:
     """Lay tensors out as one file, or as several and an index.
 
@@ -118,6 +123,7 @@ def plan_files(
         tensors: any device, any strides. None of their values is looked at.
         max_shard_size: bytes that a file should not exceed. A single larger tensor gets a file of its own.
         groups: names that must not share a file with those of another group, each name in one of them; default: all in one.
+        metadata: texts that each file holds too, by name; see :func:`metadata_in`.
 
     Returns:
         the files, none of them written, and the content of ``stem.safetensors.index.json`` if there are several.
@@ -131,10 +137,11 @@ def plan_files(
         if problem := tensor_problem(tensor) or _name_problem(name):
             raise UnsavableError(f"{stem}: the tensor {name!r} cannot be stored: {problem}")
     shards = [shard for group in ([tensors] if groups is None else groups) for shard in _shards(tensors, group, max_shard_size)]
+    texts = _METADATA | dict(metadata or {})
     if len(shards) == 1:
-        return [_lay_out(f"{stem}.safetensors", tensors, shards[0])], None
+        return [_lay_out(f"{stem}.safetensors", tensors, shards[0], texts)], None
     count = len(shards)
-    files = [_lay_out(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tensors, names) for i, names in enumerate(shards, 1)]
+    files = [_lay_out(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tensors, names, texts) for i, names in enumerate(shards, 1)]
     places = {entry.name: file.name for file in files for entry in file.entries}
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": places}
     return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
@@ -164,12 +171,12 @@ def _name_problem(name: str) -> str | None:
     return None
 
 
-def _lay_out(file: str, tensors: Mapping[str, Tensor], names: list[str]) -> TensorFile:
+def _lay_out(file: str, tensors: Mapping[str, Tensor], names: list[str], metadata: Mapping[str, str]) -> TensorFile:
     """The widest items first, as safetensors does it: gaps are not allowed, and so each tensor is aligned all the same; of one
     width first those of whole cache lines, so that nearly all are aligned as torch's own, and can be used where they are read.
     """
     entries, position = [], 0
-    table: dict[str, Any] = {"__metadata__": _METADATA}
+    table: dict[str, Any] = {"__metadata__": metadata}
     for name in sorted(names, key=lambda name: (-tensors[name].element_size(), tensors[name].nbytes % _ALIGNMENT != 0)):
         tensor = tensors[name]
         end = position + tensor.nbytes
@@ -285,17 +292,7 @@ def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, T
         CorruptCheckpointError: the header is malformed, or what it says does not add up to the file.
     """
     view = memoryview(buffer).cast("B")
-    if len(view) < 8:
-        raise CorruptCheckpointError(f"{what}: {len(view)} bytes; a file of tensors has at least 8")
-    length = int.from_bytes(view[:8], "little")
-    if length > len(view) - 8:
-        raise CorruptCheckpointError(f"{what}: a header of {length:,} bytes in a file of {len(view):,} bytes")
-    header = strict_json(view[8 : 8 + length], f"{what}: header")
-    if not isinstance(header, dict):
-        raise CorruptCheckpointError(f"{what}: header: a JSON object was expected, not {type(header).__name__}")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CorruptCheckpointError(f"{what}: header: __metadata__ must map text to text")
+    header, _, length = _header(view, what)
     data = view[8 + length :]
     entries = [_entry(name, described, len(data), what) for name, described in header.items()]
     position = 0
@@ -307,6 +304,27 @@ def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, T
     if position != len(data):
         raise CorruptCheckpointError(f"{what}: {len(data) - position:,} bytes belong to no tensor")
     return {entry.name: _tensor(entry, data, what) for entry in entries}
+
+
+def metadata_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, str]:
+    """The texts that a file holds beside its tensors; raises as :func:`tensors_in`."""
+    return _header(memoryview(buffer).cast("B"), what)[1]
+
+
+def _header(view: memoryview, what: str) -> tuple[dict[str, Any], dict[str, str], int]:
+    """What the header says of the tensors, its texts, and its length."""
+    if len(view) < 8:
+        raise CorruptCheckpointError(f"{what}: {len(view)} bytes; a file of tensors has at least 8")
+    length = int.from_bytes(view[:8], "little")
+    if length > len(view) - 8:
+        raise CorruptCheckpointError(f"{what}: a header of {length:,} bytes in a file of {len(view):,} bytes")
+    header = strict_json(view[8 : 8 + length], f"{what}: header")
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError(f"{what}: header: a JSON object was expected, not {type(header).__name__}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptCheckpointError(f"{what}: header: __metadata__ must map text to text")
+    return header, metadata, length
 
 
 def _entry(name: str, described: Any, size: int, what: str) -> Entry:

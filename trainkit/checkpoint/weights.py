@@ -13,7 +13,7 @@ from trainkit.checkpoint.scattered import Turns
 from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, write_file
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 
-__all__ = ["shard_size", "write_weights"]
+__all__ = ["replace_file", "shard_size", "write_weights"]
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -77,9 +77,9 @@ def _write(
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             pieces = (piece for entry in file.entries for piece in chunks(entry, turns.take(tensors[entry.name])))
-            written.append(_replace(folder / file.name, [file.header], pieces))
+            written.append(replace_file(folder / file.name, [file.header], pieces))
         others = dict(attachments) if index is None else {f"{stem}.safetensors.index.json": index, **attachments}
-        written += [_replace(folder / name, [content], ()) for name, content in others.items()]
+        written += [replace_file(folder / name, [content], ()) for name, content in others.items()]
         names = {path.name for path in written}
         pattern = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
         for path in folder.iterdir():
@@ -90,9 +90,15 @@ def _write(
     return written
 
 
-def _replace(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]) -> Path:
+def replace_file(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]) -> Path:
+    """Write a file that is complete under its name or not there: it is written beside it, synced and renamed.
+
+    Raises:
+        OSError: it cannot be written; what was there is untouched.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        temporary.unlink(missing_ok=True)  # left by a kill
         write_file(temporary, (part for group in (head, pieces) for part in group))
         os.replace(temporary, path)
     except BaseException:

@@ -1,0 +1,173 @@
+"""One object in one file: what ``Accelerator.save`` writes, and ``load`` reads.
+
+Tensors by name are a plain safetensors file. Anything else is tagged JSON (see :mod:`trainkit.checkpoint.tagged`); if there
+are tensors in it, a safetensors file that holds the JSON in its metadata. A tensor of several names is stored once.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.commit import sync_folder
+from trainkit.checkpoint.regular_file import map_file, read_file
+from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
+from trainkit.checkpoint.tagged import dumps, loads
+from trainkit.checkpoint.tensor_file import chunks, metadata_in, plan_files, tensors_in
+from trainkit.checkpoint.weights import replace_file
+from trainkit.data.nested import map_tensors
+from trainkit.device import find_device
+from trainkit.errors import CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError, UnsavableError
+from trainkit.state.fit import place_of
+
+__all__ = ["load", "read_tensors", "write_object"]
+
+_ALIASES, _VALUE = "trainkit_aliases", "trainkit_value"
+_HERE = ""  # the file that references in the JSON mean
+_ONE_FILE = 2**63 - 1
+
+
+def write_object(path: Path, value: Any) -> None:
+    """Write an object to a file, which is complete under its name or not there. Folders above it are made.
+
+    Raises:
+        UnsavableError: something in it cannot be stored; names the path to it.
+        CheckpointWriteError: the file cannot be written; what was there is untouched.
+    """
+    metadata: dict[str, str] = {}
+    if _is_flat(value):
+        tensors = {name: tensor.detach() for name, tensor in value.items()}
+        head = b""
+    else:
+        tensors = {}
+        head = dumps(value, tensors, file=_HERE, where="object")
+        metadata[_VALUE] = head.decode("ascii")
+    pieces: Iterable[memoryview] = ()
+    if tensors:
+        head, pieces = _lay_out(path, tensors, metadata)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, [head], pieces)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointWriteError(f"{path} could not be written: {error}. Choose another place.") from error
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is what a file of tensors holds: tensors by name."""
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(type(name) is str and isinstance(tensor, Tensor) for name, tensor in value.items())
+    )
+
+
+def _lay_out(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, Iterator[memoryview]]:
+    """The first bytes of a file of tensors, and the others."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        known = first.setdefault(place_of(tensor), name)
+        if known == name:
+            stored[name] = tensor
+        else:
+            aliases[name] = known
+    if aliases:
+        metadata[_ALIASES] = json.dumps(aliases)
+    files, _ = plan_files("object", stored, _ONE_FILE, metadata=metadata)
+    if len(files) > 1 or len(files[0].header) > MAX_JSON_BYTES:
+        raise UnsavableError(
+            f"{path} would need a header of more than {MAX_JSON_BYTES // 2**20} MiB for {len(stored):,} tensors and what is "
+            "beside them. Save it in parts, or put large amounts of numbers into tensors."
+        )
+    return files[0].header, (piece for entry in files[0].entries for piece in chunks(entry, stored[entry.name]))
+
+
+def load(f: str | os.PathLike[str], map_location: str | torch.device | None = None) -> Any:
+    """Read what ``Accelerator.save`` has written, or a safetensors file of anybody's. No content is ever code.
+
+    Args:
+        f: the file. A link is followed.
+        map_location: the device for its tensors; default: the CPU.
+
+    Returns:
+        The object: of tensors by name a dict, whatever kind of mapping it was. Names of the same tensor have the same one.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: it is neither, or damaged.
+        ConfigurationError: the device is not there.
+    """
+    device = None if map_location is None else find_device(map_location)
+    path, what = _existing(f), str(f)
+    data = read_file(path, os.path.getsize(path), None, what)
+    if _is_of_tensors(data, what):
+        tensors, aliases, metadata = _parts(data, what)
+        value: Any = tensors | {name: tensors[stored] for name, stored in aliases.items()}
+        if _VALUE in metadata:
+            value = loads(metadata[_VALUE].encode(), {_HERE: value}, what)
+    else:
+        value = loads(data, {}, what)
+    return value if device is None else map_tensors(value, lambda tensor: tensor.to(device))
+
+
+def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file by name, left on the disk until they are used, and which names are those of others.
+
+    They must not be kept: as long as they are used the file must stay as it is.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: it is none of tensors by name, or damaged.
+    """
+    found, what = _existing(path), str(path)
+    fetch = map_file if hasattr(mmap, "MAP_PRIVATE") else read_file  # which Windows has not
+    data = fetch(found, os.path.getsize(found), None, what)
+    if not _is_of_tensors(data, what):
+        raise CorruptCheckpointError(f"{what}: no safetensors file.")
+    tensors, aliases, metadata = _parts(data, what)
+    if _VALUE in metadata:
+        raise CorruptCheckpointError(
+            f"{what}: no weights by name, but an object that Accelerator.save has written: trainkit.utils.load({what!r})"
+        )
+    return tensors, aliases
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    if not os.path.isfile(path):
+        reason = "it is a folder" if os.path.isdir(path) else "there is no such file"
+        raise CheckpointNotFoundError(f"{path} cannot be read: {reason}.")
+    return Path(os.path.realpath(path))
+
+
+def _is_of_tensors(data: memoryview, what: str) -> bool:
+    """Whether a file is one of tensors, which begins with the length of a header: JSON has no zero bytes.
+
+    Raises:
+        CorruptCheckpointError: it is a pickle.
+    """
+    length, begins = bytes(data[:8]), bytes(data[8:9])
+    if begins != b"{" and length.startswith((b"PK\x03\x04", b"\x80")):
+        raise CorruptCheckpointError(
+            f"{what} looks like a pickle, which can run code and is not read. If you trust it, turn it into a safetensors "
+            "file: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
+        )
+    return 0 in length
+
+
+def _parts(data: memoryview, what: str) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
+    """The tensors of a file, their further names, and the texts beside them."""
+    tensors, metadata = tensors_in(data, what), metadata_in(data, what)
+    aliases: Any = strict_json(metadata[_ALIASES].encode(), f"{what}: {_ALIASES}") if _ALIASES in metadata else {}
+    sound = isinstance(aliases, dict) and not aliases.keys() & tensors.keys()
+    if not sound or not all(isinstance(stored, str) and stored in tensors for stored in aliases.values()):
+        raise CorruptCheckpointError(f"{what}: {_ALIASES} does not say which tensors have several names")
+    return tensors, aliases, metadata
