@@ -56,10 +56,13 @@ class PreparedLoader(Positions):
         filled: fills short batches up to the size of the others.
         repeat_filler: where only others have a micro-batch, this process is given one that counts nothing (its last one again,
             or the first of the epoch). Otherwise it is given none, and ``NOTHING`` where it has none in a whole window.
+        follow: ``follow(loader, batches)`` gives the batches of an epoch to one who iterates over this object.
 
     Attributes:
         limit: as above; may be changed between epochs.
         micro_limit: the number of micro-batches of all processes in an epoch at most.
+        repeat_filler: as above; may be changed between epochs.
+        given_source: the user's object, if ``source`` was made of it.
         given: rows of the epoch that have been given out; at the last micro-batch of a window the same in all processes.
 
     Raises:
@@ -85,9 +88,10 @@ class PreparedLoader(Positions):
         ahead: Callable[..., Iterator[Any]] | None = None,
         filled: Filled | None = None,
         repeat_filler: bool = False,
+        follow: Callable[[PreparedLoader, Iterator[Any]], Iterator[Any]] | None = None,
     ) -> None:
         self.source = source
-        self._world, self._repeat_filler = world, repeat_filler
+        self._world, self.repeat_filler, self._follow = world, repeat_filler, follow
         self._seed, self._stage = seed, stage.of_loader(index)
         self._device, self._generators = device, generators
         self._window = window
@@ -104,7 +108,7 @@ class PreparedLoader(Positions):
         else:
             self._count, self._join = batch_size, joined
             self._stream = open_stream(source, seed, self._stage, device, sequential, world)
-        self._filled = filled
+        self._filled, self.given_source = filled, source
         self.limit = limit
         self.micro_limit: int | None = None
         self._epoch = 0
@@ -124,6 +128,11 @@ class PreparedLoader(Positions):
         if name == "source":  # not set yet: an object that is being copied or unpickled
             raise AttributeError(name)
         return getattr(self.source, name)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the user says how much a batch counts."""
+        return self._weigh is not None
 
     @property
     def exact(self) -> bool:
@@ -161,10 +170,15 @@ class PreparedLoader(Positions):
             self._next_start = 0
         self._next_epoch, self._begun = epoch, False
 
+    def begin_at(self, row: int) -> None:
+        """The next iteration gives its epoch from a row on."""
+        self._next_start, self._begun = row, False
+
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self._next_epoch, self._next_start
         self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
-        return self.iterate(epoch, start)
+        batches = self.iterate(epoch, start)
+        return batches if self._follow is None else self._follow(self, batches)
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch from row ``start`` on; nothing before it is fetched from a map-style dataset."""
@@ -288,7 +302,7 @@ class PreparedLoader(Positions):
             batch = transfer(batch, m)
             seed_generators(keys(m), generators)
             batch = batch if finish is None else finish(batch)
-            if self._repeat_filler:
+            if self.repeat_filler:
                 self._last = batch
             yield batch
 
@@ -307,7 +321,7 @@ class PreparedLoader(Positions):
                 self._window_start = start + piece.row
             end = self._window_start + shared.rows
             # with fillers all processes have as many: users gather at each of them, and so does a forward that is sharded
-            fillers = range(start + piece.row + 1, end) if piece.full and self._repeat_filler else range(0)
+            fillers = range(start + piece.row + 1, end) if piece.full and self.repeat_filler else range(0)
             share = piece.weight * world.size / shared.total if shared.total > 0.0 else 0.0
             empty = shared.total <= 0.0
             full = piece.full and not fillers
@@ -317,10 +331,10 @@ class PreparedLoader(Positions):
             batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
             seed_generators(keys(piece.m), self._generators)
             if piece.filler:
-                batch = self.filler() if self._repeat_filler else NOTHING
+                batch = self.filler() if self.repeat_filler else NOTHING
             elif self._finish is not None:
                 batch = self._finish(batch)
-            if self._repeat_filler:
+            if self.repeat_filler:
                 self._last = batch
             yield batch
             for row in fillers:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from trainkit.data.nested import batch_size
 from trainkit.errors import DataError
 
-__all__ = ["NOTHING", "MicroBatch", "Nothing", "Window", "weight_of", "windows"]
+__all__ = ["NOTHING", "MicroBatch", "Nothing", "Window", "checked_weight", "weight_of", "windows"]
 
 
 class Nothing:
@@ -36,6 +36,9 @@ class MicroBatch(NamedTuple):
     first: bool
     full: bool  # the last of its window
     share: float  # its weight over the sum of the window's weights
+
+
+_OF_A_BATCH = ("alike", "driven", "empty", "filler", "first", "full", "learnt", "share", "uneven")
 
 
 class Window:
@@ -86,6 +89,15 @@ class Window:
         self.first, self.full, self.share = first, full, share
         self.empty, self.uneven, self.filler = empty, uneven, filler
         self.driven = True
+
+    def state(self) -> tuple[Any, ...]:
+        """What :meth:`put_back` takes."""
+        return tuple(getattr(self, name) for name in _OF_A_BATCH)
+
+    def put_back(self, state: tuple[Any, ...]) -> None:
+        """Work again on the micro-batch that was worked on when :meth:`state` was asked."""
+        for name, value in zip(_OF_A_BATCH, state, strict=True):
+            setattr(self, name, value)
 
     def count(self) -> None:
         """Work on the next of ``size`` equal micro-batches: for loops whose loader was not prepared."""
@@ -161,14 +173,22 @@ def weight_of(weigh: Callable[[Any], float], batch: Any) -> float:
     Raises:
         DataError: something else than a finite number ≥ 0.
     """
-    value = weigh(batch)
+    return checked_weight(weigh(batch), "batch_weight must return", "return ")
+
+
+def checked_weight(value: Any, what: str, example: str) -> float:
+    """A weight as a number.
+
+    Raises:
+        DataError: something else than a finite number ≥ 0; ``what`` and ``example`` begin what the message says.
+    """
     try:
         weight = float(value)
     except (RuntimeError, TypeError, ValueError):  # RuntimeError: a tensor of several elements
         weight = math.nan
     if not (math.isfinite(weight) and weight >= 0.0):
         raise DataError(
-            f"batch_weight must return a finite number ≥ 0, such as the number of tokens that count, not {value!r}. "
-            "For example: return float((batch['labels'] != -100).sum())"
+            f"{what} a finite number ≥ 0, such as the number of tokens that count, not {value!r}. For example: "
+            f"{example}float((batch['labels'] != -100).sum())"
         )
     return weight
