@@ -181,6 +181,22 @@ def test_the_adapter_learns_and_opens_elsewhere(size: int, run_dir: Path) -> Non
     assert again == said
 
 
+@pytest.mark.parametrize("name", ["seq2seq_lora_loop"])
+def test_a_configuration_file_puts_the_loop_under_zero3(name: str, run_dir: Path) -> None:
+    size = ["--pairs", "48", "--width", "32", "--batch-size", "4", "--base-epochs", "4", "--max-epochs", "3"]
+    file, script = str(EXAMPLES / "zero3_offload.yaml"), str(EXAMPLES / f"{name}.py")
+    done = run_python(
+        "-m", "trainkit", "launch", "--config_file", file, script, *size, "--learning-rate", "1e-2", "--root", "run"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "processes: 2, ZeROStrategy(stage=3, offload_optimizer='cpu', offload_params='cpu'" in done.stdout
+    found = re.search(r"perplexity ([\d.]+) before, ([\d.]+) after", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[2]) < float(found[1])
+    [(perplexity, _)] = run_world(1, reopened, 48)
+    assert perplexity == pytest.approx(float(found[2]), rel=1e-3)
+
+
 @pytest.mark.parametrize("example", ["seq2seq_lora"], indirect=True)
 def test_the_pairs_are_those_of_the_standard_library(example: ModuleType) -> None:
     train, held_out = example.pairs("sh*.py", 10**6)
