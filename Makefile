@@ -76,5 +76,5 @@ $(VENV)/.demo: $(INPUTS) | $(RUN)
 	@touch $@
 
 $(VENV)/.test: $(INPUTS) | $(RUN)
-	$(INSTALL) -e '.[dev,deepspeed,tensorboard,wandb,plot]'
+	$(INSTALL) -e '.[dev,deepspeed,tensorboard,wandb,mlflow,comet,plot]'
 	@touch $@ $(VENV)/.demo

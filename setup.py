@@ -17,6 +17,8 @@ TENSORBOARD = ["tensorboard"]
 WANDB = ["wandb", "pillow"]  # wandb.Image needs pillow and wandb does not bring it
 DEEPSPEED = ["deepspeed>=0.19; platform_system == 'Linux'"]
 PLOT = ["matplotlib"]
+MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic", "pillow"]  # what a run in a database needs; `mlflow ui` needs all of mlflow
+COMET = ["comet_ml", "pillow"]
 
 
 def version() -> str:
@@ -73,19 +75,23 @@ setup(
     package_data={"trainkit": ["py.typed"]},
     include_package_data=False,
     zip_safe=False,
-    install_requires=["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML"],
+    install_requires=["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle"],
     extras_require={
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
+        "mlflow": MLFLOW,
+        "comet": COMET,
         "deepspeed": DEEPSPEED,
         # torch_xla loads with the torch of its own version only, so this one is not part of `all`.
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
         "plot": PLOT,
-        "all": [*TENSORBOARD, *WANDB, *DEEPSPEED, *PLOT],
+        "all": [*TENSORBOARD, *WANDB, *MLFLOW, *COMET, *DEEPSPEED, *PLOT],
         "dev": [
             "build",
             "hypothesis",
+            "ipykernel",
             "mypy",
+            "nbclient",
             "peft",
             "pytest>=9",
             "pytest-xdist",

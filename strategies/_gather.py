@@ -15,20 +15,21 @@ from trainkit.errors import ConfigurationError
 __all__ = ["gathered"]
 
 
-def gathered(data: Any, world: World, device: torch.device, sync_grads: bool) -> Any:
+def gathered(data: Any, world: World, device: torch.device, sync_grads: bool, alike: bool = False) -> Any:
     """The tensors in nested containers, each with those of all processes in front: (processes, *shape), on the device.
+
+    Args:
+        data: tensors in containers.
+        world: the processes.
+        device: where the result is.
+        sync_grads: gradients flow back.
+        alike: the shapes have been compared already.
 
     Raises:
         ConfigurationError: the processes give different containers, shapes or dtypes.
     """
-    tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
-    said = world.exchange([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors])
-    if any(other != said[0] for other in said):
-        lines = [f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in each)}" for rank, each in enumerate(said)]
-        raise ConfigurationError(
-            f"all_gather stacks tensors, which must have the same shapes and dtypes on all processes; {'; '.join(lines)}. Pad "
-            "them first: torch.nn.functional.pad(x, (0, n - len(x)))"
-        )
+    if not alike:
+        _compare(data, world)
 
     def gather(tensor: Tensor) -> Tensor:
         tensor = tensor.to(device)
@@ -38,6 +39,17 @@ def gathered(data: Any, world: World, device: torch.device, sync_grads: bool) ->
         return _gather(tensor.detach())
 
     return map_tensors(data, gather)
+
+
+def _compare(data: Any, world: World) -> None:
+    tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
+    said = world.exchange([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors])
+    if any(other != said[0] for other in said):
+        lines = [f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in each)}" for rank, each in enumerate(said)]
+        raise ConfigurationError(
+            f"all_gather stacks tensors, which must have the same shapes and dtypes on all processes; {'; '.join(lines)}. Pad "
+            "them first: torch.nn.functional.pad(x, (0, n - len(x)))"
+        )
 
 
 def _gather(tensor: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ import importlib
 import importlib.util
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
-__all__ = ["told_transformers"]
+__all__ = ["divided_by", "told_transformers"]
 
 _ROOM = "transformers.integrations.deepspeed"
 
@@ -49,3 +49,25 @@ def told_transformers(first: bool = False) -> Iterator[None]:
         yield
     finally:
         room._hf_deepspeed_config_weak_ref = before
+
+
+@contextmanager
+def divided_by(zero: Any, building: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Within it ``transformers`` makes its models within ``building()``, and other modules are made as ever.
+
+    Args:
+        zero: ``deepspeed.zero``, of which it asks that by ``Init``.
+        building: divides layers as they are made.
+    """
+    kind: Any = zero.Init
+
+    class Init(kind):  # type: ignore[misc]
+        def __new__(cls, *args: Any, config_dict_or_path: Any = None, **kwargs: Any) -> Any:
+            return building() if config_dict_or_path is _Stage3.config else super().__new__(cls)
+
+    with told_transformers(first=True):
+        zero.Init = Init
+        try:
+            yield
+        finally:
+            zero.Init = kind

@@ -15,7 +15,7 @@ from trainkit.data.nested import leaves, map_tensors
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.joining import join
-from trainkit.launch.tpu import place_in_slice
+from trainkit.launch.tpu import REPLICA, place_in_slice
 from trainkit.launch.wanted import Wanted
 from trainkit.strategies._xla_runtime import choose_runtime, imported
 from trainkit.strategies._xla_threads import ThreadWorld, turns_of_this_process
@@ -195,4 +195,10 @@ def launch(function: Callable[..., Any], args: tuple[Any, ...], devices: int | N
     choose_runtime(Wanted("auto", devices))
     if os.environ["PJRT_DEVICE"] == "CPU":
         os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"  # read when the runtime begins
-    imported().launch(_Replica(function, devices), args=args, **options)
+    before = os.environ.get(REPLICA)
+    os.environ[REPLICA] = "1"
+    try:
+        imported().launch(_Replica(function, devices), args=args, **options)
+    finally:
+        if before is None:
+            os.environ.pop(REPLICA, None)

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.accelerator.meeting import Meeting
 from trainkit.console import notice
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
@@ -170,9 +171,13 @@ class Setup:
         check_room(self._folder.path, on_disk, pinned, self._world.local_size)
         return self._config.for_model(sizes, self._dtypes, self._folder.path, slots)
 
-    def tell_transformers(self) -> None:
-        """Let it know of stage 3 until the run ends: in a loop of his own a user may generate at any time."""
+    def expect_forwards(self, module: nn.Module) -> None:
+        """In a loop of his own a user may call his model, or generate by it, at any time: see to it until the run ends.
+
+        transformers is told of stage 3, and a forward that not all processes come to is an error.
+        """
         self._stack.enter_context(told_transformers())
+        self._stack.callback(Meeting.of(self._world).watch(module))
 
     def close(self, collective: bool) -> None:
         """Give back what the run took, after its engines are closed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainkit.errors import ModuleError
 from trainkit.strategies._aio import checked
 from trainkit.strategies._deepspeed import Session, quiet
-from trainkit.strategies._transformers import told_transformers
+from trainkit.strategies._transformers import divided_by, told_transformers
 from trainkit.strategies._whole_init import WholeInit
 from trainkit.strategies._zero_swap import partition, swapper
 
@@ -97,13 +97,19 @@ class Sharding:
                 self._swappers.append(reader)
             return make(config_dict_or_path=config, param_swapper=reader, **options)
 
-    @contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self, pretrained: bool = False) -> AbstractContextManager[None]:
         """Within it each layer is divided as soon as it is made, with rank 0's values.
+
+        Args:
+            pretrained: only layers of models that ``transformers`` makes.
 
         Raises:
             ModuleError: a parameter was changed after that, which is lost.
         """
+        return divided_by(self._session.package.zero, self._building) if pretrained else self._building()
+
+    @contextmanager
+    def _building(self) -> Iterator[None]:
         kind: Any = self._session.package.zero.Init
 
         class Watching(kind):  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -27,6 +28,8 @@ from trainkit.strategies._sync_batchnorm import SyncedBatchNorms
 from trainkit.strategy import Strategy
 
 __all__ = ["DDPStrategy"]
+
+_NULL = nullcontext()
 
 
 class DDPStrategy(Strategy):
@@ -116,7 +119,7 @@ class DDPStrategy(Strategy):
         if self.sync_batchnorm:
             self._norms.put_in(module, self.world)
         refuse_unlike(module, self.world, "DDP")
-        self._buffers.add(module)
+        self._buffers.add(module, self.world)
         self._sparse |= sparse_parameters(module)
         broadcast([p.data for p in module.parameters()])
         self.sync_buffers()
@@ -203,10 +206,15 @@ class DDPStrategy(Strategy):
                 )
             for model in called:
                 model.replica.reached = False
-            self.precision.scale(loss).backward(**kwargs)
+            with self._waiting(called):
+                self.precision.scale(loss).backward(**kwargs)
             # where none seems to be reached, the loss was made of other things than what a model returned: of all, maybe
             for model in [model for model in called if model.replica.reached] or called:
                 model.finish_backward()
+
+    def _waiting(self, models: list[PreparedModel]) -> AbstractContextManager[Any]:
+        """Around a backward pass: it waits for the others if gradients of one of the models travel."""
+        return self.world.waits if any(model.replica.due() for model in models) else _NULL
 
     def skip_backward(self, loss: Tensor | None) -> None:
         """See :meth:`trainkit.Strategy.skip_backward`."""
@@ -228,8 +236,9 @@ class DDPStrategy(Strategy):
                     "known which ones the other processes wait for. Call the models all the same, and then backward(None)."
                 )
         # in the order of a backward pass: the other processes reduce in that of theirs
-        for model in sorted(called, key=lambda model: -model.replica.called):
-            model.skip_backward()
+        with self._waiting(called):
+            for model in sorted(called, key=lambda model: -model.replica.called):
+                model.skip_backward()
 
     def any_loss(self, had_loss: bool) -> bool:
         """See :meth:`trainkit.Strategy.any_loss`; to be asked after the gradients have been averaged."""
@@ -245,13 +254,17 @@ class DDPStrategy(Strategy):
         if self._alone:
             return
         own = [] if self._step is None else [self._step.witness]
-        average_gradients([*parameters, *own], self.bucket_cap_mb, wire=self._compression.wire, sparse=self._sparse)
+        with self.world.waits:
+            average_gradients([*parameters, *own], self.bucket_cap_mb, wire=self._compression.wire, sparse=self._sparse)
         for replica in self._replicas():
             replica.forget_backward()
 
     def mean(self, value: Tensor) -> Tensor:
         """See :meth:`trainkit.Strategy.mean`."""
-        return value if self._alone else mean(value)
+        if self._alone:
+            return value
+        with self.world.waits:
+            return mean(value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters, and give rank 0's buffers to all processes.
@@ -293,7 +306,7 @@ class DDPStrategy(Strategy):
         held = alone.moments["update"].device
         return replace(alone, moments={"update": Moment(replace(held, buffers=held.gradients))})
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
         """See :meth:`trainkit.Strategy.all_gather`.
 
         Raises:
@@ -301,7 +314,7 @@ class DDPStrategy(Strategy):
         """
         if self.window is not None and self.window.uneven and not self._alone:
             self._refuse_uneven(data, sync_grads)
-        return data if self._alone else gathered(data, self.world, self.device, sync_grads)
+        return data if self._alone else gathered(data, self.world, self.device, sync_grads, alike)
 
     def _refuse_uneven(self, data: Any, sync_grads: bool) -> None:
         """A process without a micro-batch runs no training_step, and no backward pass of one that it repeats."""

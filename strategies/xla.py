@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, LossError
 from trainkit.footprint import Contents, Footprint
+from trainkit.launch.tpu import REPLICA
 from trainkit.launch.wanted import Wanted
 from trainkit.metric_values import TO_HOST
 from trainkit.precision import Precision
@@ -56,8 +57,9 @@ class XLAStrategy(Strategy):
     statistics over all of them. Several hosts run the script once each; each reads all of the data.
 
     Args:
-        mode: ``"spmd"``, or ``"replicas"``: a process for each device with a copy of the model, started by :meth:`launch`.
-            Every ``training_step`` must then return a loss and use the same parameters on all of them.
+        mode: ``"spmd"``, or ``"replicas"``: a process for each device with a copy of the model, started by :meth:`launch` or
+            ``notebook_launcher``, in whose functions it is the default. Every ``training_step`` must then return a loss and use
+            the same parameters on all of them.
         mesh: how the devices are laid out: a ``torch_xla.distributed.spmd.Mesh``, or sizes by axis, such as
             ``{"data": 2, "fsdp": 4}``. Batches are divided over "data" and "fsdp". Default: one axis of all devices.
         fsdp: divide parameters, gradients and optimizer state over the devices of the axis "fsdp" (torch_xla's FSDPv2).
@@ -84,7 +86,7 @@ class XLAStrategy(Strategy):
     def __init__(
         self,
         *,
-        mode: str = "spmd",
+        mode: str | None = None,
         mesh: Any = None,
         fsdp: bool = False,
         pad_last_batch: bool = False,
@@ -93,12 +95,12 @@ class XLAStrategy(Strategy):
         device: str | torch.device = "auto",
         precision: Precision | str | int | None = None,
     ) -> None:
+        mode = mode or ("replicas" if REPLICA in os.environ else "spmd")
         if mode not in ("spmd", "replicas"):
             raise ConfigurationError(f"mode must be 'spmd' or 'replicas', not {mode!r}.")
         if mode == "replicas" and (fsdp or mesh is not None or pad_last_batch):
             raise ConfigurationError(
-                "mesh, fsdp and pad_last_batch go with mode='spmd': replicas have whole models, and batches of their own. "
-                "Leave mode out."
+                "mesh, fsdp and pad_last_batch go with mode='spmd': replicas have models of their own. Leave mode out."
             )
         self.mode, self.fsdp, self.pad_last_batch = mode, fsdp, pad_last_batch
         self._accelerator, self._mesh_wanted = str(device), mesh
@@ -240,7 +242,7 @@ class XLAStrategy(Strategy):
             self._models[id(module)] = ShardedModel(module, self.mesh)
         if self._replicas is not None:
             refuse_unlike(module, self.world, "XLA")
-            self._buffers.add(module)
+            self._buffers.add(module, self.world)
             self._replicas.from_main(module.parameters())
         self._sync_together()
         return module
@@ -355,10 +357,9 @@ class XLAStrategy(Strategy):
         """See :meth:`trainkit.Strategy.mean`."""
         if self._replicas is None:
             return value
-        (total,) = self.world.sums([float(value)])
-        return torch.tensor(total / self.world.size, dtype=value.dtype, device=value.device)
+        return torch.tensor(self.world.sums([float(value)])[0] / self.world.size, dtype=value.dtype, device=value.device)
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
         """See :meth:`trainkit.Strategy.all_gather`; under SPMD tensors are those of all devices as they are.
 
         Raises:

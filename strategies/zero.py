@@ -68,6 +68,7 @@ class ZeROStrategy(Strategy):
     """
 
     owns_clipping: ClassVar[bool] = True
+    owns_masters: ClassVar[bool] = True
     sharded_state: ClassVar[bool] = True
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
     footprint = zero_plan.footprint
@@ -138,12 +139,11 @@ class ZeROStrategy(Strategy):
 
     def join(self, wanted: Wanted) -> None:
         """See :meth:`trainkit.Strategy.join`."""
-        self.world, self.device = self._membership.join(wanted, self.device)
-        self.joined = True
+        (self.world, self.device), self.joined = self._membership.join(wanted, self.device), True
 
-    def building(self) -> AbstractContextManager[Any]:
+    def building(self, pretrained: bool = False) -> AbstractContextManager[Any]:
         """See :meth:`trainkit.Strategy.building`; in stage 3 no process ever has the whole model."""
-        return self._start().sharding.building() if self.stage == 3 else nullcontext()
+        return self._start().sharding.building(pretrained) if self.stage == 3 else nullcontext()
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
         """The module on the device, with rank 0's parameters and buffers."""
@@ -158,7 +158,7 @@ class ZeROStrategy(Strategy):
         if self.world.size > 1:
             if self.stage < 3:
                 broadcast([p.data for p in module.parameters()])
-            self._buffers.add(module)
+            self._buffers.add(module, self.world)
             self.sync_buffers()
         self._modules.append(module)
         return module
@@ -173,7 +173,7 @@ class ZeROStrategy(Strategy):
         model = ShardedModel(module)
         self._models.append(model)
         if self.stage == 3:
-            self._start().tell_transformers()
+            self._start().expect_forwards(module)
         return model
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -329,9 +329,9 @@ class ZeROStrategy(Strategy):
 
     def _engine_of(self, parameters: Iterable[Tensor]) -> Engine:
         given = {id(parameter) for parameter in parameters}
-        for engine in self._engines.values():
-            if {id(parameter) for parameter in engine.parameters} <= given:
-                return engine
+        found = [e for e in self._engines.values() if {id(parameter) for parameter in e.parameters} <= given]
+        if found:
+            return found[0]
         raise ConfigurationError(
             "under ZeRO gradients are clipped for all parameters of an optimizer together, and these are not all of one. "
             "Write: clip_grad_norm_(model.parameters(), 1.0)"
@@ -355,7 +355,7 @@ class ZeROStrategy(Strategy):
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
         """See :meth:`trainkit.Strategy.stored_weights`."""
-        return zero_state.stored_weights(module, [*self._engines.values()], self.device)
+        return zero_state.stored_weights(module, list(self._engines.values()), self.device)
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
         """See :meth:`trainkit.Strategy.exported_weights`."""
@@ -376,13 +376,13 @@ class ZeROStrategy(Strategy):
         """See :meth:`trainkit.Strategy.load_optimizer`."""
         zero_state.load_optimizer(self._engines[id(optimizer)], stored)
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
         """See :meth:`trainkit.Strategy.all_gather`.
 
         Raises:
             ConfigurationError: the processes give different containers, shapes or dtypes.
         """
-        return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads)
+        return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
 
     def barrier(self) -> None:
         """See :meth:`trainkit.Strategy.barrier`."""

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Folder → the package it imports as. The links in trainkit/ are not followed: what they lead to is read once.
 PACKAGES = {"trainkit": "trainkit", "callbacks": "trainkit.callbacks", "strategies": "trainkit.strategies"}
 
-REQUIRED = {"numpy", "safetensors", "torch", "tqdm", "yaml"}
+REQUIRED = {"cloudpickle", "numpy", "safetensors", "torch", "tqdm", "yaml"}
 # Where an optional package may be imported, and that only inside a function.
 OPTIONAL_ROOMS = ("trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies")
 # A part of torch that loads an optional package.
@@ -35,6 +35,8 @@ NEVER = {
 
 # Loading any of these can run code, or is there to load what can.
 CODE_IN_DATA = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+# The one place that pickles: functions for the processes that notebook_launcher starts, by a connection to them and to no file.
+CODE_TO_CHILDREN = ("trainkit.launch.by_value", "cloudpickle")
 CODE_RUNNING_CALLS = {
     "torch.load": "use safetensors",
     "torch.package": "use safetensors and JSON",
@@ -258,7 +260,8 @@ def code_in_data(source: Source) -> list[str]:
     complaints = [
         source.at(item.line, f"imports {item.full}: what it loads can run code")
         for item in imports(tree)
-        if item.module.split(".")[0] in CODE_IN_DATA or any(under(item.full, name) for name in CODE_RUNNING_CALLS)
+        if (item.module.split(".")[0] in CODE_IN_DATA and (source.module, item.module) != CODE_TO_CHILDREN)
+        or any(under(item.full, name) for name in CODE_RUNNING_CALLS)
     ]
     full = {alias.asname or alias.name: alias.name for node in all_of(tree, ast.Import) for alias in node.names}
     for node in all_of(tree, ast.Attribute):

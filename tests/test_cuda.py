@@ -13,6 +13,7 @@ from trainers import make_trainer
 
 from trainkit import Accelerator, Callback, Precision, TrainModule
 from trainkit.callbacks import NonFiniteGuard
+from trainkit.utils import load, load_checkpoint_in_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -172,3 +173,26 @@ def test_an_own_loop_is_the_trainer() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), model.parameters(), strict=True))
+
+
+def test_weights_and_objects_of_a_device() -> None:
+    """What is saved from the device is loaded to it, into a model that has no values yet, or has them on the host."""
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(net := Net().net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 16, device=accelerator.device)).sum())
+    optimizer.step()
+    expected = {name: tensor.cpu().clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    accelerator.save(model.state_dict(), "state.safetensors")
+    accelerator.save({"weights": [*model.parameters()], "step": 1}, "object")
+    assert all(torch.equal(load("state.safetensors", "cuda")[name].cpu(), tensor) for name, tensor in expected.items())
+    assert {tensor.device.type for tensor in load("object", map_location="cuda:0")["weights"]} == {"cuda"}
+    for source in ("meta", "cpu"):
+        with torch.device(source):
+            other = Net().net
+        kept = [*other.parameters()]
+        load_checkpoint_in_model(other, "state.safetensors", device_map={"": 0}, dtype="bfloat16", strict=True)
+        assert {(p.device.type, p.dtype) for p in other.parameters()} == {("cuda", torch.bfloat16)}
+        assert all(torch.equal(p.cpu(), expected[name].bfloat16()) for name, p in other.named_parameters())
+        assert source == "meta" or all(p is before for p, before in zip(other.parameters(), kept, strict=True))
+    load_checkpoint_in_model(other, "state.safetensors", device_map={"0": "cuda", "1": "cpu", "2": "cpu", "3": "cpu"})
+    assert [p.device.type for p in other.parameters()] == ["cuda", "cuda", "cpu", "cpu"]

@@ -17,17 +17,32 @@ from support import run_python
 PUBLIC = {
     "trainkit": [
         "Accelerator",
+        "AutocastKwargs",
         "Callback",
         "CombinedLoader",
+        "DDPCommunicationHookType",
+        "DataLoaderConfiguration",
         "DataModule",
+        "DeepSpeedPlugin",
+        "DistributedDataParallelKwargs",
+        "DistributedType",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
         "Precision",
+        "ProfileKwargs",
+        "ProjectConfiguration",
         "Strategy",
         "TrainModule",
         "Trainer",
         "__version__",
         "errors",
+        "find_executable_batch_size",
+        "load_checkpoint_in_model",
+        "notebook_launcher",
         "seed_everything",
         "set_seed",
+        "write_basic_config",
     ],
     "trainkit.callbacks": [
         "EarlyStopping",
@@ -52,6 +67,7 @@ PUBLIC = {
         "CheckpointLockedError",
         "CheckpointNotFoundError",
         "CheckpointWriteError",
+        "CollectiveError",
         "ConfigurationError",
         "CorruptCheckpointError",
         "DataError",
@@ -74,8 +90,39 @@ PUBLIC = {
         "UnsavableError",
         "UnsupportedArgumentError",
     ],
-    "trainkit.loggers": ["CSVLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger"],
+    "trainkit.loggers": [
+        "CSVLogger",
+        "CometLogger",
+        "JSONLLogger",
+        "Logger",
+        "MLFlowLogger",
+        "TensorBoardLogger",
+        "WandbLogger",
+    ],
     "trainkit.strategies": ["DDPStrategy", "XLAStrategy", "ZeROStrategy"],
+    "trainkit.tracking": ["GeneralTracker", "on_main_process"],
+    "trainkit.utils": [
+        "AutocastKwargs",
+        "DDPCommunicationHookType",
+        "DataLoaderConfiguration",
+        "DeepSpeedPlugin",
+        "DistributedDataParallelKwargs",
+        "DistributedType",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "ProfileKwargs",
+        "ProjectConfiguration",
+        "broadcast_object_list",
+        "find_executable_batch_size",
+        "gather_object",
+        "load",
+        "load_checkpoint_in_model",
+        "notebook_launcher",
+        "set_seed",
+        "tqdm",
+        "write_basic_config",
+    ],
 }
 
 # Files ("trainkit/x.py") and functions ("trainkit/x.py:name") that may be long, each with the reason.
@@ -239,6 +286,14 @@ def test_pickle_is_found(text: str) -> None:
 def test_what_is_no_pickle_passes() -> None:
     text = "import torch, yaml, numpy\nmodule.eval()\nyaml.safe_load('x')\nnumpy.load('x', allow_pickle=False)"
     assert not house.code_in_data(example(text))
+
+
+def test_one_module_pickles_and_in_one_way() -> None:
+    module = "trainkit.launch.by_value"
+    assert not house.code_in_data(example("import cloudpickle", module))
+    assert house.code_in_data(example("import cloudpickle", f"{module}.x"))
+    assert house.code_in_data(example("import pickle", module))
+    assert house.code_in_data(example("import torch\ntorch.load('x')", module))
 
 
 # ------------------------------------------------------------------------------------------- strategies are not asked

@@ -10,8 +10,22 @@ import json
 import pytest
 from support import run_python
 
-OPTIONAL = {"PIL", "deepspeed", "matplotlib", "sklearn", "tensorboard", "torch_xla", "torchmetrics", "wandb"}
-PACKAGES = ["trainkit", *(f"trainkit.{name}" for name in ("callbacks", "data", "errors", "loggers", "strategies"))]
+OPTIONAL = {
+    "PIL",
+    "comet_ml",
+    "deepspeed",
+    "matplotlib",
+    "mlflow",
+    "sklearn",
+    "tensorboard",
+    "torch_xla",
+    "torchmetrics",
+    "wandb",
+}
+PACKAGES = [
+    "trainkit",
+    *(f"trainkit.{name}" for name in ("callbacks", "data", "errors", "loggers", "strategies", "tracking", "utils")),
+]
 
 
 def modules_after(program: str) -> set[str]:

@@ -152,8 +152,18 @@ def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None
     assert (data["Name"], data["Version"]) == ("trainkit-torch", trainkit.__version__)
     assert (data["Requires-Python"], data["License-Expression"]) == (">=3.10", "Apache-2.0")
     required = [line for line in data.get_all("Requires-Dist") if "extra ==" not in line]
-    assert required == ["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML"]
-    assert data.get_all("Provides-Extra") == ["tensorboard", "wandb", "deepspeed", "xla", "plot", "all", "dev"]
+    assert required == ["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle"]
+    assert data.get_all("Provides-Extra") == [
+        "tensorboard",
+        "wandb",
+        "mlflow",
+        "comet",
+        "deepspeed",
+        "xla",
+        "plot",
+        "all",
+        "dev",
+    ]
     assert data.get_payload().strip() == (source / "README.md").read_text("utf-8").strip()
     files = contents(from_checkout)
     (entry_points,) = [text.decode() for name, text in files.items() if name.endswith("/entry_points.txt")]
@@ -174,7 +184,8 @@ def test_constraints_fix_versions_and_nothing_else() -> None:
     assert [line for line in lines if not re.fullmatch(r"[\w-]+==[\w.]+(; python_version >= \"3\.\d+\")?", line)] == []
     fixed = {line.partition("==")[0].lower() for line in lines}
     setup = (house.ROOT / "setup.py").read_text("utf-8")
-    direct = ["torch", "numpy", "tqdm", "safetensors", "PyYAML", "tensorboard", "wandb", "pillow", "matplotlib"]
+    direct = ["torch", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle", "tensorboard", "wandb", "pillow", "matplotlib"]
+    direct += ["mlflow-skinny", "sqlalchemy", "alembic", "comet_ml"]
     direct += re.findall(r'"([\w-]+)', setup.partition('"dev": [')[2].partition("]")[0])
     assert {name.lower() for name in direct} - fixed == set()
 

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainkit import Accelerator, CombinedLoader, Precision, Strategy
 from trainkit.data import PreparedLoader
 from trainkit.errors import ConfigurationError, DataError
-from trainkit.optimizer import PreparedOptimizer, PreparedScheduler
+from trainkit.optimizer import PreparedOptimizer
+from trainkit.scheduling import PreparedScheduler
 
 HALF = ("bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
@@ -82,11 +83,68 @@ def test_nothing_is_prepared_twice() -> None:
             engine.prepare(loader(), item)
     with pytest.raises(ConfigurationError, match=r"prepare: argument 1 \(Linear\) has been prepared already"):
         accelerator().prepare(model, model)
+    for name, item in (("DataLoader", loader()), ("StepLR", torch.optim.lr_scheduler.StepLR(optimizer, 1))):
+        engine = accelerator()
+        engine.prepare(item)
+        with pytest.raises(ConfigurationError, match=rf"prepare: argument 0 \({name}\) has been prepared already"):
+            engine.prepare(item)
+        engine.free_memory()
+        engine.prepare(item)
     engine = accelerator(precision="bf16-mixed")
     wrapped = engine.prepare(model)
     for item in (wrapped, model):
         with pytest.raises(ConfigurationError, match="has been prepared already"):
             engine.prepare(item)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda engine: engine.backward(torch.ones((), requires_grad=True)),
+        lambda engine: engine.clip_grad_norm_([torch.ones(1)], 1.0),
+        lambda engine: engine.clip_grad_value_([torch.ones(1)], 1.0),
+        lambda engine: engine.unscale_gradients(),
+        lambda engine: engine.save_state("folder"),
+    ],
+)
+def test_verbs_before_prepare(verb: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"accelerator\.prepare\(model, optimizer"):
+        verb(accelerator())
+
+
+def test_accumulating_what_was_not_prepared() -> None:
+    engine, model = accelerator(), nn.Linear(2, 1)
+    with pytest.raises(
+        ConfigurationError, match=r"accumulate: Linear has not been prepared.*model = accelerator\.prepare\(model"
+    ):
+        engine.accumulate(model)
+    prepared = accelerator(precision="bf16-mixed")
+    with prepared.accumulate(prepared.prepare(model)):
+        pass
+    with prepared.accumulate():  # of no model it is not known
+        pass
+
+
+def test_where_objects_are_put() -> None:
+    engine = Accelerator(strategy=Strategy("cpu"), device_placement=False)
+    assert engine.prepare(nn.Linear(2, 1)).weight.device == engine.device
+    with pytest.raises(ConfigurationError, match=r"device_placement=False, and the model has parameters on meta"):
+        engine.prepare(nn.Linear(2, 1, device="meta"))
+    with pytest.raises(ConfigurationError, match="device_placement has 2 values, and there are 1 objects"):
+        engine.prepare(nn.Linear(2, 1), device_placement=[True, False])
+    (batch,) = engine.prepare([{"x": torch.ones(2)}], device_placement=[False])
+    assert batch["x"].tolist() == [1.0, 1.0]
+
+
+def test_one_kind_at_a_time() -> None:
+    engine, model = accelerator(), nn.Linear(2, 1)
+    prepared = engine.prepare_model(model)
+    optimizer = engine.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    assert len(engine.prepare_data_loader(loader())) == 2
+    assert isinstance(engine.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1)), PreparedScheduler)
+    assert prepared is model
+    with pytest.raises(ConfigurationError, match="expected a Module, received a SGD"):
+        engine.prepare_model(optimizer.optimizer)
 
 
 @pytest.mark.parametrize("thing", [None, 3, nn.Linear, object(), TensorDataset(torch.zeros(2))])

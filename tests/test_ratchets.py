@@ -200,6 +200,32 @@ def test_the_trainers_arguments_are_frozen() -> None:
     assert {p.kind for p in parameters} == {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
 
 
+ACCELERATOR = [  # in Accelerate's order, and ours
+    "device_placement",
+    "split_batches",
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "cpu",
+    "dataloader_config",
+    "deepspeed_plugin",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "rng_types",
+    "log_with",
+    "project_dir",
+    "project_config",
+    "gradient_accumulation_plugin",
+    "dispatch_batches",
+    "even_batches",
+    "use_seedable_sampler",
+    "step_scheduler_with_optimizer",
+    "kwargs_handlers",
+    "dynamo_backend",
+    "strategy",
+    "precision",
+]
+
+
 def test_the_verbs_arguments_are_frozen() -> None:
     loaders = ["model", "train_dataloaders", "val_dataloaders", "datamodule"]
     assert arguments_of(Trainer.fit) == [*loaders, "ckpt_path", "restore", "overrides"]
@@ -208,7 +234,7 @@ def test_the_verbs_arguments_are_frozen() -> None:
     assert arguments_of(Trainer.predict) == ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path"]
     assert arguments_of(Trainer.save_checkpoint) == ["filepath", "weights_only", "blocking"]
     assert arguments_of(TinyModule.load_from_checkpoint) == ["map_location", "strict"]  # after the path
-    assert arguments_of(Accelerator.__init__) == ["strategy", "precision", "gradient_accumulation_steps", "even_batches"]
+    assert arguments_of(Accelerator.__init__) == ACCELERATOR
 
 
 def test_lightnings_arguments_are_ours_or_refused() -> None:

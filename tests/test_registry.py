@@ -84,7 +84,7 @@ def test_strategies_that_are_not_there_yet(name: str) -> None:
         ("ddp_spawn", "Write strategy='ddp'"),
         ("ddp_spawn_find_unused_parameters_false", "Write strategy='ddp'"),
         ("ddp_fork", "Write strategy='ddp'"),
-        ("ddp_notebook", "Leave strategy out, or run a script"),
+        ("ddp_notebook", r"start it from the notebook with: notebook_launcher\(function, num_processes=2\)"),
         ("fsdp", "Use strategy='zero3'"),
         ("deepspeed_stage_3_offload_nvme", "nvme_path="),
         ("single_device", "write strategy='auto'"),

@@ -332,6 +332,15 @@ def test_set_seed_is_seed_everything() -> None:
     assert resolve_seed(None) == 8
 
 
+def test_set_seed_takes_what_accelerates_does() -> None:
+    set_seed(8, device_specific=True)
+    assert resolve_seed(None) == 8, "one seed for all processes"
+    assert not torch.are_deterministic_algorithms_enabled()
+    set_seed(8, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+
+
 def test_which_seed_counts() -> None:
     torch.manual_seed(21)
     assert resolve_seed(None) == 21, "torch's, if the user seeded nothing else"

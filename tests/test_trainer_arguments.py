@@ -157,7 +157,7 @@ def test_callbacks_that_say_the_same_twice() -> None:
         ({"deterministic": "maybe"}, ConfigurationError, "deterministic must be True, False or 'warn'"),
         ({"seed": -1}, ConfigurationError, "seed must be an integer from 0"),
         ({"seed": 1.0}, ConfigurationError, "seed must be an integer from 0"),
-        ({"logger": "csv"}, ConfigurationError, "logger must be"),
+        ({"logger": 3}, ConfigurationError, "logger must be"),
         ({"max_time": "1 day"}, ConfigurationError, "DD:HH:MM:SS"),
     ],
 )

@@ -5,6 +5,7 @@ Who keeps his loop uses ``Accelerator``; it is the same engine.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,39 +18,87 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.data.combined import CombinedLoader
     from trainkit.datamodule import DataModule
+    from trainkit.launch.notebook import notebook_launcher
     from trainkit.module import TrainModule
     from trainkit.precision import Precision
     from trainkit.rng import seed_everything, set_seed
+    from trainkit.settings.write import write_basic_config
     from trainkit.strategy import Strategy
     from trainkit.trainer import Trainer
+    from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+    from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
+    from trainkit.utils.distributed_type import DistributedType
+    from trainkit.utils.handlers import (
+        AutocastKwargs,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+    )
+    from trainkit.utils.memory import find_executable_batch_size
+    from trainkit.utils.modeling import load_checkpoint_in_model
 
 __all__ = [
     "Accelerator",
+    "AutocastKwargs",
     "Callback",
     "CombinedLoader",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
     "DataModule",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "Precision",
+    "ProfileKwargs",
+    "ProjectConfiguration",
     "Strategy",
     "TrainModule",
     "Trainer",
     "__version__",
     "errors",
+    "find_executable_batch_size",
+    "load_checkpoint_in_model",
+    "notebook_launcher",
     "seed_everything",
     "set_seed",
+    "write_basic_config",
 ]
 
 _PLACES = {
     "Accelerator": "trainkit.accelerator",
+    "AutocastKwargs": "trainkit.utils.handlers",
     "Callback": "trainkit.callback",
     "CombinedLoader": "trainkit.data.combined",
+    "DDPCommunicationHookType": "trainkit.utils.handlers",
+    "DataLoaderConfiguration": "trainkit.utils.configurations",
     "DataModule": "trainkit.datamodule",
+    "DeepSpeedPlugin": "trainkit.utils.deepspeed_plugin",
+    "DistributedDataParallelKwargs": "trainkit.utils.handlers",
+    "DistributedType": "trainkit.utils.distributed_type",
+    "GradScalerKwargs": "trainkit.utils.handlers",
+    "GradientAccumulationPlugin": "trainkit.utils.configurations",
+    "InitProcessGroupKwargs": "trainkit.utils.handlers",
     "Precision": "trainkit.precision",
+    "ProfileKwargs": "trainkit.utils.handlers",
+    "ProjectConfiguration": "trainkit.utils.configurations",
     "Strategy": "trainkit.strategy",
     "TrainModule": "trainkit.module",
     "Trainer": "trainkit.trainer",
+    "find_executable_batch_size": "trainkit.utils.memory",
+    "load_checkpoint_in_model": "trainkit.utils.modeling",
+    "notebook_launcher": "trainkit.launch.notebook",
     "seed_everything": "trainkit.rng",
     "set_seed": "trainkit.rng",
+    "write_basic_config": "trainkit.settings.write",
 }
+
+if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:  # before the script's next line
+    import_module("trainkit.launch.cuda_watch").watch_cuda()
 
 
 def __getattr__(name: str) -> Any:
@@ -60,7 +109,10 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(import_module(_PLACES[name]), name)
         return value
     from trainkit.errors import nearest
+    from trainkit.utils.instead import INSTEAD
 
+    if name in INSTEAD:
+        raise ImportError(f"trainkit has no {name}. Use: {INSTEAD[name]}")  # which `from … import` does not hide
     raise AttributeError(f"module 'trainkit' has no attribute {name!r}.{nearest(name, __all__)}")
 
 

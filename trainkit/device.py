@@ -6,7 +6,7 @@ import torch
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["find_device"]
+__all__ = ["find_device", "generators_of"]
 
 
 def find_device(device: str | torch.device) -> torch.device:
@@ -37,3 +37,13 @@ def find_device(device: str | torch.device) -> torch.device:
     if resolved.type not in ("cpu", "cuda", "mps"):
         raise ConfigurationError(f"device {str(resolved)!r} is not supported. Use 'cpu', 'cuda' or 'mps'.")
     return resolved
+
+
+def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The random generators of a device, which has them beside the CPU's."""
+    if device.type == "cuda":
+        torch.cuda.init()  # the generators exist from then on
+        return (torch.cuda.default_generators[device.index or 0],)
+    if device.type == "mps":
+        return (torch.mps._get_default_mps_generator(),)
+    return ()

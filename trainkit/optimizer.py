@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` gives back for an optimizer and a scheduler: the same verbs, which wait for a full window."""
+"""What ``Accelerator.prepare`` gives back for an optimizer: the same verbs, which wait for a full window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from trainkit.accelerator import Accelerator
 
-__all__ = ["PreparedOptimizer", "PreparedScheduler", "clear_gradients", "toggle", "untoggle"]
+__all__ = ["PreparedOptimizer", "clear_gradients", "toggle", "untoggle"]
 
 
 class PreparedOptimizer(Optimizer):
@@ -98,28 +98,6 @@ class PreparedOptimizer(Optimizer):
             yield
         finally:
             untoggle(before)
-
-
-class PreparedScheduler:
-    """A scheduler whose ``step`` acts only with an update that happened: not inside a window, not after a skipped update."""
-
-    def __init__(self, scheduler: Any, accelerator: Accelerator) -> None:
-        self.scheduler = scheduler
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedScheduler:
-        return PreparedScheduler(copy.deepcopy(self.scheduler, memo), self._accelerator)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule."""
-        accelerator = self._accelerator
-        if accelerator.sync_gradients and accelerator.has_updated(getattr(self.scheduler, "optimizer", None)):
-            self.scheduler.step(*args, **kwargs)
 
 
 def toggle(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> dict[Tensor, bool]:

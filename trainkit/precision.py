@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainkit.data.nested import map_tensors
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
-__all__ = ["PRECISIONS", "Precision"]
+__all__ = ["PRECISIONS", "Precision", "is_short"]
 
 
 class _Kind(NamedTuple):
@@ -53,13 +53,25 @@ class Precision:
         name: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"`` or ``"16-true"``; the short
             forms ``32``, ``64``, ``16`` (16-mixed) and ``"bf16"`` (bf16-mixed) work too.
         init_scale: first loss scale of ``16-mixed`` (a power of two).
-        growth_interval: updates without an overflow before the scale is doubled.
+        growth_interval: updates without an overflow before the scale grows.
+        growth_factor: by which it is multiplied then.
+        backoff_factor: by which it is multiplied after an overflow.
+        enabled: scale the loss in ``16-mixed`` at all.
 
     Raises:
         UnknownNameError: the name is none of these.
     """
 
-    def __init__(self, name: str | int = "32-true", *, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+    def __init__(
+        self,
+        name: str | int = "32-true",
+        *,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        enabled: bool = True,
+    ) -> None:
         resolved = _ALIASES.get(str(name), str(name))
         if resolved not in PRECISIONS:
             raise UnknownNameError(
@@ -67,8 +79,13 @@ class Precision:
             )
         self.name = resolved
         self.parameter_dtype, self.autocast_dtype, self._scaled = PRECISIONS[resolved]
-        self._init_scale = init_scale
-        self._growth_interval = growth_interval
+        self._scaled = self._scaled and enabled
+        self._scaling: dict[str, Any] = {
+            "init_scale": init_scale,
+            "growth_interval": growth_interval,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+        }
         self.device_type = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
         self.several_optimizers = False  # that share the loss scale
@@ -103,9 +120,7 @@ class Precision:
         self._unscaled.clear()
         self._over.clear()
         if self._scaled:
-            self.scaler = torch.amp.GradScaler(
-                self.device_type, init_scale=self._init_scale, growth_interval=self._growth_interval
-            )
+            self.scaler = torch.amp.GradScaler(self.device_type, **self._scaling)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """The module with its floating-point parameters and buffers in the parameter dtype (in place)."""
@@ -198,6 +213,12 @@ class Precision:
             self._over.add(id(optimizer))
             if not self.several_optimizers:
                 self.settle()
+
+
+def is_short(precision: Precision | str | int) -> bool:
+    """Whether it has parameters in 16 bits."""
+    made = precision if isinstance(precision, Precision) else Precision(precision)
+    return made.parameter_dtype.itemsize < 4
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -86,7 +86,8 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 _STARTED = "processes are not started by the strategy. Write strategy='ddp': a script is started once for each device"
 _NOT_OURS: dict[str, str] = {
     "ddp_fork": _STARTED,
-    "ddp_notebook": "notebooks run on one process in this version. Leave strategy out, or run a script with strategy='ddp'",
+    "ddp_notebook": "processes are not started by the strategy. Put the training into a function, leave strategy out, and "
+    "start it from the notebook with: notebook_launcher(function, num_processes=2)",
     "ddp_spawn": _STARTED,
     "dp": "DataParallel is not offered, it is slower than DDP. Use strategy='ddp', with the same devices",
     "deepspeed_stage_3_offload_nvme": "name the folder on the NVMe disk: ZeROStrategy(stage=3, offload_optimizer='nvme', "

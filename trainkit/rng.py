@@ -187,9 +187,17 @@ def seed_everything(seed: int | None = None, *, workers: bool = True, verbose: b
     return chosen
 
 
-def set_seed(seed: int) -> None:
-    """Accelerate's name for :func:`seed_everything`."""
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Accelerate's name for :func:`seed_everything`.
+
+    Args:
+        seed: as of it; the same on all processes.
+        device_specific: no effect: each micro-batch has random numbers of its own, whichever process works on it.
+        deterministic: ``torch.use_deterministic_algorithms(True)``.
+    """
     seed_everything(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
 
 
 def resolve_seed(seed: int | None) -> int:

@@ -24,6 +24,7 @@ from trainkit.metrics import MetricResults, MetricStore, Scope
 from trainkit.module import TrainModule
 from trainkit.plans import EvaluationPlan
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
+from trainkit.settings.for_trainer import compiled
 from trainkit.setup_run import evaluation_plan, refuse_incomplete
 from trainkit.signals import Signals, requeue
 from trainkit.state.run import Phase
@@ -88,7 +89,7 @@ def running(
         watchdog.folder = trainer.default_root_dir
         watchdog.entered()
     try:
-        module, trainer.compiler = _uncompiled(module)
+        module, trainer.compiler = _uncompiled(compiled(module))
         _check_inputs(module, datamodule, given)
         refuse_incomplete(module, stage, trainer.strategy.has_optimizer)
         outer, status = module._trainer, "failed"
@@ -165,7 +166,7 @@ def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) ->
 def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None) -> None:
     """The trainer's state as it is before a run; first what the tear-down needs, whatever fails here."""
     trainer.hooks, trainer.strategy.broken = HookTable.nothing(), False
-    trainer.accelerator = Accelerator(strategy=trainer.strategy)
+    trainer.accelerator = Accelerator.of_trainer(trainer.strategy)
     trainer.accelerator.seed = trainer.seed
     trainer.attach(module, datamodule)
     trainer.stage = stage

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit.data.nested import move
 from trainkit.data.window import Window
-from trainkit.device import find_device
+from trainkit.device import find_device, generators_of
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, undivided
@@ -41,6 +41,7 @@ class Strategy:
     Attributes:
         owns_accumulation: the backend divides by the window itself.
         owns_clipping: the backend clips; it is told the value beforehand.
+        owns_masters: with parameters in 16 bits the backend keeps them in float32 too.
         averages_in_step: no backward pass averages gradients over the processes; each step asks for it.
         sharded_parameters: no process holds whole parameters.
         sharded_state: no process holds whole optimizer state; each takes its part out of a checkpoint's files.
@@ -59,6 +60,7 @@ class Strategy:
     name: ClassVar[str] = "single"
     owns_accumulation: ClassVar[bool] = False
     owns_clipping: ClassVar[bool] = False
+    owns_masters: ClassVar[bool] = False
     averages_in_step: ClassVar[bool] = False
     sharded_parameters: ClassVar[bool] = False
     sharded_state: ClassVar[bool] = False
@@ -196,15 +198,10 @@ class Strategy:
 
     def generators(self) -> tuple[torch.Generator, ...]:
         """The device's random generators, to be seeded with the CPU's."""
-        if self.device.type == "cuda":
-            torch.cuda.init()  # the generators exist from then on
-            return (torch.cuda.default_generators[self.device.index or 0],)
-        if self.device.type == "mps":
-            return (torch.mps._get_default_mps_generator(),)
-        return ()
+        return generators_of(self.device)
 
-    def building(self) -> AbstractContextManager[Any]:
-        """Within it ``configure_model`` makes the module's layers; which may be divided as soon as they are made."""
+    def building(self, pretrained: bool = False) -> AbstractContextManager[Any]:
+        """Within it layers, or with ``pretrained`` only models that ``transformers`` makes, may be divided as they are made."""
         return _NULL
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
@@ -384,12 +381,13 @@ class Strategy:
         """
         return undivided(self.name, contents)
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
         """Tensors of all processes, stacked in front; with one process as they are.
 
         Args:
             data: a tensor, or tensors in containers; on all processes of the same shapes.
             sync_grads: gradients flow back, to each process the sum of what all have for its tensors.
+            alike: their shapes have been compared already.
         """
         return data
 

@@ -30,6 +30,7 @@ from trainkit.profiler import Profiler, make_profiler
 from trainkit.resume import begin_resume, check_restore, restore_fit
 from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.running import agree_on_signals, build_hooks, check_sanity, interruptible, plan_evaluation, running
+from trainkit.settings.for_trainer import with_settings
 from trainkit.setup_run import finish_fit_plan, fit_plan, overrides, train_loader, validate_every
 from trainkit.strategy import Strategy
 from trainkit.where import joined_strategy, read_wanted
@@ -69,7 +70,7 @@ class Trainer(Evaluating):
 
     **Batches and updates**
 
-        accumulate_grad_batches: micro-batches in an update.
+        accumulate_grad_batches: micro-batches in an update (default: 1).
         global_batch_size: samples in an update; the accumulation follows from it.
         gradient_clip_val: largest norm, or absolute value, of the gradient.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
@@ -88,7 +89,7 @@ class Trainer(Evaluating):
 
     **What is shown and kept**
 
-        logger: ``True`` (TensorBoard if installed, else CSV), ``False``, a logger or a list.
+        logger: ``True`` (TensorBoard if installed, else CSV), ``False``, a logger, its name such as ``"mlflow"``, or a list.
         callbacks: a callback or a list.
         default_root_dir: where logs and checkpoints go (default ``./trainkit_runs``).
         log_every_n_steps: optimizer updates between log boundaries; 0: log epochs only.
@@ -112,7 +113,7 @@ class Trainer(Evaluating):
         num_nodes: int | None = None,
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
-        logger: bool | Logger | Sequence[Logger] | None = None,
+        logger: bool | str | Logger | Sequence[str | Logger] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         default_root_dir: str | Path | None = None,
         max_epochs: int | None = None,
@@ -130,7 +131,7 @@ class Trainer(Evaluating):
         val_check_interval: int | float | None = None,
         val_every_n_steps: int | None = None,
         check_val_every_n_epoch: int | None = 1,
-        accumulate_grad_batches: int = 1,
+        accumulate_grad_batches: int | None = None,
         global_batch_size: int | None = None,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
@@ -152,17 +153,16 @@ class Trainer(Evaluating):
         given = dict(locals())
         super().__init__()
         refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown", "__class__")])
-        check_switches(given)
+        given, said = with_settings(check_switches(given))
         self.arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         self.accumulate_grad_batches = self.arguments.accumulate_grad_batches
-        wanted = read_wanted(accelerator, devices, num_nodes)
-        self.strategy = joined_strategy(strategy, wanted, sync_batchnorm, precision, self.arguments)
-        self.accelerator = Accelerator(strategy=self.strategy)
+        wanted = read_wanted(given["accelerator"], given["devices"], num_nodes)
+        self.strategy = joined_strategy(given["strategy"], wanted, sync_batchnorm, given["precision"], self.arguments, said)
+        self.accelerator = Accelerator.of_trainer(self.strategy)
         self.seed = self.accelerator.seed = self.strategy.world.from_main(resolve_seed(seed))
         self.seed_given, self.inference_mode = seed_was_given(seed), inference_mode
         self.profiler, self.flags = make_profiler(profiler), (deterministic, benchmark, detect_anomaly)
-        self.metrics = MetricStore(self.emit, self.results)
-        self.loggers = attach_loggers(self, logger)
+        self.metrics, self.loggers = MetricStore(self.emit, self.results), attach_loggers(self, logger)
         self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
 
     def fit(

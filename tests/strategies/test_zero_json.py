@@ -117,8 +117,8 @@ def test_precisions(sections: dict[str, Any], name: str, more: dict[str, float])
     found = read_config(changed(**sections)).precision
     assert found is not None
     assert found.name == name
-    assert found._init_scale == more.get("init_scale", 2.0**16)
-    assert found._growth_interval == (50 if name == "16-true" else 2000)
+    assert found._scaling["init_scale"] == more.get("init_scale", 2.0**16)
+    assert found._scaling["growth_interval"] == (50 if name == "16-true" else 2000)
 
 
 def test_nvme_and_aio() -> None:

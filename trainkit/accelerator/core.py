@@ -3,51 +3,78 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
+from trainkit.accelerator.contexts import ContextVerbs
+from trainkit.accelerator.facts import FactVerbs
+from trainkit.accelerator.gathering import GatherVerbs
 from trainkit.accelerator.gradients import GradientVerbs
+from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.naming import check_place
+from trainkit.accelerator.options import Options, resolve
+from trainkit.accelerator.preparing import PrepareVerbs
+from trainkit.accelerator.processes import ProcessVerbs
+from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.state import StateVerbs
-from trainkit.arguments import refuse_unknown
+from trainkit.accelerator.tracking import TrackerVerbs
+from trainkit.accelerator.weighing import Weighing
 from trainkit.checkpoint.saver import Saver
-from trainkit.data.assembling import Filled
-from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.sources import batch_size_of
 from trainkit.data.window import Window
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
-from trainkit.in_precision import InPrecision
-from trainkit.launch.wanted import Wanted
-from trainkit.optimizer import PreparedOptimizer, PreparedScheduler
-from trainkit.precision import Precision
-from trainkit.registry import make_strategy
-from trainkit.rng import Stage, resolve_seed
+from trainkit.optimizer import PreparedOptimizer
+from trainkit.scheduling import PreparedScheduler
 from trainkit.strategy import Strategy
-from trainkit.where import joined_strategy
 
 __all__ = ["Accelerator"]
 
 
-class Accelerator(GradientVerbs, StateVerbs):
+class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVerbs, ContextVerbs, TrackerVerbs, StateVerbs):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
+    Its arguments are Accelerate's, in their order. What is not given is as ``trainkit launch --config_file`` says, if the
+    process was started so.
+
     Args:
+        device_placement: put models, optimizers and batches on the device.
+        split_batches: a loader's ``batch_size`` is that of all processes together.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``: float32 parameters, and a forward under autocast. Under DeepSpeed's
+            ZeRO, as there, parameters in 16 bits with float32 masters.
+        gradient_accumulation_steps: micro-batches in an update.
+        cpu: run on the CPU though there is a GPU.
+        dataloader_config: a :class:`~trainkit.utils.DataLoaderConfiguration`.
+        deepspeed_plugin: a :class:`~trainkit.utils.DeepSpeedPlugin`: ZeRO.
+        fsdp_plugin: not offered; ZeRO-3 is.
+        megatron_lm_plugin: likewise.
+        rng_types: no effect: all generators are seeded, for each micro-batch by a key, on all processes.
+        log_with: trackers for :meth:`init_trackers`.
+        project_dir: folder of the project.
+        project_config: a :class:`~trainkit.utils.ProjectConfiguration`.
+        gradient_accumulation_plugin: a :class:`~trainkit.utils.GradientAccumulationPlugin`.
+        dispatch_batches: only ``False``: each process reads what it works on.
+        even_batches: a process that has no micro-batch in the last row of an epoch is given one that counts nothing. ``False``:
+            only where a whole window has none for it, and in an evaluation never.
+        use_seedable_sampler: no effect: the order of an epoch always is a function of the seed and its number.
+        step_scheduler_with_optimizer: a prepared scheduler advances with updates, once for each process (with ``split_batches``
+            once); ``False``: by one with each call.
+        kwargs_handlers: options of :mod:`trainkit.utils`, such as :class:`~trainkit.utils.GradScalerKwargs`.
+        dynamo_backend: compile models by ``torch.compile`` with this backend.
         strategy: ``"auto"`` (DDP if a launcher has started several processes, else one device), ``"ddp"``, ``"zero1"``, … or a
             :class:`~trainkit.Strategy`.
-        precision: one of the names of :class:`~trainkit.Precision` (default ``"32-true"``).
-        gradient_accumulation_steps: micro-batches in an update.
-        even_batches: only ``False``; it matters with several processes.
+        precision: one of the names of :class:`~trainkit.Precision` or an object, in the stead of ``mixed_precision``.
 
     Raises:
         ConfigurationError: an argument that is wrong or contradicts another.
+        UnsupportedArgumentError: what is not offered; the message says what to use.
 
     Example::
 
@@ -69,33 +96,56 @@ class Accelerator(GradientVerbs, StateVerbs):
 
     def __init__(
         self,
-        strategy: str | Strategy = "auto",
-        precision: str | int | Precision | None = None,
-        gradient_accumulation_steps: int = 1,
-        even_batches: bool = False,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Any = None,
+        log_with: Any = None,
+        project_dir: Any = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        dispatch_batches: bool | None = None,
+        even_batches: bool | None = None,
+        use_seedable_sampler: bool | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Any = None,
+        dynamo_backend: Any = None,
+        *,
+        strategy: str | Strategy | None = None,
+        precision: Any = None,
         **unknown: Any,
     ) -> None:
-        known = ("strategy", "precision", "gradient_accumulation_steps", "even_batches")
-        refuse_unknown("Accelerator", unknown, known)
-        if even_batches:
-            raise ConfigurationError(
-                "even_batches=True, which repeats samples so that all processes have as many, is not in this version. Leave it "
-                "out: each sample counts once, on any number of processes."
-            )
-        steps = gradient_accumulation_steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigurationError(f"gradient_accumulation_steps must be an integer ≥ 1, not {steps!r}.")
-        as_started = Wanted(as_started=True)
-        self.strategy = joined_strategy(strategy, as_started, False) if isinstance(strategy, str) else make_strategy(strategy)
-        watched = isinstance(strategy, str) or not self.strategy.joined  # a Trainer's runs are watched by it
-        if not self.strategy.joined:
-            self.strategy.join(as_started)
-        self._watchdog = self.world.watchdog if watched else None
-        self._watches = False
-        if precision is not None:
-            self.strategy.use_precision(precision)
-        self.window = self.strategy.window = Window(steps)
-        self.seed: int = self.world.from_main(resolve_seed(None))
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        options = resolve(given, unknown)
+        self._begin(options)
+        self._own = True
+        self._compares = options.debug
+        self._watchdog = self.world.watchdog if options.watched else None
+        self.meeting.debug = options.debug
+        self._begin_building()
+
+    @classmethod
+    def of_trainer(cls, strategy: Strategy) -> Accelerator:
+        """The one that a ``Trainer`` uses, with a strategy that has been joined."""
+        self = cls.__new__(cls)
+        self._begin(Options(strategy, even_batches=False))
+        return self
+
+    def _begin(self, options: Options) -> None:
+        self.options, self.strategy = options, options.strategy
+        self._own = self._compares = self._watches = self._begun = False
+        self._watchdog = None
+        self._even = options.even_batches
+        self.project = options.project
+        self._log_with = list(options.log_with)
+        self.window = self.strategy.window = Window(options.steps)
+        self._seed: int | None = None
         self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
         self.optimizer_step_was_skipped = False
         self.updates = 0
@@ -105,12 +155,34 @@ class Accelerator(GradientVerbs, StateVerbs):
         self._updated: dict[int, bool] = {}
         self._averaged: set[int] = set()  # ids of optimizers whose gradients are averaged already
         self._models: list[nn.Module] = []
+        self._bare: list[nn.Module] = []  # the user's own, without what is wrapped around them
+        self._given: dict[int, nn.Module] = {}  # what prepare has returned for models, by its id
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
         self.run_id = secrets.token_hex(8)
         self.saver = Saver(attention=lambda: None)
+        self.meeting = Meeting.of(self.world)
+        self.reading = Reading(self.window, self._bare)
+        self._weighing: Weighing | None = None
+        self._building = ExitStack()  # what models of transformers are made in
+        self._trigger = False
+
+    def _accelerator(self) -> Accelerator:
+        return self
+
+    def _begin_building(self) -> None:
+        """Let models of ``transformers`` be divided as they are made, where a user has asked for that."""
+        plugin = self.options.plugin
+        if plugin is not None and plugin.divides_at_once:
+            self._building.enter_context(self.strategy.building(pretrained=True))
+            weakref.finalize(self, self._building.close)
+
+    def _enter(self) -> None:
+        if self._watchdog is not None and not self._watches:
+            self._watchdog.entered()  # from here on this process does not outlive a failure of another one
+            self._watches = True
 
     @property
     def world(self) -> World:
@@ -118,19 +190,16 @@ class Accelerator(GradientVerbs, StateVerbs):
         return self.strategy.world
 
     @property
-    def device(self) -> torch.device:
-        """Where the model and the batches are."""
-        return self.strategy.device
+    def split_batches(self) -> bool:
+        """Whether a loader's ``batch_size`` is that of all processes together."""
+        return self.options.split_batches
 
     @property
-    def num_processes(self) -> int:
-        """So many micro-batches are worked on side by side: of processes, or of the devices that one drives (XLA's SPMD)."""
-        return self.strategy.world_size
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the process that prints and writes."""
-        return self.strategy.is_main_process
+    def steps_of_scheduler(self) -> int:
+        """So many steps a prepared scheduler takes with an update; 0: it takes one with each call."""
+        if not self.options.step_scheduler_with_optimizer:
+            return 0
+        return 1 if self.options.split_batches else self.num_processes
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -142,145 +211,74 @@ class Accelerator(GradientVerbs, StateVerbs):
         """Whether the current micro-batch is the last of its window, so that its update is due."""
         return self.window.full
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The prepared optimizers, as torch's own objects."""
-        return [prepared.optimizer for prepared in self._optimizers]
-
-    @property
-    def schedulers(self) -> list[Any]:
-        """The prepared schedulers, as the user's own objects."""
-        return [prepared.scheduler for prepared in self._schedulers]
-
-    @property
-    def loaders(self) -> list[PreparedLoader]:
-        """The prepared loaders."""
-        return list(self._loaders)
-
-    def prepare(self, *objects: Any) -> Any:
-        """Models, optimizers, loaders and schedulers, ready for this accelerator, in the order they were given.
-
-        A loader gives its batches on the device, in the order and under the random state that (seed, epoch) determine. A model
-        is moved in place, so that an optimizer made before stays valid.
-
-        Raises:
-            ConfigurationError: an object that is none of these, or prepared already.
-        """
-        for place, item in enumerate(objects):
-            if self._is_prepared(item) or any(item is other for other in objects[:place]):
-                raise ConfigurationError(
-                    f"prepare: argument {place} ({type(item).__name__}) has been prepared already. Prepare each object once "
-                    "and use what prepare returned."
-                )
-        if self._watchdog is not None and not self._watches:
-            self._watchdog.entered()  # from here on this process does not outlive a failure of another one
-            self._watches = True
-        prepared: dict[int, Any] = {}
-        # models first: an optimizer is prepared for a model that is on its device
-        prepared |= {place: self._prepare_model(o) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
-        prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
-        for place, item in enumerate(objects):
-            if place not in prepared:
-                prepared[place] = self._prepare_other(item, place)
-        return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
-
-    def _is_prepared(self, item: Any) -> bool:
-        ours = isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler | InPrecision)
-        known = (*self._models, *map(self.unwrap_model, self._models), *self.optimizers)
-        return ours or any(item is one for one in known)
-
-    def _prepare_model(self, model: nn.Module) -> nn.Module:
-        wrapped = self.strategy.wrap(self.strategy.prepare_module(model))
-        self._models.append(wrapped)
-        return wrapped if self.strategy.precision.plain else InPrecision(wrapped, self.strategy.precision)
-
-    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        ours = self.strategy.prepare_optimizer(optimizer, self._models[-1] if self._models else None)
-        prepared = PreparedOptimizer(ours, self)
-        self._optimizers.append(prepared)
-        self.strategy.precision.several_optimizers = len(self._optimizers) > 1
-        return prepared
-
-    def _prepare_other(self, item: Any, place: int) -> Any:
-        if hasattr(item, "step") and hasattr(item, "state_dict"):
-            prepared = PreparedScheduler(item, self)
-            self._schedulers.append(prepared)
-            return prepared
-        several = isinstance(item, list | tuple) and any(isinstance(o, nn.Module | Optimizer | DataLoader) for o in item)
-        if several or isinstance(item, str | bytes | Mapping):
-            raise ConfigurationError(
-                f"prepare: argument {place} is a {type(item).__name__}. Give the objects one by one, prepare(model, optimizer, "
-                "loader); several loaders read together are a CombinedLoader."
-            )
-        if isinstance(item, CombinedLoader | Iterable):
-            if not self._loaders:  # the first one is what is trained on
-                self.strategy.check_batches(batch_size_of(item), self.window.size)
-            # loaders that are read side by side must not have the same order and the same augmentation
-            return self.prepare_loader(item, window=True, index=len(self._loaders), repeat_filler=True)
-        raise ConfigurationError(
-            f"prepare: argument {place} is a {type(item).__name__}; expected a model, an optimizer, a loader or a scheduler."
-        )
-
-    def prepare_loader(self, loader: Any, *, window: bool, **options: Any) -> PreparedLoader:
-        """One loader, with options of :class:`trainkit.data.PreparedLoader`.
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Work on one micro-batch within it. With a loader that was not prepared, it counts the micro-batches itself.
 
         Args:
-            loader: a ``DataLoader``, a ``CombinedLoader`` or an iterable of batches.
-            window: its batches make up accumulation windows (a training loader).
-            **options: such as ``stage``, ``index``, ``limit``, ``weigh``.
+            *models: those that are called within, as ``prepare`` returned them.
+
+        Raises:
+            ConfigurationError: one that was not prepared.
         """
-        filled, strategy = None, self.strategy
-        if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
-            filled = Filled.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
-        prepared = PreparedLoader(
-            loader,
-            device=self.device,
-            generators=self.strategy.generators(),
-            window=self.window if window else None,
-            world=self.strategy.data_world,
-            ahead=self.strategy.ahead,
-            filled=filled,
-            **{"seed": self.seed, "stage": Stage.TRAIN, **options},
-        )
-        self._loaders.append(prepared)
-        return prepared
-
-    def release_loader(self, loader: PreparedLoader) -> None:
-        """Forget a loader that is not read any more, and end its workers."""
-        loader.close()
-        self._loaders = [other for other in self._loaders if other is not loader]
-
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Work on one micro-batch within it. With a loader that was not prepared, it counts the micro-batches itself."""
+        for model in models:
+            if id(model) not in self._given and self._own:
+                self._check_prepared("accumulate", model)
         window = self.window
         if not window.driven:
             window.count()
         window.driven = False
         return self.strategy.accumulating(models[0] if models else None, window.full)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Within it the forward is computed in the accelerator's precision."""
-        return self.strategy.forward_context()
-
-    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's mean loss, scaled to its share of the window.
 
         A micro-batch of weight 0 adds nothing; its loss may be NaN, as a mean over nothing is.
 
         Args:
             loss: a scalar; ``None``: this micro-batch has nothing to learn from, its gradient counts as zero.
+            weight: how much it counts among the micro-batches of its window, on all processes: a number ≥ 0, such as that of
+                the tokens that ``loss`` is the mean of. Default: the number of its samples, or what ``batch_weight`` says.
             **kwargs: for ``Tensor.backward``.
+
+        Raises:
+            ConfigurationError: nothing has been prepared; or a weight is no number, or given for a part of a window only.
         """
         share = self.window.share
         if self._averaged:
             self._averaged.clear()  # of gradients that were not used
+        if self._own:
+            self._check_begun("backward")
+            if self._compares and self.window.full:
+                self._compare("backward", None if loss is None else [loss])
+            if weight is not None or self._weighing is not None:
+                share = self._weighed(weight)
         if loss is None or share == 0.0:
             self.strategy.skip_backward(loss)
+        else:
+            self.window.learnt = True
+            if share != 1.0:
+                loss = loss * share
+            self.strategy.backward(loss, **kwargs)
+        if self._weighing is not None and self.window.full:
+            self._weighing.settle(self.optimizers)
+
+    def _weighed(self, weight: float | Tensor | None) -> float:
+        if self._weighing is None:
+            if any(loader.weighs for loader in self._loaders):
+                raise ConfigurationError("backward(weight=) and prepare(batch_weight=) say the same thing. Give one of them.")
+            self._weighing = Weighing(self.window, self.world, self.strategy)
+        return self._weighing.share(weight)
+
+    def _check_begun(self, verb: str) -> None:
+        if self._begun or not self._own:
             return
-        self.window.learnt = True
-        if share != 1.0:
-            loss = loss * share
-        self.strategy.backward(loss, **kwargs)
+        if not (self._models or self._optimizers):
+            raise ConfigurationError(
+                f"{verb} before prepare: there is no model yet. First: model, optimizer, loader = "
+                "accelerator.prepare(model, optimizer, loader)"
+            )
+        check_place(self.project, self.world)
+        self._begun = True
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters if the window is full.
@@ -296,6 +294,8 @@ class Accelerator(GradientVerbs, StateVerbs):
         if not self.window.full:
             return False
         own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        if self._compares:
+            self._compare("step", [p for group in own.param_groups for p in group["params"]])
         if closure is None:
             self._average([own])
         elif self.world.size > 1:
@@ -330,16 +330,6 @@ class Accelerator(GradientVerbs, StateVerbs):
         """
         self.skip_asked = True
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The user's model, without what ``prepare`` and ``torch.compile`` wrapped around it."""
-        inner = model.module if isinstance(model, InPrecision) else self.strategy.unwrap(model)
-        return model if inner is model else self.unwrap_model(inner)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` in the main process only."""
-        if self.is_main_process:
-            print(*args, **kwargs)
-
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything that was prepared and end the loaders' workers; returns ``None`` for each object given.
 
@@ -348,11 +338,16 @@ class Accelerator(GradientVerbs, StateVerbs):
         self.saver.close()
         for loader in self._loaders:
             loader.close()
-        self._models, self._optimizers, self._schedulers, self._loaders, self._updated = [], [], [], [], {}
+        held: list[Any] = [self._models, self._bare, self._optimizers, self._schedulers, self._loaders, self._given]
+        for each in (*held, self._updated):
+            each.clear()
+        self._weighing, self._begun = None, False
         self.strategy.teardown()
         if self._watchdog is not None and self._watches:
             self._watchdog.left()
             self._watches = False
+        self._building.close()
+        self._begin_building()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None if len(objects) == 1 else tuple(None for _ in objects)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.accelerator.meeting import Meeting, described
 from trainkit.data.window import Window
 from trainkit.strategy import Strategy
 
@@ -21,7 +22,9 @@ class GradientVerbs:
     strategy: Strategy
     window: Window
     averages_in_step: bool
+    meeting: Meeting
     _averaged: set[int]
+    _compares: bool
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -30,9 +33,12 @@ class GradientVerbs:
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Take the loss scale of ``16-mixed`` out of the gradients, before they are looked at; clipping does it by itself."""
+        self._check_begun("unscale_gradients")
         if not self.window.full:
             return
         chosen = self.optimizers if optimizer is None else [optimizer]
+        if self._compares:
+            self._compare("unscale_gradients", [p for own in chosen for group in own.param_groups for p in group["params"]])
         self._average(chosen)
         if self.strategy.precision.scaler is not None:
             for own in chosen:
@@ -44,16 +50,22 @@ class GradientVerbs:
         Returns:
             The norm before, a scalar on the device; ``None`` inside a window, where nothing is clipped.
         """
+        self._check_begun("clip_grad_norm_")
         if not self.window.full:
             return None
         listed = _listed(parameters)
+        if self._compares:
+            self._compare("clip_grad_norm_", listed)
         self._complete(listed)
         return self.strategy.clip_grad_norm_(listed, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value]; nothing inside a window."""
+        self._check_begun("clip_grad_value_")
         if self.window.full:
             listed = _listed(parameters)
+            if self._compares:
+                self._compare("clip_grad_value_", listed)
             self._complete(listed)
             self.strategy.clip_grad_value_(listed, clip_value)
 
@@ -64,6 +76,13 @@ class GradientVerbs:
         if not found:
             self.strategy.sync_buffers()  # no update does it
         return found
+
+    def _check_begun(self, verb: str) -> None:
+        raise NotImplementedError
+
+    def _compare(self, verb: str, tensors: Iterable[Tensor] | None) -> None:
+        """In debug mode: that all processes have called it in the same place, with the same tensors."""
+        self.meeting.compare(verb, None if tensors is None else described(tensors))
 
     def _complete(self, parameters: list[Tensor]) -> None:
         """Make the gradients of the optimizers that these parameters belong to what they will be updated by."""

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
+from trainkit.accelerator.naming import folder_of, newest_first, next_place, number_after, rotate
+from trainkit.accelerator.saving import SavingVerbs, meet, refuse_pickle
+from trainkit.arguments import refuse_unknown
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.folder import next_counter
+from trainkit.checkpoint.reader import Loaded
 from trainkit.checkpoint.shared_reading import read_together
 from trainkit.checkpoint.together import together
-from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice, warn
-from trainkit.errors import CheckpointError, CheckpointWriteError, ConfigurationError, StateMismatchError
-from trainkit.state.adapters import adapter_folders
-from trainkit.state.model import capture_model, has_adapters
-from trainkit.state.parts import Parts, SaveMode, about, capture, check_names, configurations, restore
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StateMismatchError,
+)
+from trainkit.state.model import has_adapters
+from trainkit.state.parts import Parts, SaveMode, about, capture, check_names, restore
+from trainkit.utils.configurations import ProjectConfiguration
 
 if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
@@ -29,41 +36,88 @@ __all__ = ["PARTS", "StateVerbs"]
 PARTS = ("model", "optimizer", "scheduler", "scaler", "loaders", "registered")
 
 
-class StateVerbs:
+class StateVerbs(SavingVerbs):
     """The verbs of :class:`trainkit.Accelerator` that write and read checkpoints."""
 
-    def _accelerator(self) -> Accelerator:
-        return cast("Accelerator", self)
+    project: ProjectConfiguration
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where the loop writes, and how its checkpoints are named."""
+        return self.project
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint that names itself."""
+        return self.project.iteration
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load the state of these objects too; they have ``state_dict`` and ``load_state_dict``."""
         _register(self._accelerator(), objects)
 
-    def save_state(self, output_dir: str | PathLike[str], *, blocking: bool = True) -> None:
+    def save_state(
+        self,
+        output_dir: str | PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        **unknown: Any,
+    ) -> Path:
         """Write a checkpoint: models, optimizers, schedulers, loss scale, the loaders' positions, registered objects.
 
         A checkpoint that is there is replaced, and there is always the old or the new one. Inside an accumulation window, what
         is saved is the position at its start. Of several processes all call it, and each writes its part.
 
+        With ``ProjectConfiguration(automatic_checkpoint_naming=True)`` it goes to ``project_dir/checkpoints/checkpoint_N``, as
+        in Accelerate whatever ``output_dir`` is. Nothing is replaced then: what an earlier start has left there is an error,
+        unless the loop goes on from it (``load_state()``). When the new one is complete, the oldest of the run beyond
+        ``total_limit`` are removed.
+
         Args:
             output_dir: the folder that the checkpoint becomes.
+            safe_serialization: only ``True``.
             blocking: return when it is complete on the disk; ``False``: when it is copied, and a thread writes it. The next
                 ``save_state``, and ``free_memory``, wait for it and raise what went wrong; the end of the program waits too.
+
+        Returns:
+            The folder.
 
         Raises:
             CheckpointError: it cannot be written, or the folder holds something else; or that was so the last time.
             UnsavableError: a value that cannot be stored, with the path to it.
+            ConfigurationError: no folder is named; or those of an earlier start are in the way.
         """
-        path, accelerator = Path(output_dir), self._accelerator()
+        accelerator = self._accelerator()
+        refuse_unknown("Accelerator.save_state", unknown, ("output_dir", "safe_serialization", "blocking"))
+        refuse_pickle("save_state", safe_serialization)
+        naming = _is_naming(accelerator, output_dir, "save_state")
+        meet(accelerator.world, "save_state")
         saver, world = accelerator.saver, accelerator.world
         if world.size > 1 and saver.team.size == 1:
             accelerator.run_id = world.from_main(accelerator.run_id)
             saver.team = world.team(f"save_state/{accelerator.run_id}")
         saver.wait()
-        saver.save(_draft(accelerator, path), path, blocking=blocking, replace=True)
+        if not naming:
+            assert output_dir is not None
+            path = Path(output_dir)
+            saver.save(_draft(accelerator, path), path, blocking=blocking, replace=True)
+            return path
+        project = self.project
+        path = next_place(project, world)
+        if output_dir is not None:
+            notice(f"save_state({str(output_dir)!r}): automatic_checkpoint_naming is on, so it is written to {path}.")
+        done = partial(rotate, path.parent, project.total_limit)
+        saver.save(_draft(accelerator, path), path, blocking=blocking, committed=done)
+        project.iteration += 1
+        return path
 
     def load_state(
-        self, input_dir: str | PathLike[str], *, restore: Collection[str] | None = None, strict: bool = True
+        self,
+        input_dir: str | PathLike[str] | None = None,
+        *,
+        restore: Collection[str] | None = None,
+        strict: bool = True,
+        **unknown: Any,
     ) -> None:
         """Take back what :meth:`save_state` wrote, into objects that were prepared as they were then.
 
@@ -72,57 +126,80 @@ class StateVerbs:
         all call it; they may be others in number than those that saved.
 
         Args:
-            input_dir: the folder of the checkpoint; one that a ``Trainer`` has written will do for the parts that it has.
+            input_dir: the folder of the checkpoint; one that a ``Trainer`` has written will do for the parts that it has. With
+                ``ProjectConfiguration(automatic_checkpoint_naming=True)`` the default is the one with the highest number that
+                is complete; those that are damaged are named and passed over.
             restore: only these parts, of "model", "optimizer", "scheduler", "scaler", "loaders", "registered".
             strict: names that are missing or not expected in a model are errors.
 
         Raises:
             CheckpointError: missing, damaged, or does not fit; the message lists all that does not.
+            ConfigurationError: no folder is named.
         """
-        _load(self._accelerator(), input_dir, restore, strict)
+        accelerator = self._accelerator()
+        refuse_unknown("Accelerator.load_state", unknown, ("input_dir", "restore", "strict"))
+        wanted = check_names(restore, PARTS)
+        naming = _is_naming(accelerator, input_dir, "load_state")
+        meet(accelerator.world, "load_state")
+        if input_dir is None:
+            path, loaded = _newest(accelerator)
+        else:
+            path, loaded = Path(input_dir), _read(accelerator, input_dir)
+        _load(accelerator, path, loaded, wanted, strict)
+        if naming:
+            self.project.iteration = number_after(self.project, path, accelerator.world)
 
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write a model's weights as plain safetensors, which ``from_pretrained`` opens if it is a ``transformers`` model.
 
-        Of one with PEFT adapters these are written, and not the base: a folder for ``PeftModel.from_pretrained(base, folder)``.
-        Of several processes all call it, and the main one writes.
+def _is_naming(accelerator: Accelerator, folder: str | PathLike[str] | None, verb: str) -> bool:
+    """Whether checkpoints name themselves.
 
-        Args:
-            model: prepared or not; with a ``Trainer`` any module within its module, in ``fit`` or after it:
-                ``trainer.accelerator.save_model(module.model, folder)``.
-            save_directory: the folder to write to.
-            max_shard_size: larger models are written to several files, with an index; adapters never are.
-            safe_serialization: only ``True``: what pickle loads can run code.
+    Raises:
+        ConfigurationError: they do not, and no folder is named.
+    """
+    project: ProjectConfiguration | None = getattr(accelerator, "project", None)
+    naming = project is not None and project.automatic_checkpoint_naming
+    if not naming and folder is None:
+        raise ConfigurationError(
+            f"{verb} needs a folder: accelerator.{verb}('checkpoints/first'); or let checkpoints name themselves: "
+            "Accelerator(project_config=ProjectConfiguration(project_dir='runs/first', automatic_checkpoint_naming=True))"
+        )
+    return naming
 
-        Raises:
-            CheckpointWriteError: the folder cannot be written.
-            ConfigurationError: an adapter of a method whose parameters only PEFT can tell; ``safe_serialization=False``.
-        """
-        if not safe_serialization:
-            raise ConfigurationError(
-                "save_model(safe_serialization=False) is not offered: a pickle can run code. Leave it out."
-            )
-        inner = self._accelerator().unwrap_model(model)
-        state = capture_model(inner, standins=self._accelerator().strategy.exported_weights(inner))
-        files, adapters, folder = configurations(state.configs), adapter_folders(state), Path(save_directory)
-        world, size = self._accelerator().world, shard_size(max_shard_size)
 
-        def write() -> None:
-            for where, (tensors, config) in adapters.items():
-                beside = {"adapter_config.json": config}
-                write_weights(
-                    folder / where, tensors, beside, max_shard_size=sys.maxsize, stem="adapter_model", rank=world.rank
-                )
-            if not adapters:
-                write_weights(folder, state.tensors, files, max_shard_size=size, rank=world.rank)
+def _read(accelerator: Accelerator, path: str | PathLike[str]) -> Loaded:
+    return read_together(path, accelerator.world, mapped=accelerator.strategy.sharded_state)
 
-        together(world, write, CheckpointWriteError)
+
+def _newest(accelerator: Accelerator) -> tuple[Path, Loaded]:
+    """The newest complete checkpoint of those that name themselves.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CorruptCheckpointError: all are damaged.
+    """
+    bad: list[str] = []
+    found = newest_first(accelerator.project, accelerator.world)
+    for path, problem in found:
+        try:
+            if problem is None:
+                loaded = _read(accelerator, path)
+                for said in bad:
+                    warn(f"a checkpoint is damaged and passed over: {said}")
+                return path, loaded
+        except CorruptCheckpointError as error:
+            problem = str(error)
+        bad.append(problem)
+    folder = folder_of(accelerator.project)
+    if bad:
+        raise CorruptCheckpointError(
+            f"none of the checkpoints in {folder} is good:\n  "
+            + "\n  ".join(bad)
+            + "\nRemove them to start from the beginning."
+        )
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint in {folder}. For a script that goes on only if there is one: "
+        f"if trainkit.checkpoint.list_checkpoints({str(folder)!r}): accelerator.load_state()"
+    )
 
 
 def _parts(accelerator: Accelerator) -> Parts:
@@ -177,15 +254,12 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
     return drafts[0]
 
 
-def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection[str] | None, strict: bool = True) -> None:
+def _load(accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str], strict: bool) -> None:
     """Put a checkpoint's state into what was prepared.
 
     Raises:
-        CheckpointError: missing, damaged, or does not fit.
-        UnknownNameError: ``restore`` names an unknown part.
+        CheckpointError: it does not fit.
     """
-    wanted = check_names(given, PARTS)
-    loaded = read_together(path, accelerator.world, mapped=accelerator.strategy.sharded_state)
     manifest, state = loaded.manifest, loaded.state
     if "optimizer" in wanted and not manifest.contents.get("resumable", False):
         raise CheckpointError(f"{path} holds weights only. Load those: accelerator.load_state(path, restore={{'model'}})")
@@ -202,7 +276,7 @@ def _load(accelerator: Accelerator, path: str | PathLike[str], given: Collection
         if positions and accelerator.seed != manifest.seed:
             warn(
                 f"the seed is {accelerator.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness "
-                f"are others from here on. To go on as before: trainkit.set_seed({manifest.seed}) before Accelerator()."
+                f"are others from here on. To go on as before: trainkit.set_seed({manifest.seed}) before prepare."
             )
         for loader, position, start in zip(accelerator.loaders, positions, starts, strict=True):
             loader.go_on(position, start)

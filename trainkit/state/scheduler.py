@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
-from trainkit.optimizer import PreparedScheduler
+from trainkit.scheduling import PreparedScheduler
 from trainkit.state.described import copied
 
 __all__ = ["capture_scheduler", "restore_scheduler"]

@@ -1,0 +1,37 @@
+"""What an ``Accelerator`` says that it works with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainkit import Accelerator
+from trainkit.errors import ConfigurationError
+from trainkit.strategies import ZeROStrategy
+from trainkit.utils.distributed_type import DistributedType
+
+
+def test_one_process() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    state = accelerator.state
+    assert (state.distributed_type, state.num_processes, state.process_index) == (DistributedType.NO, 1, 0)
+    assert (state.device, state.mixed_precision, state.use_distributed) == (torch.device("cpu"), "bf16", False)
+    assert state.is_main_process
+    assert state.is_local_main_process
+    with pytest.raises(ConfigurationError, match="if accelerator.distributed_type == DistributedType.DEEPSPEED"):
+        _ = state.deepspeed_plugin
+
+
+@pytest.mark.world_size(2)
+def test_two_processes() -> None:
+    accelerator = Accelerator()
+    state = accelerator.state
+    assert (state.distributed_type, state.num_processes) == (DistributedType.MULTI_CPU, 2)
+    assert state.process_index == state.local_process_index == accelerator.process_index
+    assert state.is_main_process is (accelerator.process_index == 0)
+
+
+def test_zero_by_a_strategy_has_a_plugin_too() -> None:
+    state = Accelerator(strategy=ZeROStrategy(stage=3, device="cpu")).state
+    assert state.distributed_type == DistributedType.DEEPSPEED
+    assert state.deepspeed_plugin.zero_stage == 3

@@ -1,0 +1,169 @@
+"""``gather`` and its kin: tensors and objects of all processes, each sample once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import run_world
+
+from trainkit import Accelerator
+from trainkit.errors import CollectiveError, ConfigurationError
+
+WORLDS = (1, 2, 3)
+
+
+def numbers(samples: int, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(samples)), batch_size, **options)
+
+
+def said(error: type[Exception], function: Any) -> str:
+    with pytest.raises(error) as raised:
+        function()
+    return str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------------- samples of an epoch
+
+
+def read_all(samples: int, even: bool, shuffle: bool) -> dict[str, Any]:
+    accelerator = Accelerator(even_batches=even)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), numbers(samples, shuffle=shuffle))
+    model.eval()
+    found: dict[str, Any] = {"tensors": [], "objects": [], "whole": [], "batches": 0}
+    with torch.no_grad():
+        for (x,) in loader:
+            found["batches"] += 1
+            if not even and accelerator.num_processes > 1:
+                continue  # the processes have different numbers of batches
+            found["tensors"] += accelerator.gather_for_metrics(x).tolist()
+            found["objects"] += accelerator.gather_for_metrics([str(one) for one in x.tolist()])
+            found["whole"] += accelerator.gather((x, {"twice": 2 * x}))[1]["twice"].tolist()
+    return found
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_each_sample_is_there_once_and_in_order(size: int) -> None:
+    for found in run_world(size, read_all, 21, True, False):
+        assert found["tensors"] == list(range(21))
+        assert found["objects"] == [str(one) for one in range(21)]
+        rows = -(-6 // size)
+        assert found["batches"] == rows
+        # a process without a micro-batch repeats its last one, which gather keeps and gather_for_metrics drops
+        assert found["whole"][:42] == [2 * one for one in range(21)]
+        assert (len(found["whole"]) > 21) is (6 % size != 0)
+
+
+@pytest.mark.parametrize("samples", [1, 4, 5, 13])
+def test_of_less_than_a_row_too(samples: int) -> None:
+    for found in run_world(3, read_all, samples, True, True):
+        assert sorted(found["tensors"]) == list(range(samples))
+
+
+def test_without_even_batches_an_evaluation_gives_each_process_its_own() -> None:
+    assert [found["batches"] for found in run_world(3, read_all, 17, False, False)] == [2, 2, 1]
+
+
+def test_as_in_the_quick_tour_the_rest_can_be_cut_off_by_hand() -> None:
+    assert run_world(2, cut_by_hand) == [list(range(21))] * 2
+
+
+def cut_by_hand() -> list[int]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(numbers(21))
+    found: list[int] = []
+    for (x,) in loader:
+        found += accelerator.gather(x).tolist()
+    return found[: len(loader.dataset)]
+
+
+# --------------------------------------------------------------------------------------------------------- shapes and dtypes
+
+
+@pytest.mark.world_size(2)
+def test_what_can_be_gathered() -> None:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    assert accelerator.gather(torch.tensor(float(rank))).tolist() == [0.0, 1.0]
+    joined = accelerator.gather({"a": [torch.full((2, 3), rank)], "b": torch.tensor([rank == 0])})
+    assert joined["a"][0].tolist() == [[0] * 3] * 2 + [[1] * 3] * 2
+    assert joined["b"].tolist() == [True, False]
+    learnt = torch.ones(2, requires_grad=True)
+    assert not accelerator.gather(learnt).requires_grad
+    assert accelerator.gather_for_metrics([rank], use_gather_object=True) == [0, 1]
+    assert [t.tolist() for t in accelerator.gather_for_metrics([torch.arange(rank)], use_gather_object=True)] == [[], [0]]
+    assert accelerator.gather(torch.empty(0, 3)).shape == (0, 3)
+
+
+@pytest.mark.world_size(2)
+def test_what_does_not_go_together_is_named() -> None:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    text = said(CollectiveError, lambda: accelerator.gather(torch.zeros(2, 3 + rank)))
+    assert "rank 0: float32[2, 3]; rank 1: float32[2, 4]" in text
+    assert "accelerator.gather(accelerator.pad_across_processes(x, dim=1))" in text
+    text = said(CollectiveError, lambda: accelerator.gather(torch.zeros(2 + rank)))  # no loader is being read
+    assert "rank 0: float32[2]; rank 1: float32[3]" in text
+    text = said(CollectiveError, lambda: accelerator.gather(torch.zeros(2, dtype=torch.int64 if rank else torch.int32)))
+    assert "rank 0: int32[2]; rank 1: int64[2]" in text
+    text = said(CollectiveError, lambda: accelerator.gather([torch.zeros(1)] * (1 + rank)))
+    assert "rank 0: float32[1]; rank 1: float32[1], float32[1]" in text
+    text = said(CollectiveError, lambda: accelerator.reduce(torch.zeros(2 + rank)))
+    assert "Give tensors of the same shapes and dtypes" in text
+    assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]  # and it goes on
+    assert "there is a str in it" in said(ConfigurationError, lambda: accelerator.gather(["a"]))
+    assert "Give one object of each process as a list" in said(
+        ConfigurationError, lambda: accelerator.gather_for_metrics("text")
+    )
+
+
+@pytest.mark.world_size(2)
+def test_short_micro_batches_stay_short() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(numbers(7, 4))
+    for (x,) in loader:
+        assert accelerator.gather(x[:, None] * torch.ones(1, 2)).shape == (7, 2)
+        assert "micro-batch" in said(CollectiveError, lambda: accelerator.gather(torch.zeros(len(x) + 1)))  # noqa: B023
+
+
+# ---------------------------------------------------------------------------------------------------- reducing and padding
+
+
+@pytest.mark.world_size(3)
+def test_reduce() -> None:
+    accelerator = Accelerator()
+    mine = torch.tensor([1.0, 10.0**accelerator.process_index])
+    assert accelerator.reduce(mine).tolist() == [3.0, 111.0]
+    assert accelerator.reduce({"a": mine}, reduction="mean")["a"].tolist() == [1.0, 37.0]
+    assert accelerator.reduce(mine, reduction="none", scale=2.0).tolist() == (2 * mine).tolist()
+    assert accelerator.reduce(torch.tensor(accelerator.process_index), "sum", scale=0.5).item() == 1.5
+    assert "reduction must be one of sum, mean, none, not 'max'" in said(
+        ConfigurationError, lambda: accelerator.reduce(mine, reduction="max")
+    )
+
+
+@pytest.mark.world_size(2)
+def test_pad_across_processes() -> None:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    ragged = torch.full((2, 2 + rank), rank + 1)
+    padded = accelerator.pad_across_processes(ragged, dim=1, pad_index=-100)
+    assert padded.tolist() == ([[1, 1, -100]] * 2 if rank == 0 else [[2, 2, 2]] * 2)
+    assert accelerator.gather(padded).tolist() == [[1, 1, -100]] * 2 + [[2, 2, 2]] * 2
+    front = accelerator.pad_across_processes({"x": ragged, "n": torch.tensor(rank)}, dim=-1, pad_first=True)
+    assert front["x"].tolist() == ([[0, 1, 1]] * 2 if rank == 0 else [[2, 2, 2]] * 2)
+    assert front["n"].item() == rank
+    rows = accelerator.pad_across_processes(torch.ones(1 + 2 * rank, 2))
+    assert rows.shape == (3, 2)
+    text = said(CollectiveError, lambda: accelerator.pad_across_processes(torch.zeros([1] * (1 + rank))))
+    assert "rank 0: float32[1]; rank 1: float32[1, 1]" in text
+
+
+def test_one_process_gets_what_it_gave() -> None:
+    accelerator, x = Accelerator(cpu=True), torch.ones(2, 3)
+    for verb in (accelerator.gather, accelerator.gather_for_metrics, accelerator.reduce, accelerator.pad_across_processes):
+        assert verb(x) is x
+    assert accelerator.gather_for_metrics(["a"]) == ["a"]
+    assert accelerator.gather(torch.tensor(1.0)).ndim == 0

@@ -1,0 +1,412 @@
+"""``Meeting``: verbs that not all processes of an own loop come to are named, whatever the others are doing meanwhile.
+
+Where a gradient reduction, a step or the end of a script is met instead, processes are real; where only what is said counts,
+they are threads.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from members import as_script, end_of
+from patience import PATIENCE
+from teams import in_worlds, values
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from worlds import run_world, start_world
+
+import trainkit.launch.channel
+from trainkit import Accelerator, set_seed
+from trainkit.accelerator.meeting import Meeting, described
+from trainkit.distributed import World
+from trainkit.errors import CollectiveError
+from trainkit.launch.waits import Waits
+
+DEBUG = {"TRAINKIT_DEBUG_MODE": "1"}
+HERE = r"test_meeting\.py:\d+"
+ALONE = "within 'if accelerator.is_main_process:' or the like"
+
+
+# ---------------------------------------------------------------------------------------------------- what is compared
+
+
+def test_verbs_give_their_values() -> None:
+    def work(world: World) -> Any:
+        meeting = Meeting.of(world)
+        assert Meeting.of(world) is meeting or world.size == 1
+        meeting.wait("wait_for_everyone")
+        return meeting.exchange("gather", [world.rank, None])
+
+    assert values(in_worlds(3, work)) == [[[0, None], [1, None], [2, None]]] * 3
+    assert values(in_worlds(1, work)) == [[[0, None]]]
+
+
+def test_different_verbs() -> None:
+    """On all processes the same error; who catches it can go on."""
+
+    def work(world: World) -> Any:
+        meeting = Meeting.of(world)
+        with pytest.raises(CollectiveError) as caught:
+            meeting.exchange("gather" if world.rank == 0 else "wait_for_everyone")
+        return str(caught.value), meeting.exchange("gather", world.rank)
+
+    ends = values(in_worlds(3, work))
+    assert [found for _, found in ends] == [[0, 1, 2]] * 3
+    assert {text for text, _ in ends} == {ends[0][0]}
+    assert re.fullmatch(
+        rf"the processes have come to different verbs: rank 0: gather \({HERE}\); rank 1: wait_for_everyone \({HERE}\); "
+        rf"rank 2: wait_for_everyone \({HERE}\)\. Each is for all processes: call none {ALONE}\.",
+        ends[0][0],
+    )
+
+
+def test_one_more_collective_on_one_process() -> None:
+    """Its next ones have met those that come after on the others: what was exchanged is not what it should be."""
+
+    def work(world: World) -> str:
+        meeting = Meeting.of(world)
+        for _ in range(3 + (world.rank == 1)):
+            with world.waits:
+                pass
+        with pytest.raises(CollectiveError) as caught:
+            meeting.wait("wait_for_everyone")
+        return str(caught.value)
+
+    for text in values(in_worlds(2, work)):
+        assert re.match(rf"before wait_for_everyone \({HERE}\) .* as many collectives \(3 on rank 0, 4 on rank 1\): ", text)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_call_sites_and_tensors_are_compared_in_debug_mode(debug: bool) -> None:
+    def work(world: World) -> list[str]:
+        meeting = Meeting.of(world)
+        meeting.debug = debug
+        texts = []
+        calls: list[Callable[[], None]] = [
+            lambda: meeting.wait("wait_for_everyone"),
+            lambda: meeting.wait("wait_for_everyone"),
+            lambda: meeting.compare("backward", None if world.rank == 0 else "float64[2]"),  # it has nothing to learn from
+            lambda: meeting.compare("backward", f"float{32 * (1 + world.rank)}[2]"),
+        ]
+        for call in (calls[world.rank], *calls[2:]):
+            try:
+                call()
+            except CollectiveError as error:
+                texts.append(str(error))
+        assert meeting.exchange("gather", 1) == [1, 1]
+        return texts
+
+    for texts in values(in_worlds(2, work)):
+        if not debug:
+            assert texts == []
+            continue
+        place, tensors = texts
+        assert re.match(rf"wait_for_everyone was called in different places \(rank 0: {HERE}; rank 1: {HERE}\): .*DEBUG", place)
+        assert re.match(
+            rf"backward \({HERE}\) was called with different tensors: rank 0: float32\[2\]; rank 1: float64\[2\]\. ", tensors
+        )
+
+
+def test_tensors_in_a_few_words() -> None:
+    assert described([torch.zeros(2, 3)]) == "float32[2, 3]"
+    assert described([torch.zeros(())]) == "float32[]"
+    assert described([torch.zeros(2), torch.zeros(3, 2).bfloat16()]) == "2 tensors of 8 elements (bfloat16, float32)"
+
+
+# ----------------------------------------------------------------------------------------------- what the others are in
+
+
+class Net(nn.Module):
+    """With buffers, which rank 0 sends at the end of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x))
+
+
+class Loop:
+    """A loop of two processes, in the middle."""
+
+    def __init__(self, **arguments: Any) -> None:
+        trainkit.launch.channel._LOOK = 0.05
+        self.accelerator = Accelerator(**arguments)
+        self.main = self.accelerator.is_main_process
+        net = Net()
+        self.model, self.optimizer = self.accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        self.update()
+
+    def forward(self) -> Tensor:
+        return self.model(torch.randn(4, 4)).square().mean()
+
+    def update(self) -> None:
+        self.accelerator.backward(self.forward())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _forward(loop: Loop) -> None:
+    loop.forward()
+
+
+def _backward(loop: Loop) -> None:
+    loop.accelerator.backward(loop.forward())
+
+
+def _step(loop: Loop) -> None:
+    loop.optimizer.step()
+
+
+def _wait(loop: Loop) -> None:
+    loop.accelerator.wait_for_everyone()
+
+
+def _trigger(loop: Loop) -> None:
+    loop.accelerator.check_trigger()
+
+
+def _first(loop: Loop) -> None:
+    with loop.accelerator.main_process_first():
+        pass
+
+
+def _prepare(loop: Loop) -> None:
+    loop.accelerator.prepare(nn.Linear(2, 2))
+
+
+def one_does_what_the_others_do_not(main: str, others: str, strategy: str) -> None:
+    loop = Loop(strategy=strategy)
+    for verb in ("wait", "trigger", "first"):
+        globals()[f"_{verb}"](loop)
+    if "step" in (main, others):
+        _backward(loop)
+    globals()[f"_{main if loop.main else others}"](loop)
+
+
+@pytest.mark.parametrize(
+    "main, others, waits, named, strategy",
+    [
+        # a verb on the main process alone
+        ("trigger", "backward", "check_trigger", "backward", "ddp"),
+        ("wait", "step", "wait_for_everyone", "step", "ddp"),
+        ("first", "prepare", "main_process_first", "prepare", "ddp"),
+        # and while the others wait for the main process to be done
+        ("backward", "wait", "wait_for_everyone", "backward", "ddp"),
+        ("trigger", "backward", "check_trigger", "backward", "zero2"),
+        ("forward", "wait", "wait_for_everyone", "the forward of a model whose parameters are divided", "zero3"),
+        ("trigger", "step", "check_trigger", "step", "zero3"),
+    ],
+)
+def test_who_waits_for_one_that_waits_for_it(
+    main: str, others: str, waits: str, named: str, strategy: str, run_dir: Path
+) -> None:
+    ends = start_world(2, one_does_what_the_others_do_not, main, others, strategy).ends()
+    assert not any(fine for fine, _ in ends)
+    mine = rf"waits for all processes in {waits} \({HERE}\), and rank \d waits for rank \d in {named} \({HERE}\)"
+    whole = rf"CollectiveError: rank (\d) {mine}\. Both are for all processes: call neither {ALONE}\."
+    told = [re.search(whole, text) for _, text in ends]
+    found = [match for match in told if match is not None]
+    assert found, f"{ends[0][1]}\n{ends[1][1]}"
+    # it is the one that is in the meeting: the other one waits where nothing can be raised, and ends because this one does
+    assert found[0][1] == ("0" if waits in ("check_trigger", "main_process_first") or others == "step" else "1")
+
+
+def reading_on() -> list[int]:
+    """The others come late: the main process has asked what they do, again and again, and then went on."""
+    loop = Loop()
+    asked: list[float] = []
+    channel = loop.accelerator.world.channel
+    assert channel is not None
+    record = channel.waits.record
+    Waits.record = lambda self: (asked.append(time.monotonic()), record())[1]  # type: ignore[method-assign]
+    if not loop.main:
+        end = time.monotonic() + PATIENCE
+        while len(asked) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(asked) >= 3
+    found: list[int] = loop.accelerator.meeting.exchange("gather", loop.accelerator.process_index)
+    loop.update()
+    loop.accelerator.wait_for_everyone()
+    return found
+
+
+def test_who_reads_on_is_waited_for() -> None:
+    assert run_world(2, reading_on) == [[0, 1]] * 2
+
+
+# ------------------------------------------------------------------------------------------------- who comes no more
+
+
+def ends_before_the_main_process(last: str) -> None:
+    loop = Loop()
+    world = loop.accelerator.world
+    assert world.channel is not None
+    if not loop.main:
+        return
+    world.channel.wait(lambda: 1 in world.channel.gone, PATIENCE)  # type: ignore[union-attr]
+    if last == "evaluate":
+        world.watchdog._grace = 0.05  # type: ignore[union-attr]
+        with torch.no_grad():
+            loop.model.eval()
+            for _ in range(20):  # much longer than that
+                loop.forward()
+                time.sleep(0.05)
+        print("evaluated")
+    elif last == "nccl":  # what a collective is whose library does not see that the other one is gone
+        world.watchdog._grace = 0.05  # type: ignore[union-attr]
+        with world.waits:
+            time.sleep(PATIENCE)
+    else:
+        globals()[f"_{last}"](loop)
+
+
+def script(last: str) -> None:
+    as_script(ends_before_the_main_process, last)
+
+
+@pytest.mark.parametrize("last", ["evaluate", "wait", "backward", "nccl"])
+def test_a_script_that_ends_before_that_of_the_main_process(last: str, run_dir: Path) -> None:
+    """That is nothing to those that need it no more. Who waits for it is ended, with the reason."""
+    ended = end_of(2, script, last)
+    if last == "evaluate":
+        assert ended.codes == [0, 0], ended.output
+        assert "evaluated" in ended.output
+        return
+    assert ended.codes == [1, 0], ended.output
+    if last == "wait":
+        assert re.search(
+            rf"CollectiveError: rank 0 waits for all processes in wait_for_everyone \({HERE}\), and the script of rank 1 has "
+            rf"ended\. It is for all processes: do not call it {ALONE}\.",
+            ended.output,
+        )
+    else:
+        assert "rank 0 was ended because rank 1 has left: its script ended" in ended.output or (
+            "rank 0 ended because rank 1 has left: its script ended" in ended.output
+        )
+
+
+# -------------------------------------------------------------------------- evaluation on the main process alone, ZeRO-3
+
+
+def evaluated_longer_than_any_limit() -> list[float]:
+    """The main process evaluates while the others wait, longer than a collective may take."""
+    loop = Loop()
+    world, limit = loop.accelerator.world, 0.2
+    groups = [dist.group.WORLD, world.control]
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
+    world.watchdog._grace = limit  # type: ignore[union-attr]
+    if loop.main:
+        loop.model.eval()
+        with torch.no_grad():
+            end = time.monotonic() + 4 * limit
+            while time.monotonic() < end:
+                loop.forward()
+        loop.model.train()
+    loop.accelerator.wait_for_everyone()
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE), group)
+    loop.update()
+    loop.accelerator.wait_for_everyone()
+    return [float(p.detach().sum()) for p in loop.model.parameters()]
+
+
+def test_evaluation_on_the_main_process_alone() -> None:
+    first, second = run_world(2, evaluated_longer_than_any_limit)
+    assert first == second
+
+
+def sharded() -> list[str]:
+    """Under ZeRO-3 a forward is collective."""
+    loop = Loop(strategy="zero3")
+    accelerator, texts = loop.accelerator, []
+    inner = accelerator.unwrap_model(loop.model)
+    calls: list[Callable[[], Any]] = [
+        loop.forward,
+        lambda: inner(torch.ones(4, 4)),
+        lambda: inner.first(torch.ones(1, 4)),  # a part of it, as an encoder is for a generation
+    ]
+    loop.model.eval()
+    for call in calls:
+        with torch.no_grad(), pytest.raises(CollectiveError) as caught:
+            (call if accelerator.is_main_process else accelerator.wait_for_everyone)()
+        texts.append(str(caught.value))
+    with torch.no_grad():
+        for call in calls:
+            call()
+    loop.model.train()
+    loop.update()
+    assert any(hook.__module__ == Meeting.__module__ for hook in inner._forward_hooks.values())
+    copied = copy.deepcopy(inner.norm)
+    assert copied is not inner.norm
+    accelerator.free_memory()
+    hooks = [hook for part in inner.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
+    assert not [hook for hook in hooks if hook.__module__ == Meeting.__module__]
+    return texts
+
+
+def test_evaluation_on_the_main_process_alone_under_zero3() -> None:
+    for texts in run_world(2, sharded):
+        for text in texts:
+            assert re.match(
+                rf"the processes have come to different verbs: rank 0: the forward of a model whose parameters are divided "
+                rf"\({HERE}\); rank 1: wait_for_everyone \({HERE}\)\. Each is for all",
+                text,
+            )
+
+
+# --------------------------------------------------------------------------------------------------------- debug mode
+
+
+def debugged(strategy: str) -> list[str]:
+    """First a loop in which nothing is wrong, with windows in which one process has less to do."""
+    set_seed(1)
+    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=2)
+    assert accelerator.meeting.debug
+    net = Net()
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(torch.randn(22, 4), 4)
+    )
+    for _ in range(2):
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        with accelerator.main_process_first():
+            accelerator.print("an epoch")
+        accelerator.check_trigger()
+    texts = []
+    loss = model(torch.ones(4, 4)).square().mean()
+    for case in range(2):
+        try:
+            if case == 0:
+                accelerator.backward(loss.double() if accelerator.is_main_process else loss)
+            elif accelerator.is_main_process:
+                accelerator.backward(loss)
+            else:
+                accelerator.backward(loss)
+        except CollectiveError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_debug_mode(strategy: str) -> None:
+    for tensors, place in run_world(2, debugged, strategy, env=DEBUG):
+        assert re.match(
+            rf"backward \({HERE}\) was called with different tensors: rank 0: float64\[\]; rank 1: float32\[\]", tensors
+        )
+        assert re.match(rf"backward was called in different places \(rank 0: {HERE}; rank 1: {HERE}\)", place)

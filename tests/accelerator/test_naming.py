@@ -1,0 +1,280 @@
+"""Checkpoints that name themselves: ``ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=...)``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resuming import forked
+from torch import nn
+from worlds import run_world
+
+from trainkit import Accelerator
+from trainkit.accelerator.naming import rotate
+from trainkit.checkpoint import list_checkpoints, open_checkpoint
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    UnknownNameError,
+)
+from trainkit.utils import ProjectConfiguration
+
+FOLDER = Path("project", "checkpoints")
+
+
+def loop(limit: int | None = None, iteration: int = 0, folder: str = "project", **options: Any) -> Accelerator:
+    """An accelerator with one number to learn, which tells the checkpoint that it is of."""
+    accelerator = Accelerator(**options)
+    accelerator.project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit, iteration=iteration)
+    model = nn.Linear(1, 1, bias=False)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    return accelerator
+
+
+def save(accelerator: Accelerator, *values: float, **options: Any) -> list[str]:
+    names = []
+    for value in values:
+        put(accelerator, value)
+        names.append(accelerator.save_state(**options).name)
+    return names
+
+
+def put(accelerator: Accelerator, value: float) -> None:
+    with torch.no_grad():
+        accelerator.unwrap_model(accelerator._models[0]).weight.fill_(value)
+
+
+def value(accelerator: Accelerator) -> float:
+    return float(accelerator.unwrap_model(accelerator._models[0]).weight.detach())
+
+
+def names(folder: Path = FOLDER) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_names_count_on_and_the_newest_is_loaded() -> None:
+    first = loop()
+    assert save(first, 1.0, 2.0) == ["checkpoint_0", "checkpoint_1"]
+    assert first.save_state().is_absolute()
+    assert first.save_iteration == 3
+    second = loop()
+    second.load_state()
+    assert (value(second), second.save_iteration, second.run_id) == (2.0, 3, first.run_id)
+    assert save(second, 4.0) == ["checkpoint_3"]
+    third = loop()
+    third.load_state(FOLDER / "checkpoint_0")
+    assert value(third) == 1.0
+    assert third.save_iteration == 4, "nothing that is there is written over, and the newest has the highest number"
+
+
+def test_numbers_are_no_text() -> None:
+    """Above 9 the order of the names is another one."""
+    first = loop(limit=3, iteration=8)
+    assert save(first, *range(8, 13))[-1] == "checkpoint_12"
+    assert names() == ["checkpoint_10", "checkpoint_11", "checkpoint_12"]
+    second = loop()
+    second.load_state()
+    assert (value(second), second.save_iteration) == (12.0, 13)
+
+
+def test_the_oldest_go_when_the_new_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = loop(limit=2)
+    save(accelerator, 0.0, 1.0)
+    seen: list[list[str]] = []
+    monkeypatch.setattr("trainkit.accelerator.naming.remove", lambda path: seen.append([path.name, *names()]))
+    save(accelerator, 2.0)
+    assert seen == [["checkpoint_0", "checkpoint_0", "checkpoint_1", "checkpoint_2"]]
+    monkeypatch.undo()
+    (FOLDER / "checkpoint_7").write_text("in the way")
+    with pytest.raises(ConfigurationError, match=r"holds checkpoint_0 to checkpoint_7 of an earlier start"):
+        save(accelerator, 3.0)
+    assert names() == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_7"], "a save that fails removes nothing"
+
+
+def test_beside_the_loop() -> None:
+    accelerator = loop(limit=2)
+    assert save(accelerator, 0.0, 1.0, 2.0, blocking=False)[-1] == "checkpoint_2"
+    put(accelerator, 9.0)
+    accelerator.free_memory()
+    assert names() == ["checkpoint_1", "checkpoint_2"]
+    other = loop()
+    other.load_state()
+    assert value(other) == 2.0
+
+
+def test_a_start_without_going_on() -> None:
+    """What an earlier start has left is neither written over nor mixed with; the message has the fix."""
+    save(loop(limit=1), 1.0, 2.0)
+    assert names() == ["checkpoint_1"], "checkpoint_0, which would be the next, is gone"
+    accelerator = loop(limit=1)
+    with pytest.raises(ConfigurationError) as caught:
+        save(accelerator, 3.0)
+    assert "project/checkpoints holds checkpoint_1 of an earlier start, and the next would be checkpoint_0. To go on" in str(
+        caught.value
+    )
+    assert "accelerator.load_state() before the loop" in str(caught.value)
+    assert names() == ["checkpoint_1"]
+    accelerator.project_configuration.iteration = 2  # as it says
+    assert save(accelerator, 3.0, 4.0) == ["checkpoint_2", "checkpoint_3"]
+    assert names() == ["checkpoint_1", "checkpoint_3"], "those of another run are not removed"
+
+
+def test_damaged_ones_are_named_and_passed_over() -> None:
+    first = loop()
+    save(first, 0.0, 1.0, 2.0, 3.0)
+    (FOLDER / "checkpoint_3" / "manifest.json").write_text("{}")
+    data = bytearray((FOLDER / "checkpoint_2" / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (FOLDER / "checkpoint_2" / "model.safetensors").write_bytes(data)
+    (FOLDER / "checkpoint_9").mkdir()  # none at all
+    (FOLDER / "checkpoint_x").mkdir()
+    (FOLDER / ".checkpoint_4.tmp-0123456789abcdef").mkdir()
+    second = loop(limit=1)
+    with pytest.warns(UserWarning, match="damaged and passed over") as said:
+        second.load_state()
+    assert [str(one.message).count("checkpoint_3") for one in said] == [1, 0]
+    assert (value(second), second.save_iteration) == (1.0, 10)
+    save(second, 10.0)
+    # what a look at the sizes does not find counts as complete
+    assert {name for name in names() if not name.startswith(".")} == {
+        "checkpoint_10",
+        "checkpoint_3",
+        "checkpoint_9",
+        "checkpoint_x",
+    }, "what is damaged is no reason to remove others, and is not removed"
+    (FOLDER / "checkpoint_10" / "manifest.json").write_text("{}")
+    with pytest.raises(CorruptCheckpointError, match=r"none of the checkpoints in .* is good:\n  .*checkpoint_10"):
+        loop().load_state()
+
+
+def test_a_checkpoint_that_does_not_fit_is_no_reason_for_an_older_one() -> None:
+    save(loop(), 1.0)
+    other = Accelerator()
+    other.project = ProjectConfiguration("project", automatic_checkpoint_naming=True)
+    other.prepare(nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="checkpoint_0"):
+        other.load_state()
+
+
+def test_nothing_to_load() -> None:
+    for _ in range(2):
+        with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint in .*project/checkpoints. For a script"):
+            loop().load_state()
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        (FOLDER / ".checkpoint_0.tmp-0123456789abcdef").mkdir(exist_ok=True)  # of a first save that was killed
+    assert not list_checkpoints(FOLDER), "what the message says to ask"
+
+
+def test_a_folder_is_named_too(caplog: pytest.LogCaptureFixture) -> None:
+    """As in Accelerate it does not count when saving, which is said; when loading it does."""
+    accelerator = loop()
+    assert accelerator.save_state("mine").name == "checkpoint_0"
+    assert "save_state('mine'): automatic_checkpoint_naming is on, so it is written to" in caplog.text
+    assert not Path("mine").exists()
+    plain = Accelerator()
+    plain.prepare(model := nn.Linear(1, 1, bias=False), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    plain.save_state("mine")
+    accelerator.load_state("mine")
+    assert accelerator.save_iteration == 1
+
+
+def test_what_is_wrong() -> None:
+    plain = Accelerator()
+    for verb in (plain.save_state, plain.load_state):
+        with pytest.raises(ConfigurationError, match="needs a folder: .*automatic_checkpoint_naming=True"):
+            verb()
+    nowhere = loop()
+    nowhere.project.project_dir = None
+    for verb in (nowhere.save_state, nowhere.load_state):
+        with pytest.raises(ConfigurationError, match="needs a folder: Accelerator\\(project_dir="):
+            verb()
+    with pytest.raises(ConfigurationError, match="a pickle can run code"):
+        loop().save_state(safe_serialization=False)
+    with pytest.raises(UnknownNameError, match="Accelerator.load_state has no argument 'map_location'"):
+        loop().load_state("there", map_location="cpu")
+    with pytest.raises(
+        UnknownNameError, match="Accelerator.save_state has no argument 'output_folder'. Did you mean 'output_dir'"
+    ):
+        loop().save_state(output_folder="there")
+
+
+def test_a_removal_that_fails_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one is complete: that counts."""
+
+    def refuse(path: Path) -> None:
+        raise CheckpointError(f"{path} could not be removed: made up")
+
+    accelerator = loop(limit=1)
+    monkeypatch.setattr("trainkit.accelerator.naming.remove", refuse)
+    save(accelerator, 1.0, 2.0)
+    assert "save_state: the new checkpoint is complete, but: " in caplog.text
+    assert names() == ["checkpoint_0", "checkpoint_1"]
+    monkeypatch.undo()
+    save(accelerator, 3.0)
+    assert names() == ["checkpoint_2"], "the next one tries again"
+    rotate(FOLDER, 1, None)  # of a process that writes no manifest
+
+
+def killed(survived: int) -> None:
+    """Two more saves, and SIGKILL before one of the changes that they make to the disk."""
+    accelerator = loop(limit=2)
+    accelerator.load_state()
+    left = [survived]
+
+    def watch(event: str, args: Sequence[Any]) -> None:
+        opened = event == "open" and isinstance(args[1], str) and args[1][:1] in "wxa"
+        if opened or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    save(accelerator, value(accelerator) + 1, value(accelerator) + 2)
+
+
+def test_a_kill_at_any_moment() -> None:
+    """Each start goes on from the newest that was complete, and two complete ones are always there."""
+    save(loop(limit=2), 0.0, 1.0)
+    known, survived, finished = 1.0, 0, False
+    while not finished:
+        status, _ = forked(lambda survived=survived: killed(survived))
+        assert status in (signal.SIGKILL, 0)
+        finished, survived = status == 0, survived + 1
+        complete = [one for one in list_checkpoints(FOLDER) if one.problem is None]
+        assert len(complete) >= 2
+        accelerator = loop(limit=2)
+        accelerator.load_state()
+        newest = open_checkpoint(FOLDER / f"checkpoint_{accelerator.save_iteration - 1}")
+        assert value(accelerator) == float(newest.read(["model"]).tensors["model"]["weight"])
+        assert known <= value(accelerator) <= known + 2
+        known = value(accelerator)
+    assert survived > 30
+    assert len(names()) == 2, "nothing is left"
+
+
+def on_two(folder: str) -> list[Any]:
+    accelerator = loop(limit=2, folder=folder)
+    rank = accelerator.strategy.rank
+    accelerator.project.iteration += 0
+    found = [*save(accelerator, 0.0, 1.0, 2.0, blocking=False), *save(accelerator, 3.0)]
+    accelerator.free_memory()
+    other = loop(limit=2, folder=folder)
+    with pytest.raises(ConfigurationError, match="holds checkpoint_2 to checkpoint_3 of an earlier start"):
+        other.save_state()
+    other.load_state()
+    with pytest.raises(CheckpointNotFoundError):
+        loop(folder=f"{folder}/{rank}").load_state()
+    return [found, value(other), other.save_iteration, names(Path(folder, "checkpoints"))]
+
+
+def test_on_two_processes(run_dir: Path) -> None:
+    expected = [f"checkpoint_{number}" for number in range(4)]
+    assert run_world(2, on_two, str(run_dir / "there")) == [[expected, 3.0, 4, expected[2:]]] * 2

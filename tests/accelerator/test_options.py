@@ -1,0 +1,249 @@
+"""The arguments of ``Accelerator``, which are Accelerate's: each works or says what to use."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit import Accelerator, Precision, Strategy
+from trainkit.accelerator.options import resolve
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
+from trainkit.settings.carried import Settings, carry
+from trainkit.strategies import DDPStrategy
+from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from trainkit.utils.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+
+
+def refused(error: type[Exception], **arguments: Any) -> str:
+    with pytest.raises(error) as raised:
+        Accelerator(**arguments)
+    return str(raised.value)
+
+
+def told(monkeypatch: pytest.MonkeyPatch, **sections: Any) -> None:
+    """Let the process be one that ``trainkit launch`` has started with a configuration."""
+    for name, value in carry(Settings(**sections, source="there.yaml")).items():
+        monkeypatch.setenv(name, value)
+
+
+# ---------------------------------------------------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("mixed, name", [("no", "32-true"), ("fp16", "16-mixed"), ("bf16", "bf16-mixed")])
+def test_mixed_precision(mixed: str, name: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed)
+    assert accelerator.strategy.precision.name == name
+    assert accelerator.mixed_precision == accelerator.state.mixed_precision == mixed
+
+
+def test_precisions_that_are_none_here() -> None:
+    assert "mixed_precision='fp8' is not offered. Use 'bf16'" in refused(UnsupportedArgumentError, mixed_precision="fp8")
+    assert "must be one of 'no', 'fp16', 'bf16', not 'half'" in refused(ConfigurationError, mixed_precision="half")
+    text = refused(ConfigurationError, mixed_precision="bf16", precision="bf16-mixed")
+    assert "precision= and mixed_precision= were given. Give one of them" in text
+
+
+def test_the_loss_scale() -> None:
+    handler = GradScalerKwargs(init_scale=8.0, growth_interval=3, growth_factor=4.0, backoff_factor=0.25)
+    scaler = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler]).strategy.precision.scaler
+    assert scaler is not None
+    assert (scaler.get_scale(), scaler.get_growth_factor()) == (8.0, 4.0)
+    assert (scaler.get_backoff_factor(), scaler.get_growth_interval()) == (0.25, 3)
+    off = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
+    assert off.strategy.precision.scaler is None
+    text = refused(ConfigurationError, precision=Precision("16-mixed"), kwargs_handlers=[handler])
+    assert "precision= is an object. Give the options to it" in text
+
+
+# ----------------------------------------------------------------------------------------------------------------- strategy
+
+
+def test_where_it_runs() -> None:
+    assert Accelerator(cpu=True).device == torch.device("cpu")
+    mine = Strategy("cpu")
+    assert Accelerator(strategy=mine).strategy is mine
+    assert "strategy= and deepspeed_plugin= were given" in refused(
+        ConfigurationError, strategy="ddp", deepspeed_plugin=_plugin(zero_stage=2)
+    )
+    for name in ("fsdp_plugin", "megatron_lm_plugin"):
+        assert "strategy='zero3'" in refused(UnsupportedArgumentError, **{name: object()})
+    for name in ("torch_tp_plugin", "parallelism_config"):
+        assert "strategy='zero3'" in refused(UnsupportedArgumentError, **{name: None})
+    assert "must be a DeepSpeedPlugin, not 3" in refused(ConfigurationError, deepspeed_plugin=3)
+
+
+def _plugin(**options: Any) -> Any:
+    from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
+
+    return DeepSpeedPlugin(**options)
+
+
+@pytest.mark.world_size(2)
+def test_options_of_ddp() -> None:
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=7, comm_hook="bf16")
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=77), backend="gloo")
+    strategy = Accelerator(kwargs_handlers=[ddp, group]).strategy
+    assert isinstance(strategy, DDPStrategy)
+    assert (strategy.find_unused_parameters, strategy.bucket_cap_mb) == (True, 7)
+    assert (strategy.timeout, strategy.process_group_backend) == (timedelta(seconds=77), "gloo")
+    assert "DistributedDataParallelKwargs, and strategy= is an object" in refused(
+        ConfigurationError, strategy=DDPStrategy(), kwargs_handlers=[ddp]
+    )
+
+
+def test_options_of_ddp_count_for_nothing_on_one_process() -> None:
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True), InitProcessGroupKwargs()]
+    assert Accelerator(cpu=True, kwargs_handlers=handlers).num_processes == 1
+
+
+# ------------------------------------------------------------------------------------------------------ loaders and windows
+
+
+def test_how_loaders_are_dealt_out() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.split_batches, accelerator.options.even_batches) == (False, True)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False))
+    assert (accelerator.split_batches, accelerator.options.even_batches) == (True, False)
+    text = refused(ConfigurationError, dataloader_config=DataLoaderConfiguration(), split_batches=True)
+    assert "dataloader_config and split_batches were given" in text
+    assert "each process reads what it works on" in refused(UnsupportedArgumentError, dispatch_batches=True)
+    assert Accelerator(cpu=True, dispatch_batches=False, use_seedable_sampler=True).num_processes == 1
+    assert "Accelerator(even_batches='yes'): True or False" in refused(ConfigurationError, even_batches="yes")
+    assert "must be a DataLoaderConfiguration" in refused(ConfigurationError, dataloader_config={})
+
+
+def test_windows() -> None:
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 1
+    plugin = GradientAccumulationPlugin(num_steps=3)
+    assert Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 3
+    text = refused(ConfigurationError, gradient_accumulation_plugin=plugin, gradient_accumulation_steps=2)
+    assert "Give one of them" in text
+    assert "must be a GradientAccumulationPlugin" in refused(ConfigurationError, gradient_accumulation_plugin=2)
+
+
+# --------------------------------------------------------------------------------------------------------------- the others
+
+
+def test_the_project() -> None:
+    assert Accelerator(cpu=True).project_dir is None
+    accelerator = Accelerator(cpu=True, project_dir="there")
+    assert (accelerator.project_dir, accelerator.logging_dir) == ("there", "there")
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration("there", logging_dir="logs"))
+    assert (accelerator.project_dir, accelerator.logging_dir) == ("there", "logs")
+    text = refused(ConfigurationError, project_dir="one", project_config=ProjectConfiguration("other"))
+    assert "project_dir='one', and project_config has 'other'. Give one" in text
+    assert "must be a ProjectConfiguration" in refused(ConfigurationError, project_config="there")
+
+
+def test_trackers(tmp_path: Path) -> None:
+    text = refused(UnknownNameError, log_with="tensorbord", project_dir=str(tmp_path))
+    assert "Did you mean 'tensorboard'?" in text
+    assert "logging_dir" in refused(ConfigurationError, log_with="tensorboard")
+
+
+def test_generators_need_no_telling() -> None:
+    assert Accelerator(cpu=True, rng_types=["torch", "cuda", "generator"]).num_processes == 1
+    assert "rng_types: 'numpy' is none of torch, cuda, xla, generator" in refused(ConfigurationError, rng_types=["numpy"])
+
+
+def test_handlers() -> None:
+    both = [AutocastKwargs(cache_enabled=False), ProfileKwargs(activities=["cpu"])]
+    options = Accelerator(cpu=True, kwargs_handlers=both).options
+    assert [options.autocast, options.profile] == both
+    assert "kwargs_handlers has two AutocastKwargs" in refused(ConfigurationError, kwargs_handlers=[both[0], both[0]])
+    assert "which are in trainkit.utils" in refused(ConfigurationError, kwargs_handlers=[{"init_scale": 2.0}])
+
+
+def test_models_are_compiled() -> None:
+    graphs = []
+
+    def noting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.register_backend(noting, name="noting")
+    accelerator = Accelerator(cpu=True, dynamo_backend="noting")
+    mine = nn.Linear(2, 1)
+    model = accelerator.prepare(mine)
+    model(torch.ones(1, 2))
+    assert len(graphs) == 1
+    assert accelerator.unwrap_model(model) is mine
+    assert Accelerator(cpu=True, dynamo_backend="no").options.compile is None
+    text = refused(ConfigurationError, cpu=True, dynamo_backend="inducter")
+    assert "dynamo_backend='inducter'" in text
+    assert "Did you mean 'inductor'?" in text
+
+
+def test_positions_are_accelerates() -> None:
+    accelerator = Accelerator(True, False, "bf16", 4, True)
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 4)
+
+
+def test_an_argument_that_nobody_knows() -> None:
+    text = refused(UnknownNameError, mixed_precison="bf16")
+    assert "Accelerator has no argument 'mixed_precison'. Did you mean 'mixed_precision'?" in text
+
+
+# --------------------------------------------------------------------------------------------------------- a configuration
+
+
+def test_a_bare_one_is_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"mixed_precision": "bf16", "gradient_accumulation_steps": 3, "use_cpu": True}
+    told(monkeypatch, values=values, dynamo={"dynamo_backend": "eager", "dynamo_mode": "default"})
+    accelerator = Accelerator()
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 3)
+    assert accelerator.device.type == "cpu"
+    assert accelerator.options.compile == {"backend": "eager"}
+
+
+def test_arguments_beat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, values={"mixed_precision": "bf16", "gradient_accumulation_steps": 3, "use_cpu": True})
+    accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=1)
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 1)
+    assert Accelerator(precision="64-true").strategy.precision.name == "64-true"
+    assert Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(2)).gradient_accumulation_steps == 2
+
+
+def test_deepspeeds_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(
+        monkeypatch,
+        values={
+            "distributed_type": "DEEPSPEED",
+            "mixed_precision": "bf16",
+            "use_cpu": True,
+            "gradient_accumulation_steps": 2,
+        },
+        deepspeed={"zero_stage": 2, "gradient_clipping": 0.5},
+    )
+    accelerator = Accelerator()
+    assert accelerator.distributed_type == "DEEPSPEED"
+    assert accelerator.state.deepspeed_plugin.zero_stage == 2
+    assert accelerator.strategy.precision.name == "bf16-true"
+    assert accelerator.mixed_precision == "bf16"
+    assert accelerator.gradient_accumulation_steps == 2
+    assert Accelerator(strategy=Strategy("cpu")).distributed_type == "NO"
+
+
+def test_the_trainers_engine_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, values={"gradient_accumulation_steps": 3})
+    assert Accelerator.of_trainer(Strategy("cpu")).gradient_accumulation_steps == 1
+
+
+def test_all_arguments_are_resolved() -> None:
+    """One that :func:`resolve` does not read would be without effect."""
+    import inspect
+
+    source = inspect.getsource(inspect.getmodule(resolve))  # type: ignore[arg-type]
+    names = [name for name in inspect.signature(Accelerator.__init__).parameters if name not in ("self", "unknown")]
+    assert [name for name in names if f'"{name}"' not in source] == ["use_seedable_sampler"]

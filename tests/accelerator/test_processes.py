@@ -1,0 +1,283 @@
+"""The verbs about processes: who is who, who goes first, work shared out. What is called on one alone: ``test_meeting.py``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from teams import in_worlds, values
+from torch import Tensor
+from worlds import run_world
+
+from trainkit import Accelerator, Strategy
+from trainkit.distributed import World
+from trainkit.errors import ConfigurationError
+from trainkit.utils.distributed_type import DistributedType
+
+
+class Placed(Strategy):
+    """On a CPU, as one of the processes of a world."""
+
+    def __init__(self, world: World, devices: int = 1) -> None:
+        super().__init__("cpu")
+        self.world, self._devices = world, devices
+
+    @property
+    def data_world(self) -> World:
+        return World(devices=self._devices) if self._devices > 1 else self.world
+
+
+def everywhere(size: int, work: Any) -> list[Any]:
+    """What ``work(accelerator)`` returns on each of so many processes; two of them are on one machine."""
+
+    def run(world: World) -> Any:
+        world.local_rank = world.rank % 2
+        return work(Accelerator(strategy=Placed(world)))
+
+    return values(in_worlds(size, run))
+
+
+def split(size: int, inputs: Any, apply_padding: bool = False) -> list[Any]:
+    def work(accelerator: Accelerator) -> Any:
+        with accelerator.split_between_processes(inputs, apply_padding=apply_padding) as part:
+            return part
+
+    return everywhere(size, work)
+
+
+# ---------------------------------------------------------------------------------------------------------- who is who
+
+
+def test_who_is_who() -> None:
+    def work(accelerator: Accelerator) -> list[Any]:
+        places = [accelerator.process_index, accelerator.local_process_index]
+        flags = [accelerator.is_main_process, accelerator.is_local_main_process, accelerator.is_last_process]
+        return [*places, *flags]
+
+    assert everywhere(4, work) == [
+        [0, 0, True, True, False],
+        [1, 1, False, False, False],
+        [2, 0, False, True, False],
+        [3, 1, False, False, True],
+    ]
+
+
+def test_one_process_is_first_and_last() -> None:
+    accelerator = Accelerator(strategy=Strategy("cpu"))
+    assert (accelerator.num_processes, accelerator.use_distributed, accelerator.device) == (1, False, torch.device("cpu"))
+    assert accelerator.is_main_process
+    assert accelerator.is_local_main_process
+    assert accelerator.is_last_process
+    assert accelerator.distributed_type is DistributedType.NO
+    accelerator.wait_for_everyone()
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        pass
+    with accelerator.split_between_processes("what has no parts need not") as part:
+        assert part == "what has no parts need not"
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger()
+    assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
+
+
+def test_one_process_that_drives_several_devices() -> None:
+    """As XLA's SPMD does: devices count as processes, but there is one."""
+    accelerator = Accelerator(strategy=Placed(World(), devices=8))
+    assert (accelerator.num_processes, accelerator.process_index, accelerator.use_distributed) == (8, 0, True)
+    assert accelerator.is_main_process
+    assert accelerator.is_last_process
+    assert accelerator.on_process(lambda: "called", process_index=5)() == "called"
+    with accelerator.split_between_processes([1, 2, 3]) as part:
+        assert part == [1, 2, 3]
+
+
+def test_what_distributes() -> None:
+    def kind(strategy: Strategy) -> str:
+        return str(Accelerator(strategy=strategy).distributed_type)
+
+    class Lazy(Strategy):
+        lazy_tensors = True
+
+    class Divided(Strategy):
+        name = "zero2"
+
+    assert [kind(Lazy("cpu")), kind(Divided("cpu"))] == ["XLA", "DEEPSPEED"]
+    assert everywhere(2, lambda accelerator: accelerator.distributed_type) == [DistributedType.MULTI_CPU] * 2
+    assert DistributedType.TPU is DistributedType.XLA
+
+    def on_a_gpu(accelerator: Accelerator) -> Any:
+        accelerator.strategy.device = torch.device("cuda", 0)
+        return accelerator.distributed_type
+
+    assert everywhere(2, on_a_gpu) == [DistributedType.MULTI_GPU] * 2
+
+
+# ------------------------------------------------------------------------------------------------------- who does what
+
+
+def test_functions_of_one_process() -> None:
+    def work(accelerator: Accelerator) -> list[Any]:
+        def function(number: int, *, more: int = 0) -> int:
+            "What it is."
+            return number + more
+
+        decorated = [
+            accelerator.on_main_process(function),
+            accelerator.on_local_main_process(function),
+            accelerator.on_last_process(function),
+            accelerator.on_process(process_index=1)(function),
+            accelerator.on_process(function, 2),
+            accelerator.on_local_process(local_process_index=1)(function),
+            accelerator.on_local_process(function, 0),
+        ]
+        assert {one.__doc__ for one in decorated} == {"What it is."}
+        return [one(4, more=1) for one in decorated]
+
+    none = None
+    assert everywhere(4, work) == [
+        [5, 5, none, none, none, none, 5],
+        [none, none, none, 5, none, 5, none],
+        [none, 5, none, none, 5, none, 5],
+        [none, none, 5, none, none, 5, none],
+    ]
+
+
+def test_a_single_process_does_it_all() -> None:
+    """As in Accelerate: a script for several processes is tried on one."""
+    accelerator = Accelerator(strategy=Strategy("cpu"))
+    assert accelerator.on_process(lambda: 1, process_index=3)() == 1
+    assert accelerator.on_local_process(lambda: 1, local_process_index=3)() == 1
+    assert accelerator.on_last_process(lambda: 1)() == 1
+
+
+def test_decorators_that_lack_something() -> None:
+    accelerator = Accelerator(strategy=Strategy("cpu"))
+    with pytest.raises(ConfigurationError, match=r"@accelerator\.on_process\(process_index=1\)"):
+        accelerator.on_process(lambda: 1)
+    with pytest.raises(ConfigurationError, match=r"@accelerator\.on_local_process\(local_process_index=1\)"):
+        accelerator.on_local_process(lambda: 1)
+    with pytest.raises(ConfigurationError, match="on_main_process is a decorator: it needs a function, not None"):
+        accelerator.on_main_process(None)  # type: ignore[type-var]
+
+
+def test_one_line_a_machine_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    everywhere(4, lambda accelerator: accelerator.print("of", accelerator.process_index, sep=" rank "))
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "of rank 0", "of rank 2"]
+
+
+# -------------------------------------------------------------------------------------------------------- work shared out
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_parts(padded: bool) -> None:
+    """Accelerate's, for each number of processes."""
+    letters = list("ABCDE")
+    assert split(2, letters, padded) == [["A", "B", "C"], ["D", "E", *("E" * padded)]]
+    assert split(3, letters, padded) == [["A", "B"], ["C", "D"], ["E", *("E" * padded)]]
+    assert split(2, letters[:4], padded) == [["A", "B"], ["C", "D"]]
+    # more processes than samples
+    assert split(4, ["A", "B"], padded) == [["A"], ["B"], ["B"] * padded, ["B"] * padded]
+    assert split(3, [], padded) == [[], [], []]
+    assert split(2, ("A", "B", "C"), padded) == [("A", "B"), ("C", *("C" * padded))]
+
+
+def test_parts_of_tensors_arrays_and_dicts() -> None:
+    def same(found: Any, expected: Any) -> bool:
+        return type(found) is type(expected) and bool((found == expected).all())
+
+    rows = torch.arange(6.0).reshape(3, 2)
+    for padded, last in ((False, rows[2:]), (True, rows[[2, 2]])):
+        first, second = split(2, rows, padded)
+        assert same(first, rows[:2])
+        assert same(second, last)
+        first, second = split(2, rows.numpy(), padded)
+        assert same(second, last.numpy())
+    given = OrderedDict(text=["a", "b", "c"], ids=rows, inner={"x": np.arange(3), "y": (1, 2, 3)})
+    first, second = split(2, given, True)
+    assert type(second) is OrderedDict
+    assert (second["text"], second["inner"]["y"]) == (["c", "c"], (3, 3))
+    assert same(second["ids"], rows[[2, 2]])
+    assert same(second["inner"]["x"], np.array([2, 2]))
+    assert given["text"] == ["a", "b", "c"]  # the user's is what it was
+    assert list(split(4, given, True)[3]["text"]) == ["c"]
+    assert split(3, {}, True) == [{}] * 3
+
+
+def test_padded_tensors_come_on_the_device() -> None:
+    """As in Accelerate, so that what is made of them can be gathered."""
+
+    def work(accelerator: Accelerator) -> list[str]:
+        accelerator.strategy.device = torch.device("meta")
+        kinds = []
+        for padded in (False, True):
+            with accelerator.split_between_processes({"x": torch.ones(3)}, apply_padding=padded) as part:
+                kinds.append(part["x"].device.type)
+        return kinds
+
+    assert everywhere(2, work) == [["cpu", "meta"]] * 2
+
+
+class Table:
+    """What ``datasets.Dataset`` offers of itself here."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, places: list[int]) -> Table:
+        return Table([self.rows[place] for place in places])
+
+
+def test_parts_of_a_dataset() -> None:
+    assert [part.rows for part in split(3, Table([5, 6, 7, 8]))] == [[5, 6], [7], [8]]
+    assert [part.rows for part in split(3, Table([5, 6, 7, 8]), True)] == [[5, 6], [7, 8], [8, 8]]
+
+
+@pytest.mark.parametrize(
+    "inputs, text",
+    [
+        ("a string", "not a str"),
+        (torch.ones(()), "not a Tensor"),
+        (iter([1, 2]), "not a list_iterator"),
+        ({"a": [1, 2], "b": [1]}, r"must have one length, and they have 2 \('a'\), 1 \('b'\)"),
+        ({"a": {"b": [1, 2]}, "c": torch.ones(3)}, r"2 \('a'\), 3 \('c'\)"),
+    ],
+)
+def test_what_has_no_parts(inputs: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"split_between_processes.*{text}"):
+        split(2, inputs)
+
+
+# ---------------------------------------------------------------------------------------------------- real processes
+
+
+def together(folder: str) -> list[Any]:
+    """All that meets, on processes that were launched."""
+    accelerator = Accelerator()
+    rank, size = accelerator.process_index, accelerator.num_processes
+    log = Path(folder, "log")
+    for first in (accelerator.main_process_first, accelerator.local_main_process_first):
+        with first(), log.open("a") as file:
+            file.write(f"{rank}")
+        accelerator.wait_for_everyone()
+    triggers = []
+    for turn in range(3):
+        if turn == 1 and accelerator.is_last_process:
+            accelerator.set_trigger()
+        triggers.append(accelerator.check_trigger())
+    with accelerator.split_between_processes(torch.arange(7), apply_padding=True) as part:
+        padded: Tensor = accelerator.strategy.all_gather(part)
+    return [size, str(accelerator.distributed_type), triggers, padded.flatten().tolist()]
+
+
+def test_several_processes(run_dir: Path) -> None:
+    found = run_world(3, together, str(run_dir))
+    assert found == [[3, "MULTI_CPU", [False, True, False], [0, 1, 2, 3, 4, 6, 5, 6, 6]]] * 3
+    log = Path(run_dir, "log").read_text()
+    assert [log[0], log[3]] == ["0", "0"]  # in both rounds the main process was there before the others
+    assert sorted(log) == list("001122")

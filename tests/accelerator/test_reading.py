@@ -1,0 +1,144 @@
+"""Loaders that own loops read one inside the other, or side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import run_world
+
+from trainkit import Accelerator
+from trainkit.errors import ConfigurationError
+
+
+def numbers(samples: int, batch_size: int = 2) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(float(samples))), batch_size)
+
+
+def test_an_evaluation_in_the_middle_of_a_window_leaves_it_as_it_was() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, train, test = accelerator.prepare(nn.Linear(1, 1), numbers(10), numbers(6))
+    seen = []
+    for place, _ in enumerate(train):
+        with accelerator.accumulate(model):
+            before = accelerator.window.state()
+            if place == 1:
+                for _ in test:
+                    assert accelerator.gather_for_metrics(torch.ones(2)).shape == (2,)
+            assert accelerator.window.state() == before
+            seen.append(accelerator.sync_gradients)
+    assert seen == [False, False, True, False, True]
+    assert accelerator.sync_gradients
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (6, 10), (10, 6)])
+def test_loaders_that_are_zipped(lengths: tuple[int, int]) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, one, other = accelerator.prepare(nn.Linear(1, 1), *map(numbers, lengths))
+    idle = accelerator.window.state()
+    seen = []
+    for _ in zip(one, other, strict=False):
+        with accelerator.accumulate(model):
+            seen.append(accelerator.sync_gradients)
+    assert len(seen) == 3
+    assert accelerator.window.state() == idle
+
+
+def test_a_loop_that_is_left_early() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = accelerator.prepare(numbers(10))
+    idle = accelerator.window.state()
+    for _ in loader:
+        break
+    next(iter(loader))
+    assert accelerator.window.state() == idle
+
+
+def ends_of_epochs(even: bool, accumulate: int) -> list[tuple[int, list[float], bool]]:
+    """For a training and an evaluation: the batches, the shares of their windows, and whether the last one was a filler."""
+    accelerator = Accelerator(even_batches=even, gradient_accumulation_steps=accumulate)
+    model, loader = accelerator.prepare(nn.Linear(1, 1), numbers(10))
+    found = []
+    for training in (True, False):
+        model.train(training)
+        shares, filler = [], False
+        for _ in loader:
+            shares.append(accelerator.window.share)
+            filler = accelerator.reading.filler
+        found.append((len(shares), shares, filler))
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_with_even_batches_all_have_as_many(accumulate: int) -> None:
+    """Five micro-batches for two processes: the last row is one short."""
+    main, other = run_world(2, ends_of_epochs, True, accumulate)
+    for count, shares, filler in main:
+        assert (count, shares[-1], filler) == (3, 2.0, False)
+    for count, shares, filler in other:
+        assert (count, shares[-1], filler) == (3, 0.0, True)
+
+
+def test_without_even_batches_one_is_filled_in_only_where_a_window_is_empty() -> None:
+    (trained, evaluated), (trained_2, evaluated_2) = run_world(2, ends_of_epochs, False, 1)
+    assert (trained[0], evaluated[0]) == (3, 3)
+    assert (trained_2[0], trained_2[2]) == (3, True)  # nothing for it in the last window, and the others average gradients
+    assert evaluated_2[0] == 2
+    (trained, _), (trained_2, _) = run_world(2, ends_of_epochs, False, 2)
+    assert trained[1] == [0.5, 0.5, 2.0]
+    assert trained_2[1:] == ([0.5, 0.5, 0.0], True)
+    (trained, _), (trained_2, _) = run_world(2, ends_of_epochs, False, 3)
+    assert [len(shares) for _, shares, _ in (trained, trained_2)] == [3, 2]  # it has a part of the window
+
+
+@pytest.mark.world_size(2)
+def test_join_uneven_inputs_says_so_for_a_while() -> None:
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(nn.Linear(1, 1), numbers(10))
+    model.eval()
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        assert sum(1 for _ in loader) == 3 - accelerator.process_index
+    assert sum(1 for _ in loader) == 3
+    with accelerator.join_uneven_inputs([model]):
+        assert sum(1 for _ in loader) == 3
+    with (
+        pytest.raises(ConfigurationError, match="join_uneven_inputs: Linear has not been prepared"),
+        accelerator.join_uneven_inputs([nn.Linear(1, 1)]),
+    ):
+        pass
+
+
+# -------------------------------------------------------------------------------------------------------------- skipping
+
+
+def test_skip_first_batches() -> None:
+    accelerator = Accelerator(cpu=True)
+    fetched: list[int] = []
+
+    class Watched(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> int:
+            fetched.append(index)
+            return index
+
+    loader = accelerator.prepare(DataLoader(Watched(), 2, shuffle=True))
+    whole = [x.tolist() for x in loader]
+    loader.set_epoch(0)
+    fetched.clear()
+    skipped = accelerator.skip_first_batches(loader, 4)
+    assert len(skipped) == 2
+    assert [x.tolist() for x in skipped] == whole[4:]
+    assert fetched == [one for batch in whole[4:] for one in batch]
+    assert len(list(loader)) == 6  # the next epoch is whole
+    assert skipped.batch_size == 2
+    plain = accelerator.skip_first_batches(DataLoader(list(range(6)), 2), 2)
+    assert (len(plain), [x.tolist() for x in plain]) == (1, [[4, 5]])
+    assert accelerator.skip_first_batches([1, 2], 5).__len__() == 0
+    for odd in (-1, 1.5, True):
+        with pytest.raises(ConfigurationError, match="num_batches must be an integer ≥ 0"):
+            accelerator.skip_first_batches(loader, odd)

@@ -1,0 +1,182 @@
+"""``Accelerator.save``, ``get_state_dict`` and ``save_model``; what is written to a file is in ``test_single_file.py``."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from trainers import same
+from worlds import run_world, start_world
+
+from trainkit import Accelerator
+from trainkit.errors import CollectiveError, ConfigurationError, UnsavableError
+from trainkit.strategies import ZeROStrategy
+from trainkit.utils import load, load_checkpoint_in_model
+
+
+def test_save() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save(model.state_dict(), "weights.safetensors")
+    assert same(load_file("weights.safetensors"), model.state_dict())
+    accelerator.save({"epoch": 3, "best": (0.5, "a")}, Path("folder/best.json"), True)
+    assert load("folder/best.json") == {"epoch": 3, "best": (0.5, "a")}
+    with pytest.raises(UnsavableError, match="it is a module .*store its state_dict"):
+        accelerator.save({"model": model}, "model")
+    with pytest.raises(ConfigurationError, match=r"save\(safe_serialization=False\) is not offered: a pickle can run code"):
+        accelerator.save(1, "one", safe_serialization=False)
+    with pytest.raises(ConfigurationError, match="f is the path of a file, not <_io.BytesIO"):
+        accelerator.save(1, io.BytesIO())  # type: ignore[arg-type]
+    assert sorted(os.listdir()) == ["folder", "weights.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.bin", "array.pkl", "model.safetensors", "state"])
+def test_a_name_like_that_of_a_pickle_is_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A script that has trained for hours must not lose what it saves."""
+    Accelerator().save({"x": torch.ones(1)}, name)
+    assert torch.equal(load_file(name)["x"], torch.ones(1))
+    assert (f"{name} is no pickle, whatever its name says" in caplog.text) == (name not in ("model.safetensors", "state"))
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"seen": (1, 2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"seen": (1, 2)}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_get_state_dict(precision: str) -> None:
+    accelerator = Accelerator(precision=precision)
+    inner = nn.Sequential(Extra(2, 2), nn.BatchNorm1d(2))
+    inner.add_module("tied", nn.Linear(2, 2, bias=False))
+    inner.tied.weight = inner[0].weight
+    model, _ = accelerator.prepare(torch.compile(inner, backend="eager"), torch.optim.SGD(inner.parameters(), lr=0.1))
+    for unwrap in (True, False):
+        found = accelerator.get_state_dict(model, unwrap)
+        assert list(found) == list(inner.state_dict())
+        assert found["0._extra_state"] == {"seen": (1, 2)}
+        assert found["tied.weight"].data_ptr() == inner[0].weight.data_ptr(), "nothing is copied"
+        inner.load_state_dict(found)
+    accelerator.save(found, "state")
+    inner.load_state_dict(load("state"))
+
+
+def saved_by_transformers(folder: str) -> None:
+    for kind in ("ddp", "zero3"):
+        documented(kind, f"{folder}/{kind}")
+
+
+def documented(kind: str, folder: str) -> None:
+    """The code of Accelerate's documentation."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16, bos_token_id=1, eos_token_id=1
+    )
+    strategy: Any = kind if kind == "ddp" else ZeROStrategy(stage=3, param_persistence_threshold=0)
+    accelerator = Accelerator(strategy=strategy)
+    model = transformers.GPT2LMHeadModel(config)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.arange(8).reshape(1, 8)
+    accelerator.backward(model(tokens, labels=tokens).loss)
+    optimizer.step()
+    state = accelerator.get_state_dict(model)
+    assert bool(state) == (kind == "ddp" or accelerator.is_main_process)
+    accelerator.save(state, f"{folder}/state.safetensors")
+    if kind == "zero3" and accelerator.is_main_process:
+        with pytest.raises(ConfigurationError, match=r"has no values in this state dict.*accelerator.get_state_dict\(model\)"):
+            accelerator.save(model.state_dict(), f"{folder}/nothing")
+        assert not Path(folder, "nothing").exists()
+    accelerator.save(accelerator.strategy.rank, f"{folder}/rank.json")
+    accelerator.unwrap_model(model).save_pretrained(
+        folder,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=state,
+    )
+    accelerator.save_model(model, f"{folder}/ours")
+    accelerator.free_memory()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_transformers_model(run_dir: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    run_world(2, saved_by_transformers, str(run_dir))
+    for kind in ("ddp", "zero3"):
+        opened = transformers.GPT2LMHeadModel.from_pretrained(kind)
+        ours = transformers.GPT2LMHeadModel.from_pretrained(f"{kind}/ours")
+        other = transformers.GPT2LMHeadModel(opened.config)
+        load_checkpoint_in_model(other, f"{kind}/state.safetensors", strict=True)
+        assert load(f"{kind}/rank.json") == 0
+        for model in (ours, other):
+            assert same(model.state_dict(), opened.state_dict())
+            assert model.lm_head.weight is model.transformer.wte.weight
+        assert "lm_head.weight" not in load_file(f"{kind}/state.safetensors"), "which is tied"
+        assert "lm_head.weight" in load(f"{kind}/state.safetensors")
+
+
+def test_save_pretrained_alone() -> None:
+    """``save_function`` of a version of transformers that calls it, and of the one that is here."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=20, max_position_embeddings=8
+    )
+    model = transformers.BertForMaskedLM(config)
+    accelerator = Accelerator()
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = accelerator.get_state_dict(prepared)
+    accelerator.unwrap_model(prepared).save_pretrained(
+        "theirs", save_function=accelerator.save, state_dict=dict(state), is_main_process=accelerator.is_main_process
+    )
+    os.mkdir("called")
+    Path("called/config.json").write_bytes(Path("theirs/config.json").read_bytes())
+    accelerator.save(load_file("theirs/model.safetensors"), "called/model.safetensors")  # as version 4 calls it
+    for folder in ("theirs", "called"):
+        assert same(transformers.BertForMaskedLM.from_pretrained(folder).state_dict(), model.state_dict())
+
+
+def on_the_main_process(verb: str) -> None:
+    accelerator = Accelerator(strategy=ZeROStrategy(stage=3) if verb == "get_state_dict" else "auto")
+    inner = nn.Linear(2, 2)
+    model, _ = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    if accelerator.is_main_process:
+        getattr(accelerator, verb)(*{"save_model": (model, "there"), "get_state_dict": (model,)}.get(verb, ("there",)))
+    accelerator.load_state("elsewhere") if verb != "load_state" else accelerator.save_state("elsewhere")
+
+
+@pytest.mark.parametrize("verb", ["save_model", "get_state_dict", "save_state", "load_state"])
+def test_on_the_main_process_alone(verb: str, run_dir: Path) -> None:
+    """It is named instead of waited for; and what one process can write is not lost."""
+    ends = start_world(2, on_the_main_process, verb).ends(60)
+    assert not any(fine for fine, _ in ends)
+    assert any(CollectiveError.__name__ in text and f"rank 0: {verb} (test_saving.py:" in text for _, text in ends), ends
+    assert Path("there").exists() == (verb == "save_model")
+
+
+def alone_under_ddp(folder: str) -> list[Any]:
+    """Verbs that exchange nothing under DDP, as scripts have them in blocks for the main process."""
+    accelerator = Accelerator()
+    inner = nn.Linear(2, 2)
+    model, _ = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    if accelerator.is_main_process:
+        accelerator.save(accelerator.get_state_dict(model), f"{folder}/state.safetensors")
+    accelerator.save({"rank": accelerator.strategy.rank}, f"{folder}/rank.json")
+    accelerator.save_model(model, f"{folder}/model")
+    return [sorted(os.listdir(folder)), {n: t.tolist() for n, t in load(f"{folder}/state.safetensors").items()}]
+
+
+def test_under_ddp(run_dir: Path) -> None:
+    first, second = run_world(2, alone_under_ddp, str(run_dir / "folder"))
+    assert first == second, "what save_model has returned from is there for all"
+    assert first[0] == ["model", "rank.json", "state.safetensors"]
+    assert load("folder/rank.json") == {"rank": 0}
+    assert {name: tensor.tolist() for name, tensor in load_file("folder/model/model.safetensors").items()} == first[1]

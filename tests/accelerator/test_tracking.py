@@ -1,0 +1,414 @@
+"""``init_trackers``, ``log``, ``get_tracker`` and ``end_training``."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trackers import (  # noqa: F401  fixtures
+    PLAIN,
+    comet_offline,
+    comet_records,
+    history,
+    local_mlflow,
+    mlflow_records,
+    needs,
+    no_open_wandb_runs,
+    run_files,
+    wandb_service,
+)
+
+from trainkit import Accelerator
+from trainkit.accelerator.tracking import TrackerVerbs, check_trackers
+from trainkit.console import TrainkitWarning
+from trainkit.errors import (
+    ConfigurationError,
+    MetricError,
+    MissingPackageError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+)
+from trainkit.loggers import CSVLogger, Logger
+from trainkit.loggers.reader import read_metrics
+from trainkit.tracking import GeneralTracker, on_main_process
+from trainkit.utils.configurations import ProjectConfiguration
+
+STEP = "trainer/global_step"
+
+
+def only(path: Path) -> Any:
+    """The metrics of one file of a folder that has others too, which it is taken out of."""
+    alone = path.parent.parent / f"only-{path.name}"
+    alone.mkdir()
+    return read_metrics(path.rename(alone / path.name).parent)
+
+
+class Own(Accelerator, TrackerVerbs):
+    """An accelerator with trackers."""
+
+    def __init__(self, log_with: Any = None, project_dir: Any = None, logging_dir: Any = None) -> None:
+        super().__init__()
+        self.project = ProjectConfiguration(project_dir, logging_dir)
+        self._log_with = check_trackers(log_with, self.project.logging_dir)
+
+
+class LoggerType(enum.Enum):
+    """As scripts have it from Accelerate."""
+
+    TENSORBOARD = "tensorboard"
+    CSV = "csv"
+
+
+class Mine(GeneralTracker):
+    """A tracker as Accelerate's documentation has them."""
+
+    name = "mine"
+    requires_logging_directory = False
+
+    @on_main_process
+    def __init__(self, run: str) -> None:
+        super().__init__()
+        self.run = run
+        self.seen: list[Any] = []
+
+    @property
+    def tracker(self) -> str:
+        return self.run
+
+    @on_main_process
+    def start(self) -> None:
+        self.seen.append("start")
+
+    @on_main_process
+    def store_init_configuration(self, values: Any) -> None:
+        self.seen.append(values)
+
+    @on_main_process
+    def log(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
+        self.seen.append((values, step, kwargs))
+
+    @on_main_process
+    def finish(self) -> None:
+        self.seen.append("finish")
+
+
+def test_values_reach_all_trackers(run_dir: Path) -> None:
+    accelerator = Own(["tensorboard", LoggerType.CSV, "csv"], project_dir="runs")
+    accelerator.init_trackers("digits", config=argparse.Namespace(lr=0.1), init_kwargs={"tensorboard": {"flush_secs": 60}})
+    assert [tracker.name for tracker in accelerator.trackers] == ["tensorboard", "csv"]
+    accelerator.log({"loss": torch.tensor(0.5, dtype=torch.bfloat16), "acc": np.float32(0.25)}, step=3)
+    accelerator.log({"loss": 0.25, "val": {"acc": 1}}, step=torch.tensor(4))  # type: ignore[arg-type]
+    accelerator.log({"loss": 0.125})  # one more than the last
+    folder = run_dir / "runs" / "digits" / "version_0"
+    expected = {"loss": [(3, 0.5), (4, 0.25), (5, 0.125)], "acc": [(3, 0.25)], "val/acc": [(4, 1.0)]}
+    writer = accelerator.get_tracker("tensorboard", unwrap=True)
+    assert type(writer).__name__ == "SummaryWriter"
+    assert accelerator.get_tracker(LoggerType.TENSORBOARD).writer is writer
+    accelerator.end_training()
+    accelerator.end_training()
+    assert accelerator.trackers == []
+    assert only(folder / "metrics.csv") == expected
+    found = read_metrics(folder)
+    assert {name: found[name] for name in expected} == expected
+    assert (folder / "hparams.yaml").read_text() == "lr: 0.1\n"
+
+    accelerator.init_trackers("digits")  # a second training
+    accelerator.log({"loss": 1.0}, step=0)
+    accelerator.end_training()
+    assert (run_dir / "runs" / "digits" / "version_1" / "metrics.csv").read_text() == "step,loss\n0,1.0\n"
+
+
+def test_texts_and_images_of_tensorboard(run_dir: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accelerator = Own("tensorboard", project_dir="p", logging_dir="logs")
+    accelerator.init_trackers("x")
+    tracker = accelerator.get_tracker("tensorboard")
+    accelerator.log({"note": "hello", "loss": 1.0, "step": 7}, step=3)  # "step" is a metric beside the step
+    accelerator.log({"step": 4}, step=4)
+    tracker.log_images({"pictures": np.zeros((2, 4, 4, 3))}, step=3)
+    tracker.writer.add_images("raw", np.zeros((2, 4, 4, 3), dtype=np.uint8), 3, dataformats="NHWC")
+    accelerator.end_training()
+    events = EventAccumulator(str(run_dir / "logs" / "x" / "version_0")).Reload()
+    assert [(e.step, e.tensor_proto.string_val) for e in events.Tensors("note/text_summary")] == [(3, [b"hello"])]
+    assert {tag: [e.step for e in events.Images(tag)] for tag in events.Tags()["images"]} == {
+        "pictures/0": [3], "pictures/1": [3], "raw": [3],
+    }  # fmt: skip
+    scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert scalars == {"loss": [(3, 1.0)], "step": [(3, 7.0)]}
+
+
+def test_what_a_kill_leaves(run_dir: Path) -> None:
+    program = """
+import os, signal, sys
+sys.path[:0] = sys.argv[1:3]
+from test_tracking import Own
+accelerator = Own(["csv", "jsonl", "tensorboard"], project_dir="runs")
+accelerator.init_trackers("x", init_kwargs={"tensorboard": {"max_queue": 1}})
+for step in range(20):
+    accelerator.log({"loss": step}, step=step)
+accelerator.get_tracker("tensorboard").logger.save()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    here = Path(__file__).parent
+    ended = subprocess.run([sys.executable, "-c", program, str(here), str(here.parent)], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    folder, expected = run_dir / "runs" / "x" / "version_0", [(step, float(step)) for step in range(20)]
+    for name in ("metrics.csv", "metrics.jsonl"):
+        assert only(folder / name)["loss"] == expected
+    assert read_metrics(folder)["loss"] == expected
+
+
+@pytest.mark.usefixtures("wandb_service", "no_open_wandb_runs")
+def test_wandb_offline(run_dir: Path) -> None:
+    import wandb
+
+    accelerator = Own("wandb", project_dir="runs")
+    accelerator.init_trackers("demo", {"lr": 0.1}, {"wandb": {"name": "first", "tags": ["a"]}, "tensorboard": {"x": 1}})
+    run = accelerator.get_tracker("wandb", unwrap=True)
+    assert run is wandb.run is accelerator.get_tracker("wandb").run
+    assert (run.project, run.name, run.tags, dict(run.config)) == ("demo", "first", ("a",), {"lr": 0.1})
+    accelerator.log({"loss": torch.tensor(0.5), "step": 9, "note": "hi", "v": {"a": 1}}, 3, {"wandb": {"commit": True}})
+    accelerator.log({"loss": 0.25})
+    tracker = accelerator.get_tracker("wandb")
+    tracker.log({"validation": [wandb.Image(np.zeros((4, 4, 3), dtype=np.uint8))]}, step=5)
+    tracker.log_images({"pictures": [np.zeros((4, 4, 3)), np.ones((3, 4, 4))]}, step=6)
+    tracker.log_table("table", columns=["a", "b"], data=[(1, 2)], step=7)
+    accelerator.log({"p": torch.ones(())}, step=8)
+    with pytest.raises(UnsupportedArgumentError, match=r"commit=False .*accelerator.log\({...}, step=step\)"):
+        accelerator.log({"loss": 0}, 9, {"wandb": {"commit": False}})
+    with pytest.raises(UnsupportedArgumentError, match=r"wandb does not take sync= here.*get_tracker\('wandb', unwrap=True\)"):
+        accelerator.log({"loss": 0}, 9, {"wandb": {"sync": True}})
+    accelerator.end_training()
+    assert wandb.run is None
+    rows = history(run_files(run_dir / "runs")[0])
+    assert rows[:2] == [{"loss": 0.5, "step": 9, "note": "hi", "v/a": 1, STEP: 3}, {"loss": 0.25, STEP: 4}]
+    assert [row[STEP] for row in rows] == [3, 4, 5, 6, 7, 8]
+
+
+@needs("mlflow")
+@needs("comet_ml")
+@pytest.mark.usefixtures("wandb_service", "no_open_wandb_runs", "local_mlflow", "comet_offline")
+def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level("INFO", "trainkit")
+    monkeypatch.setenv("NETRC", str(run_dir / "no-netrc"))
+    accelerator = Own("all", project_dir="runs")
+    accelerator.init_trackers("demo", {"lr": 0.1}, {"wandb": {"mode": "online"}})
+    assert [tracker.name for tracker in accelerator.trackers] == ["mlflow", "tensorboard"]
+    said = [message for message in caplog.messages if "leaves out" in message]
+    assert [message.split(". Run")[0] for message in said] == [
+        "log_with='all' leaves out comet_ml: it has no API key here",
+        "log_with='all' leaves out wandb: nobody is logged in here",
+    ]
+    assert accelerator.get_tracker("wandb").run.log_artifact("x") is not None  # does nothing
+    accelerator.end_training()
+
+    mine = Mine("x")
+    accelerator = Own([mine, "all"], project_dir="runs")
+    accelerator.init_trackers("demo", init_kwargs={"comet_ml": {"online": False, **PLAIN}, "mlflow": {"run_name": "r"}})
+    assert [tracker.name for tracker in accelerator.trackers] == ["mine", "comet_ml", "mlflow", "tensorboard", "wandb"]
+    accelerator.log({"loss": 0.5}, step=1)
+    run = accelerator.get_tracker("mlflow", unwrap=True)
+    assert run.info.run_name == "r"
+    (run_dir / "file.txt").write_text("content")
+    accelerator.get_tracker("mlflow").log_artifact("file.txt", "here")
+    assert accelerator.get_tracker("comet_ml", unwrap=True) is accelerator.get_tracker("comet_ml").writer
+    uri = accelerator.get_tracker("mlflow").logger.tracking_uri
+    accelerator.end_training()
+    assert uri == f"sqlite:///{(run_dir / 'runs' / 'mlflow.db').as_posix()}"
+    assert mlflow_records(uri, run.info.run_id) == {"loss": [(1, 0.5)]}
+    assert (Path(run.info.artifact_uri) / "here" / "file.txt").read_text() == "content"
+    assert comet_records(run_dir / "runs") == {"loss": [(1, 0.5)]}
+    assert read_metrics(run_dir / "runs" / "demo")["loss"] == [(1, 0.5)]
+    assert [row["loss"] for row in history(run_files(run_dir / "runs")[-1])] == [0.5]
+    assert mine.seen == ["start", ({"loss": 0.5}, 1, {}), "finish"]
+
+
+def test_all_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    accelerator = Own("all")
+    with pytest.warns(TrainkitWarning, match="there is no tracker, so nothing will be logged"):
+        accelerator.init_trackers("demo")
+    accelerator.log({"loss": 1.0}, step=0)
+    accelerator.end_training()
+
+
+def test_trackers_of_the_users(run_dir: Path) -> None:
+    class Kept(Logger):
+        rows: list[Any] = []  # noqa: RUF012
+
+        def write_metrics(self, metrics: Any, step: int) -> None:
+            self.rows.append((step, dict(metrics)))
+
+    mine, kept, table = Mine("run"), Kept(), CSVLogger("elsewhere", "name")
+    accelerator = Own([mine, kept, table])
+    accelerator.init_trackers("demo", {"lr": 1})
+    value = torch.tensor(2.0)
+    accelerator.log({"a": value}, step=1, log_kwargs={"mine": {"more": True}})
+    assert accelerator.get_tracker("mine") is mine
+    assert accelerator.get_tracker("mine", unwrap=True) == "run"
+    assert accelerator.get_tracker("Kept").logger is kept
+    accelerator.end_training()
+    assert mine.seen == ["start", {"lr": 1}, ({"a": value}, 1, {"more": True}), "finish"]
+    assert kept.rows == [(1, {"a": 2.0})]
+    assert read_metrics("elsewhere") == {"a": [(1, 2.0)]}
+
+    class Old:
+        """Without ``start`` and ``finish``, and of no class of ours."""
+
+        name, tracker, requires_logging_directory = "old", None, True
+        store_init_configuration = log = lambda self, values, step=None: None
+
+    with pytest.raises(ConfigurationError, match="log_with='old' writes files"):
+        Own(Old())
+    accelerator = Own(Old(), project_dir="x")
+    accelerator.init_trackers("demo", {})
+    accelerator.log({"a": 1})
+    accelerator.end_training()
+
+
+def test_a_tracker_that_lacks_something() -> None:
+    class Half(GeneralTracker):
+        name = "half"
+
+    with pytest.raises(ConfigurationError, match="has no tracker"):
+        Own(Half(_blank=True))
+
+
+def test_without_trackers_a_script_runs_the_same() -> None:
+    accelerator = Own()
+    accelerator.log({"loss": 1.0}, step=1)
+    accelerator.get_tracker("wandb").log({"x": 1})
+    accelerator.init_trackers("demo", {"lr": 1}, {"wandb": {"name": "x"}})
+    accelerator.log({"loss": 1.0}, step=1, log_kwargs={"wandb": {"commit": True}})
+    assert accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("x", 1, 2) is not None
+    assert accelerator.trackers == []
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("log_with, error, words", [
+    ("tensorbord", UnknownNameError, "expected 'all' or one of comet_ml, .* got 'tensorbord'. Did you mean 'tensorboard'"),
+    ("aim", UnsupportedArgumentError, "is a tracker of Accelerate's that trainkit does not have. Fix: use one of comet_ml"),
+    ("tensorboard", ConfigurationError, r"writes files.*Accelerator\(log_with='tensorboard', project_dir='runs'\)"),
+    ("all", ConfigurationError, "writes files"),
+    (["jsonl"], ConfigurationError, "writes files"),
+    (CSVLogger, ConfigurationError, r"got the class CSVLogger. Fix: log_with=CSVLogger\(\)"),
+    (3, ConfigurationError, "got 3, which has no name, tracker, store_init_configuration, log"),
+])  # fmt: skip
+def test_what_is_no_tracker(log_with: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Own(log_with)
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, package in [("wandb", "wandb"), ("mlflow", "mlflow"), ("comet_ml", "comet_ml"), ("tensorboard", "tensorboard")]:
+        with pytest.raises(MissingPackageError, match=f"pip install {package} "):
+            Own(name, project_dir="x")
+
+
+def test_verbs_at_the_wrong_time(run_dir: Path) -> None:
+    accelerator = Own("csv", project_dir="runs")
+    for verb in (lambda: accelerator.log({"a": 1}), lambda: accelerator.get_tracker("csv")):
+        with pytest.raises(ConfigurationError, match=r"trackers \(csv\) are not running. Fix: call accelerator.init_trackers"):
+            verb()
+    accelerator.init_trackers("x")
+    with pytest.raises(ConfigurationError, match=r"trackers are running. Fix: call accelerator.end_training\(\)"):
+        accelerator.init_trackers("y")
+    with pytest.raises(UnknownNameError, match="expected one of csv, got 'cvs'. Did you mean 'csv'"):
+        accelerator.get_tracker("cvs")
+    accelerator.end_training()
+    with pytest.raises(ConfigurationError, match="not running"):
+        accelerator.log({"a": 1})
+
+
+@pytest.mark.parametrize("name, config, init_kwargs, error, words", [
+    ("", None, None, ConfigurationError, "project_name: expected a name"),
+    ("x", None, {"csw": {}}, UnknownNameError, "init_kwargs: .* got 'csw'. Did you mean 'csv'"),
+    ("x", None, {"csv": ["a"]}, ConfigurationError, "expected a dict of arguments"),
+    ("x", None, {"csv": {"flush": 1}}, UnknownNameError, r"CSVLogger: .* got 'flush'.* It has: save_dir, name"),
+    ("x", None, {"mine": {"a": 1}}, ConfigurationError, "'mine' was given as an object"),
+    ("../x", None, None, ConfigurationError, "without '..'"),
+    ("x", 3, None, ConfigurationError, "expected a dict, an argparse.Namespace"),
+])  # fmt: skip
+def test_arguments_of_init_trackers(
+    name: str, config: Any, init_kwargs: Any, error: type[Exception], words: str, run_dir: Path
+) -> None:
+    accelerator = Own(["csv", Mine("x")], project_dir="runs")
+    with pytest.raises(error, match=words):
+        accelerator.init_trackers(name, config, init_kwargs)
+    accelerator.init_trackers("after")  # nothing is left open
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("values, step, options, error, words", [
+    ({"a": torch.ones(2)}, 0, {}, MetricError, "one real number, got Tensor of shape"),
+    ({"a": None}, 0, {}, MetricError, "one real number"),
+    ({3: "x"}, 0, {}, MetricError, "expected a name, got 3"),
+    ({"a": "text"}, 0, {}, ConfigurationError, "CSVLogger cannot hold text"),
+    ({"step": 3}, 4, {}, ConfigurationError, "csv has a column 'step' already"),
+    ({"a": 1}, 1.5, {}, ConfigurationError, "step: expected a whole number"),
+    ({"a": 1}, 0, {"csv": {"epoch": 1}}, UnsupportedArgumentError, "csv does not take epoch= here"),
+    ({"a": 1}, 0, {"csx": {}}, UnknownNameError, "log_kwargs: .*Did you mean 'csv'"),
+])  # fmt: skip
+def test_what_cannot_be_logged(values: Any, step: Any, options: Any, error: type[Exception], words: str, run_dir: Path) -> None:
+    accelerator = Own("csv", project_dir="runs")
+    accelerator.init_trackers("x")
+    with pytest.raises(error, match=words):
+        accelerator.log(values, step, options)
+    accelerator.end_training()
+    assert (run_dir / "runs/x/version_0/metrics.csv").read_text() == ""
+
+
+def test_all_are_ended_though_one_fails(run_dir: Path) -> None:
+    class Bad(Mine):
+        name = "bad"
+
+        def finish(self) -> None:
+            raise OSError("full")
+
+    good = Mine("x")
+    accelerator = Own([Bad("x"), good])
+    accelerator.init_trackers("demo")
+    with pytest.raises(OSError, match="full"):
+        accelerator.end_training()
+    assert good.seen == ["start", "finish"]
+    accelerator.end_training()
+
+
+@pytest.mark.world_size(2)
+def test_the_main_process_logs_and_the_others_go_along() -> None:
+    mine = Mine("x")
+    accelerator = Own(["tensorboard", "csv", mine], project_dir="runs")
+    accelerator.init_trackers("demo", {"lr": 0.1}, {"csv": {"name": "table"}})
+    main = accelerator.is_main_process
+    accelerator.log({"rank": int(os.environ["RANK"])}, step=0)
+    tracker = accelerator.get_tracker("tensorboard")
+    tracker.log_images({"x": np.zeros((1, 4, 4, 3))}, step=0)
+    accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("raw", 1, 0)
+    assert [one.name for one in accelerator.trackers] == (["tensorboard", "csv", "mine"] if main else [])
+    with pytest.raises(UnknownNameError):
+        accelerator.get_tracker("wandb")
+    accelerator.end_training()
+    assert getattr(mine, "seen", None) == (["start", {"lr": 0.1}, ({"rank": 0}, 0, {}), "finish"] if main else None)
+    accelerator.world.barrier()
+    if main:  # as many scripts do
+        accelerator.init_trackers("alone")
+    accelerator.log({"rank": int(os.environ["RANK"])}, step=0)
+    accelerator.get_tracker("csv").logger.log_metrics({"more": 1}, 1)
+    accelerator.end_training()
+    accelerator.world.barrier()
+    assert Path("runs/alone/version_0/metrics.csv").read_text() == "step,rank,more\n0,0,\n1,,1\n"
+    assert sorted(path.as_posix() for path in Path("runs").glob("*/*")) == [
+        "runs/alone/version_0", "runs/demo/version_0", "runs/table/version_0",
+    ]  # fmt: skip
+    assert (Path("runs") / "table/version_0/metrics.csv").read_text() == "step,rank\n0,0\n"

@@ -1,0 +1,67 @@
+"""``zero3_init_flag``: models of ``transformers`` are divided as they are made."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit import Accelerator
+from trainkit.utils import DeepSpeedPlugin, set_seed
+
+transformers = pytest.importorskip("transformers")
+deepspeed = pytest.importorskip("deepspeed")
+
+
+def tiny() -> Any:
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8, bos_token_id=1, eos_token_id=1
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def is_divided(model: nn.Module) -> bool:
+    (found,) = {hasattr(parameter, "ds_id") for parameter in model.parameters()}
+    return found
+
+
+def loss_after_a_step(accelerator: Accelerator, model: Any) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    tokens = torch.arange(8)[None] % 5
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert losses[1] < losses[0]
+    accelerator.free_memory()
+    return losses[1]
+
+
+@pytest.mark.world_size(2)
+def test_models_of_transformers_are_divided_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = deepspeed.zero.Init
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    set_seed(2)
+    model = tiny()
+    assert is_divided(model)
+    assert not is_divided(nn.Linear(2, 2))
+    divided = loss_after_a_step(accelerator, model)
+    assert is_divided(tiny())  # of the next training
+
+    del accelerator, model
+    gc.collect()
+    assert deepspeed.zero.Init is kind
+    assert not is_divided(tiny())
+
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False))
+    set_seed(2)
+    model = tiny()
+    assert not is_divided(model)
+    assert loss_after_a_step(accelerator, model) == pytest.approx(divided, rel=0.2)  # initialised likewise, by other numbers

@@ -1,0 +1,183 @@
+"""A prepared scheduler advances as Accelerate's: with the updates, once for each process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import run_world
+
+from trainkit import Accelerator, Precision, Strategy
+from trainkit.console import TrainkitWarning
+
+SAMPLES, EPOCHS = 48, 2
+
+
+def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    model = torch.nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(TensorDataset(torch.ones(SAMPLES, 1)), 4)
+
+
+def trace(make: Any, prepared_length: bool = False, accumulate: int = 1, **options: Any) -> list[float]:
+    """The learning rate that each update was made with, and the last one."""
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate, **options)
+    model, optimizer, loader = parts()
+    whole = len(loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    length = len(loader) if prepared_length else whole
+    scheduler = accelerator.prepare(make(optimizer, -(-length // accumulate) * EPOCHS))
+    found = []
+    for _ in range(EPOCHS):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum() * 0.0)
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    found.append(optimizer.param_groups[0]["lr"])
+                scheduler.step()
+                optimizer.zero_grad()
+    return [*found, optimizer.param_groups[0]["lr"]]
+
+
+def by_hand(make: Any, steps: int, at: list[int]) -> list[float]:
+    _, optimizer, _ = parts()
+    scheduler, rates = make(optimizer, steps), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    rates.append(optimizer.param_groups[0]["lr"])
+    return [rates[one] for one in at]
+
+
+def cosine(optimizer: Any, steps: int) -> Any:
+    return CosineAnnealingLR(optimizer, steps)
+
+
+def one_cycle(optimizer: Any, steps: int) -> Any:
+    return OneCycleLR(optimizer, max_lr=1.0, total_steps=steps)
+
+
+@pytest.mark.parametrize("make", [cosine, one_cycle])
+@pytest.mark.parametrize("size, accumulate", [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_a_schedule_made_for_the_loader_as_it_was_ends_with_the_training(make: Any, size: int, accumulate: int) -> None:
+    batches = SAMPLES // 4
+    steps = batches // accumulate * EPOCHS
+    wanted = by_hand(make, steps, list(range(0, steps + 1, size)))
+    for found in run_world(size, trace, make, False, accumulate):
+        assert found == pytest.approx(wanted)
+
+
+def test_one_cycle_whose_last_row_is_short() -> None:
+    """Five processes take five steps for the last two micro-batches of an epoch; OneCycleLR refuses to go beyond its end."""
+    found = run_world(5, trace, one_cycle)[0]
+    assert len(found) == 2 * 3 + 1
+    assert found[-1] == pytest.approx(by_hand(one_cycle, 24, [24])[0])
+
+
+@pytest.mark.world_size(2)
+def test_with_split_batches_each_update_is_a_step() -> None:
+    found = trace(cosine, prepared_length=True, split_batches=True)
+    assert found == pytest.approx(by_hand(cosine, 24, list(range(25))))
+
+
+def test_with_step_scheduler_with_optimizer_false_each_call_is_a_step() -> None:
+    for found in run_world(2, in_windows):
+        assert found == [1.0, 0.5, 0.25, 0.125]
+
+
+def in_windows() -> list[float]:
+    accelerator = Accelerator(gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
+    model, optimizer, loader = accelerator.prepare(*parts())
+    scheduler = accelerator.prepare(StepLR(optimizer, 1, 0.5))
+    found = [optimizer.param_groups[0]["lr"]]
+    for (x,), _ in zip(loader, range(3), strict=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_a_skipped_update_is_no_step() -> None:
+    accelerator = Accelerator(strategy=Strategy("cpu"), precision=Precision("16-mixed", init_scale=2.0**4))
+    model, optimizer, loader = accelerator.prepare(*parts())
+    scheduler = accelerator.prepare(StepLR(optimizer, 1, 0.5))
+    for place, (x,) in enumerate(loader):
+        accelerator.backward(model(x).sum() * (float("inf") if place == 1 else 1.0))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        assert accelerator.optimizer_step_was_skipped is (place == 1)
+        if place == 3:
+            break
+    assert scheduler.last_epoch == 3
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+# --------------------------------------------------------------------------------------------------------------- warnings
+
+
+def lambdas(optimizer: Any, steps: int) -> Any:
+    def falling(step: int, *, num_training_steps: int) -> float:
+        return max(0.0, 1.0 - step / num_training_steps)
+
+    return LambdaLR(optimizer, partial(falling, num_training_steps=steps))  # as transformers makes them
+
+
+def linear(optimizer: Any, steps: int) -> Any:
+    return LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
+
+
+def warned(make: Any, prepared_length: bool, **options: Any) -> list[str]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trace(make, prepared_length, **options)
+    return [str(one.message) for one in caught if issubclass(one.category, TrainkitWarning)]
+
+
+@pytest.mark.parametrize("make", [cosine, one_cycle, lambdas, linear])
+def test_one_made_for_the_prepared_length_is_told_once(make: Any) -> None:
+    (text,), nothing = run_world(2, warned, make, True)
+    assert "is over after 12 steps, and takes 2 with each update, one for each process" in text
+    assert "12 fits the 6 batches of the prepared loader, so it ends too early" in text
+    assert "it must fit the 12 of the loader as it was before prepare" in text
+    assert nothing == []  # the main process speaks for all
+
+
+@pytest.mark.parametrize("make", [cosine, one_cycle, lambdas, linear])
+def test_others_are_not(make: Any) -> None:
+    assert run_world(2, warned, make, False) == [[], []]
+    assert warned(make, True, strategy=Strategy("cpu")) == []
+
+
+def test_nor_one_whose_steps_are_the_users_own() -> None:
+    assert run_world(2, unwarned) == [[], []]
+
+
+def unwarned() -> list[str]:
+    return [*warned(cosine, True, step_scheduler_with_optimizer=False), *warned(cosine, True, split_batches=True)]
+
+
+def test_nor_one_that_ends_a_little_early_because_windows_are_rounded() -> None:
+    """47 batches of each process in windows of two: 24 updates an epoch, two steps more than the 94 of two epochs."""
+    assert run_world(2, rounded) == [[], []]
+
+
+def rounded() -> list[str]:
+    global SAMPLES
+    SAMPLES = 4 * 94
+    return warned(lambda optimizer, steps: CosineAnnealingLR(optimizer, 94), False, accumulate=2)
+
+
+def test_one_whose_length_fits_both_is_told_when_it_goes_on_beyond_its_end() -> None:
+    """Two epochs of six batches are one of twelve."""
+    (text,), _ = run_world(2, warned, cosine, True)
+    assert "12 fits the 6 batches" in text

@@ -1,0 +1,81 @@
+"""Contexts of an own loop: in a precision, without gradients travelling, under the profiler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.accelerator.options import Options
+from trainkit.data.window import Window
+from trainkit.strategy import Strategy
+from trainkit.utils.handlers import AutocastKwargs, ProfileKwargs
+
+__all__ = ["ContextVerbs"]
+
+
+class ContextVerbs:
+    """The verbs of :class:`trainkit.Accelerator` for ``with``."""
+
+    strategy: Strategy
+    window: Window
+    options: Options
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Within it the forward is computed in the accelerator's precision.
+
+        Args:
+            autocast_handler: in the stead of the one in ``kwargs_handlers``; with ``enabled=False`` it is float32 within.
+        """
+        handler = autocast_handler or self.options.autocast
+        precision = self.strategy.precision
+        if handler is None or precision.autocast_dtype is None:
+            return self.strategy.forward_context()
+        return torch.autocast(
+            precision.device_type,
+            dtype=precision.autocast_dtype,
+            enabled=handler.enabled,
+            cache_enabled=handler.cache_enabled,
+        )
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Within it gradients are added up and do not travel: they do with the first backward pass after it.
+
+        :meth:`accumulate` does so by itself, and scales the losses.
+
+        Args:
+            model: as ``prepare`` returned it.
+        """
+        if model is not None:
+            self._check_prepared("no_sync", model)
+        window = self.window
+        full, window.full = window.full, False
+        try:
+            with self.strategy.accumulating(model, False):
+                yield
+        finally:
+            window.full = full
+
+    def _check_prepared(self, verb: str, model: Any) -> None:
+        raise NotImplementedError
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
+        """Within it torch's profiler records, and what it gives is ``torch.profiler.profile``.
+
+        Args:
+            profile_handler: in the stead of the one in ``kwargs_handlers``.
+        """
+        handler = profile_handler or self.options.profile or ProfileKwargs()
+        folder = handler.output_trace_dir
+        if folder is not None:
+            os.makedirs(folder, exist_ok=True)
+        with handler.build() as recording:
+            yield recording
+        if folder is not None:
+            recording.export_chrome_trace(os.path.join(folder, f"profile_{self.strategy.rank}.json"))

@@ -1,0 +1,198 @@
+"""Verbs that put together what the processes have: gather, reduce, pad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.reading import Reading
+from trainkit.data.nested import leaves, map_tensors
+from trainkit.errors import CollectiveError, ConfigurationError
+from trainkit.strategy import Strategy
+
+__all__ = ["GatherVerbs"]
+
+_REDUCTIONS = ("sum", "mean", "none")
+
+
+class GatherVerbs:
+    """The verbs of :class:`trainkit.Accelerator` that exchange tensors and objects; all processes call them."""
+
+    strategy: Strategy
+    meeting: Meeting
+    reading: Reading
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all processes, one after the other in the order of the ranks; scalars become a vector.
+
+        The micro-batches of an epoch may end with a short one, so tensors may differ in the first dimension if it is the size
+        of the micro-batch that each process works on. With one process they are returned as they are.
+
+        Args:
+            tensor: a tensor, or tensors in lists, tuples and dicts; the same containers on all processes.
+
+        Raises:
+            CollectiveError: other containers, shapes or dtypes on other processes; the message names them.
+            ConfigurationError: something in it is no tensor.
+        """
+        return self._gathered("gather", tensor, drop=False)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As :meth:`gather`, without what was only filled up: each sample of an epoch is there once, in the order of the data.
+
+        Args:
+            input_data: tensors in containers; or lists of objects that can be pickled, which are put together.
+            use_gather_object: take tensors for objects, too: they may then have any shape, and come on the CPU.
+
+        Raises:
+            CollectiveError, ConfigurationError: as of :meth:`gather`.
+        """
+        if not use_gather_object and all(isinstance(leaf, Tensor) for leaf in leaves(input_data)):
+            return self._gathered("gather_for_metrics", input_data, drop=True)
+        return self._gathered_objects(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or the mean over the processes, the same on all of them.
+
+        Args:
+            tensor: a tensor, or tensors in lists, tuples and dicts; of the same shapes on all processes.
+            reduction: ``"sum"``, ``"mean"``, or ``"none"``, which only scales.
+            scale: the result is multiplied by it.
+
+        Raises:
+            CollectiveError: other shapes or dtypes on other processes.
+            ConfigurationError: another reduction.
+        """
+        if reduction not in _REDUCTIONS:
+            raise ConfigurationError(f"reduce: reduction must be one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
+        size = self.strategy.world.size
+        if size > 1 and reduction != "none":
+            said = self._said("reduce", tensor)
+            _check_alike("reduce", said)
+            tensor = map_tensors(tensor, lambda t: self._reduced(t, reduction == "mean"))
+        return tensor if scale == 1.0 else map_tensors(tensor, lambda t: t * scale)
+
+    def _reduced(self, tensor: Tensor, mean: bool) -> Tensor:
+        """Added up in the order of the ranks: the same bits on all of them."""
+        total: Tensor = self.strategy.all_gather(tensor.detach(), alike=True).sum(0)
+        return total / self.strategy.world.size if mean else total
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Tensors that are in one dimension as long as the longest of all processes, so that they can be gathered.
+
+        Args:
+            tensor: a tensor, or tensors in lists, tuples and dicts. One that does not have the dimension is left as it is.
+            dim: which one.
+            pad_index: what is filled in.
+            pad_first: in front instead of behind.
+
+        Raises:
+            CollectiveError: other containers or numbers of dimensions on other processes.
+        """
+        if self.strategy.world.size == 1:
+            return tensor
+        said = self._said("pad_across_processes", tensor)
+        ranks = [[len(shape) for _, shape in its["tensors"]] for its in said]
+        if any(other != ranks[0] for other in ranks):
+            raise _unlike("pad_across_processes", said, "Give tensors of as many dimensions on all processes.")
+        columns = zip(*(its["tensors"] for its in said), strict=True)
+        shapes = [[shape for _, shape in column] for column in columns]
+        positions = iter(shapes)
+
+        def pad(one: Tensor) -> Tensor:
+            column = next(positions)
+            if not -one.ndim <= dim < one.ndim:
+                return one
+            missing = max(shape[dim] for shape in column) - one.shape[dim]
+            if not missing:
+                return one
+            filled = one.new_full([missing if d == dim % one.ndim else n for d, n in enumerate(one.shape)], pad_index)
+            return torch.cat([filled, one] if pad_first else [one, filled], dim)
+
+        return map_tensors(tensor, pad)
+
+    def _said(self, verb: str, data: Any, **more: Any) -> list[Any]:
+        """What each process has come with to a verb: dtypes and shapes."""
+        odd = next((leaf for leaf in leaves(data) if not isinstance(leaf, Tensor)), None)
+        if odd is not None:
+            raise ConfigurationError(
+                f"{verb} takes tensors, in lists, tuples and dicts, and there is a {type(odd).__name__} in it. Objects: "
+                "accelerator.gather_for_metrics([…], use_gather_object=True)"
+            )
+        tensors = [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in leaves(data)]
+        return self.meeting.exchange(verb, {"tensors": tensors, **more})
+
+    def _gathered(self, verb: str, data: Any, drop: bool) -> Any:
+        world, reading = self.strategy.world, self.reading
+        if world.size == 1:
+            return map_tensors(data, reading.cut) if drop else data
+        said = self._said(verb, data, samples=reading.samples, filler=reading.filler)
+        _check_rows(verb, said)
+        kept = [not (drop and its["filler"]) for its in said]
+        columns = iter([shape for _, shape in column] for column in zip(*(its["tensors"] for its in said), strict=True))
+
+        def gather(one: Tensor) -> Tensor:
+            shapes = next(columns)
+            if one.ndim == 0:
+                one, shapes = one[None], [[1]] * world.size
+            longest = max(shape[0] for shape in shapes)
+            one = one.to(self.strategy.device).detach()
+            if len(one) < longest:
+                one = functional.pad(one, [0, 0] * (one.ndim - 1) + [0, longest - len(one)])
+            stacked: Tensor = self.strategy.all_gather(one, alike=True)
+            if all(kept) and all(shape[0] == longest for shape in shapes):
+                return stacked.flatten(0, 1)
+            parts = [part[: shape[0]] for part, shape, keep in zip(stacked, shapes, kept, strict=True) if keep]
+            return torch.cat(parts) if parts else stacked[0, :0]
+
+        return map_tensors(data, gather)
+
+    def _gathered_objects(self, data: Any) -> Any:
+        world = self.strategy.world
+        if world.size == 1:
+            return data
+        if not isinstance(data, list | tuple):
+            raise ConfigurationError(
+                f"gather_for_metrics puts lists of objects together, and this is a {type(data).__name__}. Give one object of "
+                "each process as a list: accelerator.gather_for_metrics([value])"
+            )
+        fillers = self.meeting.exchange("gather_for_metrics", self.reading.filler)
+        said = world.exchange_objects(data)
+        return [item for its, filler in zip(said, fillers, strict=True) if not filler for item in its]
+
+
+def _check_alike(verb: str, said: Sequence[Mapping[str, Any]]) -> None:
+    if any(its["tensors"] != said[0]["tensors"] for its in said):
+        raise _unlike(verb, said, "Give tensors of the same shapes and dtypes on all processes.")
+
+
+def _check_rows(verb: str, said: Sequence[Mapping[str, Any]]) -> None:
+    """Tensors may differ in the first dimension where that is the size of each process's micro-batch."""
+    forms = [[(dtype, len(shape), shape[1:]) for dtype, shape in its["tensors"]] for its in said]
+    if any(form != forms[0] for form in forms):
+        raise _unlike(verb, said, _PAD)
+    for place in range(len(forms[0])):
+        shapes = [its["tensors"][place][1] for its in said]
+        if any(shape != shapes[0] for shape in shapes) and any(
+            shape[0] != its["samples"] for shape, its in zip(shapes, said, strict=True)
+        ):
+            raise _unlike(verb, said, _PAD)
+
+
+_PAD = (
+    "Only the first dimension may differ, where it is that of the samples of each process's micro-batch. Pad the others: "
+    "accelerator.gather(accelerator.pad_across_processes(x, dim=1))"
+)
+
+
+def _unlike(verb: str, said: Sequence[Mapping[str, Any]], fix: str) -> CollectiveError:
+    shown = "; ".join(
+        f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in its['tensors']) or 'nothing'}"
+        for rank, its in enumerate(said)
+    )
+    return CollectiveError(f"{verb}: the processes have tensors that do not go together ({shown}). {fix}")

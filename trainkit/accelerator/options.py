@@ -1,0 +1,315 @@
+"""The arguments of ``Accelerator``, and what a configuration says where they say nothing → what it works with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainkit.accelerator.tracking import check_trackers
+from trainkit.arguments import refuse_unknown
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
+from trainkit.launch.wanted import Wanted
+from trainkit.precision import Precision, is_short
+from trainkit.registry import load_strategy, make_strategy
+from trainkit.settings.carried import Settings, carried, debugging
+from trainkit.strategy import Strategy
+from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
+from trainkit.utils.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    sorted_handlers,
+)
+from trainkit.where import chosen_strategy
+
+__all__ = ["Options", "resolve"]
+
+MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+_WITH_MASTERS = {"no": "32-true", "fp16": "16-true", "bf16": "bf16-true"}  # DeepSpeed's fp16 and bf16
+_NAMES = {"32-true": "no", "16-mixed": "fp16", "16-true": "fp16", "bf16-mixed": "bf16", "bf16-true": "bf16"}
+_GENERATORS = ("torch", "cuda", "xla", "generator")
+_ZERO = "Parameters are divided by ZeRO: Accelerator(strategy='zero3')"
+
+
+@dataclass
+class Options:
+    """What an ``Accelerator`` works with.
+
+    Attributes:
+        strategy: as one of the processes, with its precision.
+        steps: micro-batches in an update.
+        split_batches: a loader's ``batch_size`` is that of all processes together.
+        even_batches: all processes are given as many batches.
+        step_scheduler_with_optimizer: a scheduler advances with updates, once for each process.
+        device_placement: models, optimizers and batches are put on the device.
+        project: where the loop writes.
+        log_with: trackers, as they were given.
+        autocast: of :meth:`trainkit.Accelerator.autocast`.
+        profile: of :meth:`trainkit.Accelerator.profile`.
+        compile: arguments of ``torch.compile`` for models; ``None``: they are not compiled.
+        plugin: DeepSpeed's, as it was given or as the configuration says.
+        debug: the calls of all processes are compared.
+        watched: the process ends when another one fails.
+    """
+
+    strategy: Strategy
+    steps: int = 1
+    split_batches: bool = False
+    even_batches: bool = True
+    step_scheduler_with_optimizer: bool = True
+    device_placement: bool = True
+    project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
+    log_with: Sequence[Any] = ()
+    autocast: AutocastKwargs | None = None
+    profile: ProfileKwargs | None = None
+    compile: Mapping[str, Any] | None = None
+    plugin: DeepSpeedPlugin | None = None
+    debug: bool = False
+    watched: bool = True
+
+
+def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
+    """The options, for arguments of ``Accelerator`` by name.
+
+    Raises:
+        ConfigurationError: an argument that is wrong, unknown, not supported or contradicts another.
+    """
+    refuse_unknown("Accelerator", unknown, given)
+    _refuse_what_is_not_offered(given)
+    settings = carried()
+    handlers = sorted_handlers(given["kwargs_handlers"])
+    loaders, project = _loaders(given), _project(given)
+    strategy, plugin, watched = _strategy(given, settings, handlers)
+    compiled = _compile(given, settings)
+    if compiled is not None and (strategy.sharded_state or strategy.lazy_tensors):
+        raise UnsupportedArgumentError(
+            f"dynamo_backend={compiled['backend']!r} does not work with {type(strategy).__name__}, whose hooks and tensors are "
+            "not for code that torch.compile has made. Leave it out, or use strategy='ddp'."
+        )
+    return Options(
+        strategy=strategy,
+        steps=_steps(given, settings, plugin),
+        split_batches=loaders.split_batches,
+        even_batches=loaders.even_batches,
+        step_scheduler_with_optimizer=bool(given["step_scheduler_with_optimizer"]),
+        device_placement=bool(given["device_placement"]),
+        project=project,
+        log_with=[] if given["log_with"] is None else check_trackers(given["log_with"], project.logging_dir),
+        autocast=handlers.get(AutocastKwargs),
+        profile=handlers.get(ProfileKwargs),
+        compile=compiled,
+        plugin=plugin,
+        debug=debugging(),
+        watched=watched,
+    )
+
+
+def _refuse_what_is_not_offered(given: Mapping[str, Any]) -> None:
+    for name in ("fsdp_plugin", "megatron_lm_plugin"):
+        if given[name] is not None:
+            raise UnsupportedArgumentError(f"Accelerator({name}=...) is not offered. {_ZERO}.")
+    plugin = given["deepspeed_plugin"]
+    if plugin is not None and not isinstance(plugin, DeepSpeedPlugin):
+        raise ConfigurationError(
+            f"deepspeed_plugin must be a DeepSpeedPlugin, not {plugin!r}: from trainkit.utils import DeepSpeedPlugin"
+        )
+    for name in _listed(given["rng_types"]):
+        if str(getattr(name, "value", name)) not in _GENERATORS:
+            raise ConfigurationError(f"rng_types: {name!r} is none of {', '.join(_GENERATORS)}.")
+    for name in ("device_placement", "cpu", "step_scheduler_with_optimizer"):
+        if not isinstance(given[name], bool):
+            raise ConfigurationError(f"Accelerator({name}={given[name]!r}): True or False.")
+
+
+def _loaders(given: Mapping[str, Any]) -> DataLoaderConfiguration:
+    """How loaders are dealt out: by an object, or by arguments of the same names."""
+    names = ("split_batches", "dispatch_batches", "even_batches")
+    said = {name: given[name] for name in names if given[name] is not None}
+    configuration = given["dataloader_config"]
+    if configuration is None:
+        configuration = DataLoaderConfiguration(**said)
+    elif not isinstance(configuration, DataLoaderConfiguration):
+        raise ConfigurationError(
+            f"dataloader_config must be a DataLoaderConfiguration of trainkit.utils, not {configuration!r}."
+        )
+    elif said:
+        raise ConfigurationError(f"dataloader_config and {', '.join(said)} were given. Give one of them.")
+    for name in ("split_batches", "even_batches"):
+        if not isinstance(getattr(configuration, name), bool):
+            raise ConfigurationError(f"Accelerator({name}={getattr(configuration, name)!r}): True or False.")
+    if configuration.dispatch_batches:
+        raise UnsupportedArgumentError(
+            "dispatch_batches=True, by which the main process reads for all, is not offered: each process reads what it works "
+            "on, and of a stream the same on all, each its batches. Leave it out."
+        )
+    return configuration
+
+
+def _steps(given: Mapping[str, Any], settings: Settings, plugin: DeepSpeedPlugin | None) -> int:
+    """Micro-batches in an update: of the argument, its plugin, DeepSpeed's plugin, or the configuration."""
+    steps, accumulation = given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"]
+    if accumulation is not None:
+        if not isinstance(accumulation, GradientAccumulationPlugin):
+            raise ConfigurationError(
+                f"gradient_accumulation_plugin must be a GradientAccumulationPlugin, not {accumulation!r}."
+            )
+        if steps not in (None, 1):
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={steps!r} and a gradient_accumulation_plugin were given. Give one of them."
+            )
+        return accumulation.num_steps
+    claimed = None if plugin is None else plugin.deepspeed_config.get("gradient_accumulation_steps")
+    if steps is None:
+        said = (claimed, settings.get("gradient_accumulation_steps"))
+        return next((int(one) for one in said if one not in (None, "auto")), 1)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigurationError(f"gradient_accumulation_steps must be an integer ≥ 1, not {steps!r}.")
+    return steps
+
+
+def _project(given: Mapping[str, Any]) -> ProjectConfiguration:
+    configuration, folder = given["project_config"], given["project_dir"]
+    if configuration is None:
+        return ProjectConfiguration(project_dir=folder)
+    if not isinstance(configuration, ProjectConfiguration):
+        raise ConfigurationError(f"project_config must be a ProjectConfiguration of trainkit.utils, not {configuration!r}.")
+    if folder is not None:
+        if configuration.project_dir not in (None, folder):
+            raise ConfigurationError(f"project_dir={folder!r}, and project_config has {configuration.project_dir!r}. Give one.")
+        configuration.set_directories(folder)
+    return configuration
+
+
+def _compile(given: Mapping[str, Any], settings: Settings) -> Mapping[str, Any] | None:
+    """Arguments of ``torch.compile``."""
+    backend = given["dynamo_backend"]
+    backend = settings.get("dynamo_backend") if backend is None else getattr(backend, "value", backend)
+    if backend is None or str(backend).lower() == "no":
+        return None
+    name, known = str(backend).lower(), torch._dynamo.list_backends(exclude_tags=None)
+    if name not in known:
+        raise ConfigurationError(f"dynamo_backend={backend!r}: torch has {', '.join(known)}.{nearest(name, known)}")
+    said = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
+    more = {name: settings.get(key) for name, key in said.items() if settings.get(key) is not None}
+    return {"backend": name, **{key: value for key, value in more.items() if value != "default"}}
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+# ------------------------------------------------------------------------------------------------ strategy and precision
+
+
+def _strategy(
+    given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any]
+) -> tuple[Strategy, DeepSpeedPlugin | None, bool]:
+    """The strategy as one of the processes, the plugin that it is made of, and whether it is watched over."""
+    strategy, plugin = given["strategy"], given["deepspeed_plugin"]
+    if strategy is not None and plugin is not None:
+        raise ConfigurationError("strategy= and deepspeed_plugin= were given. Give one of them.")
+    wanted = Wanted(_kind(given, settings), as_started=True)
+    if strategy is None and plugin is None:
+        plugin = settings.plugin()
+    if plugin is not None:
+        precision = _precision(given, settings, handlers, masters=True)
+        config = plugin.config_for(short=precision is not None and is_short(precision))
+        made = load_strategy("zero2")(config=config, device=wanted.accelerator, **_common(handlers))
+    elif strategy is None or isinstance(strategy, str):
+        name = chosen_strategy(strategy or settings.strategy or "auto", wanted)
+        made = make_strategy(name, **_named(name, wanted, handlers))
+    else:
+        made = make_strategy(strategy)
+        refuse_handlers(handlers)
+    if plugin is None:
+        precision = _precision(given, settings, handlers, masters=made.owns_masters)
+    watched = isinstance(strategy, str | None) or not made.joined
+    if precision is not None:
+        made.check_precision(precision)
+    if not made.joined:
+        made.join(wanted)
+    if precision is not None:
+        made.use_precision(precision)
+    return made, plugin, watched
+
+
+def _kind(given: Mapping[str, Any], settings: Settings) -> str:
+    """The kind of device."""
+    if given["cpu"] or settings.get("use_cpu"):
+        return "cpu"
+    return "cuda" if given["strategy"] is None and settings.get("distributed_type") == "MULTI_GPU" else "auto"
+
+
+def _common(handlers: Mapping[Any, Any]) -> dict[str, Any]:
+    found = handlers.get(InitProcessGroupKwargs)
+    return {} if found is None else found.strategy_options()
+
+
+def _named(name: str, wanted: Wanted, handlers: Mapping[Any, Any]) -> dict[str, Any]:
+    """The options of a strategy of that name. Those of DDP count where it is DDP: the same script runs on one process too."""
+    options: dict[str, Any] = {"device": wanted.accelerator}
+    if name not in ("auto", "single"):
+        options |= _common(handlers)
+    if name.startswith("ddp") and DistributedDataParallelKwargs in handlers:
+        options |= handlers[DistributedDataParallelKwargs].strategy_options()
+    return options
+
+
+def refuse_handlers(handlers: Mapping[Any, Any]) -> None:
+    """Refuse options for what a user has made himself.
+
+    Raises:
+        ConfigurationError: there are some.
+    """
+    for kind in (DistributedDataParallelKwargs, InitProcessGroupKwargs):
+        if kind in handlers:
+            raise ConfigurationError(
+                f"kwargs_handlers has {kind.__name__}, and strategy= is an object, which has these options itself. Give them "
+                "to it."
+            )
+
+
+def _precision(
+    given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], masters: bool
+) -> Precision | str | int | None:
+    """The precision; ``None``: the strategy's."""
+    precision, mixed = given["precision"], given["mixed_precision"]
+    if precision is not None and mixed is not None:
+        raise ConfigurationError("precision= and mixed_precision= were given. Give one of them.")
+    scaler = handlers.get(GradScalerKwargs)
+    if precision is None:
+        mixed = getattr(mixed, "value", mixed)
+        name = _mixed(mixed) if mixed is not None else settings.get("mixed_precision")
+        if name is None:
+            if scaler is None:
+                return None
+            name = "no"
+        # under DeepSpeed Accelerate's names are DeepSpeed's: parameters in 16 bits, with masters in float32
+        precision = (_WITH_MASTERS if masters else MIXED)[str(name)]
+    chosen: Precision | str | int = precision
+    if scaler is None:
+        return chosen
+    if isinstance(chosen, Precision):
+        raise ConfigurationError("kwargs_handlers has GradScalerKwargs, and precision= is an object. Give the options to it.")
+    return Precision(chosen, **scaler.to_kwargs())
+
+
+def _mixed(name: Any) -> str:
+    if name == "fp8":
+        raise UnsupportedArgumentError("mixed_precision='fp8' is not offered. Use 'bf16', or 'fp16', or 'no'.")
+    if name not in MIXED:
+        raise ConfigurationError(f"mixed_precision must be one of {', '.join(map(repr, MIXED))}, not {name!r}.")
+    return str(name)
+
+
+def mixed_name(precision: Precision) -> str:
+    """Accelerate's name of a precision: ``"no"``, ``"fp16"`` or ``"bf16"``."""
+    return _NAMES.get(precision.name, "no")

@@ -1,0 +1,312 @@
+"""``Accelerator.prepare``: models, optimizers, loaders and schedulers → the same, ready for the processes of a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainkit.accelerator.options import Options
+from trainkit.accelerator.reading import Reading
+from trainkit.accelerator.skipping import SkippedLoader
+from trainkit.data.assembling import Filled
+from trainkit.data.combined import CombinedLoader
+from trainkit.data.loader import PreparedLoader
+from trainkit.data.sources import batch_size_of
+from trainkit.data.splitting import split_batches
+from trainkit.data.window import Window
+from trainkit.errors import ConfigurationError
+from trainkit.in_precision import InPrecision
+from trainkit.optimizer import PreparedOptimizer
+from trainkit.rng import Stage, resolve_seed
+from trainkit.scheduling import PreparedScheduler
+from trainkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainkit.accelerator import Accelerator
+
+__all__ = ["PrepareVerbs"]
+
+
+class PrepareVerbs:
+    """The verbs of :class:`trainkit.Accelerator` that take a user's objects."""
+
+    strategy: Strategy
+    window: Window
+    options: Options
+    reading: Reading
+    _seed: int | None
+    _models: list[nn.Module]
+    _bare: list[nn.Module]
+    _given: dict[int, nn.Module]
+    _optimizers: list[PreparedOptimizer]
+    _schedulers: list[PreparedScheduler]
+    _loaders: list[PreparedLoader]
+    _even: bool
+
+    @property
+    def seed(self) -> int:
+        """That of order and randomness: of ``set_seed``, called before the first loader is prepared. Collective at first."""
+        if self._seed is None:
+            self._seed = int(self.strategy.world.from_main(resolve_seed(None)))
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The prepared optimizers, as torch's own objects."""
+        return [prepared.optimizer for prepared in self._optimizers]
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """The prepared schedulers, as the user's own objects."""
+        return [prepared.scheduler for prepared in self._schedulers]
+
+    @property
+    def loaders(self) -> list[PreparedLoader]:
+        """The prepared loaders."""
+        return list(self._loaders)
+
+    def prepare(
+        self,
+        *objects: Any,
+        device_placement: Sequence[bool] | None = None,
+        batch_weight: Callable[[Any], float] | None = None,
+    ) -> Any:
+        """Models, optimizers, loaders and schedulers, ready for this accelerator, in the order they were given.
+
+        A loader gives its batches on the device, in the order and under the random state that (seed, epoch) determine. A model
+        is moved in place, so that an optimizer made before stays valid.
+
+        Args:
+            *objects: in any order; each once.
+            device_placement: for each object whether it is put on the device; default: as ``Accelerator(device_placement=)``.
+            batch_weight: how much a batch of the first loader here counts in its window, such as the tokens in it that count;
+                a float ≥ 0, of the batch on the CPU. Default: the number of its samples.
+
+        Raises:
+            ConfigurationError: an object that is none of these, or prepared already.
+        """
+        for place, item in enumerate(objects):
+            if self._is_prepared(item) or any(item is other for other in objects[:place]):
+                raise ConfigurationError(
+                    f"prepare: argument {place} ({type(item).__name__}) has been prepared already. Prepare each object once "
+                    "and use what prepare returned."
+                )
+        placed = self._placements(objects, device_placement)
+        self._enter()
+        prepared: dict[int, Any] = {}
+        # models first: an optimizer is prepared for a model that is on its device
+        for place, item in enumerate(objects):
+            if isinstance(item, nn.Module):
+                prepared[place] = self._prepare_model(item, placed[place])
+        prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
+        for place, item in enumerate(objects):
+            if place not in prepared:
+                prepared[place] = self._prepare_other(item, place, placed[place], batch_weight)
+                batch_weight = None if isinstance(prepared[place], PreparedLoader) else batch_weight
+        if batch_weight is not None:
+            raise ConfigurationError("prepare(batch_weight=) is for a loader, and there is none among the arguments.")
+        return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
+
+    def _enter(self) -> None:
+        """From here on this process does not outlive a failure of another one."""
+        raise NotImplementedError
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module:
+        """:meth:`prepare` for a model."""
+        prepared: nn.Module = self._prepared_as(nn.Module, model, device_placement)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """:meth:`prepare` for an optimizer."""
+        return self._prepared_as(Optimizer, optimizer, device_placement)
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
+        """:meth:`prepare` for a loader."""
+        prepared: PreparedLoader = self._prepared_as(object, data_loader, device_placement)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """:meth:`prepare` for a scheduler."""
+        return self._prepared_as(object, scheduler, None)
+
+    def _prepared_as(self, kind: type, item: Any, placed: bool | None) -> Any:
+        if not isinstance(item, kind):
+            raise ConfigurationError(f"expected a {kind.__name__}, received a {type(item).__name__}.")
+        return self.prepare(item, device_placement=None if placed is None else [placed])
+
+    def _placements(self, objects: Sequence[Any], given: Sequence[bool] | None) -> Sequence[bool]:
+        if given is None:
+            return [self.options.device_placement] * len(objects)
+        if len(given) != len(objects):
+            raise ConfigurationError(f"device_placement has {len(given)} values, and there are {len(objects)} objects.")
+        return [self.options.device_placement if value is None else bool(value) for value in given]
+
+    def _is_prepared(self, item: Any) -> bool:
+        ours = isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler | InPrecision)
+        known = (*self._models, *self._bare, *self.optimizers)
+        sources = [loader.given_source for loader in self._loaders] + self.schedulers
+        return ours or any(item is one for one in (*known, *sources))
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+        """The user's model, without what ``prepare`` and ``torch.compile`` wrapped around it.
+
+        Args:
+            model: prepared or not.
+            keep_fp32_wrapper: no effect: nothing is put on the user's own model.
+        """
+        inner = model.module if isinstance(model, InPrecision) else self.strategy.unwrap(model)
+        return model if inner is model else self.unwrap_model(inner)
+
+    def _prepare_model(self, model: nn.Module, placed: bool) -> nn.Module:
+        if not placed:
+            self._check_place(model)
+        if self.options.compile is not None:
+            model = cast("nn.Module", torch.compile(model, **self.options.compile))
+        wrapped = self.strategy.wrap(self.strategy.prepare_module(model))
+        self._models.append(wrapped)
+        self._bare.append(self.unwrap_model(wrapped))
+        given = wrapped if self.strategy.precision.plain else InPrecision(wrapped, self.strategy.precision)
+        self._given[id(given)] = given
+        return given
+
+    def _check_place(self, model: nn.Module) -> None:
+        elsewhere = next((p.device for p in model.parameters() if p.device != self.strategy.device), None)
+        if elsewhere is not None:
+            raise ConfigurationError(
+                f"device_placement=False, and the model has parameters on {elsewhere}, where this process works on "
+                f"{self.strategy.device}. Put it there: model.to(accelerator.device); or leave device_placement out."
+            )
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        ours = self.strategy.prepare_optimizer(optimizer, self._models[-1] if self._models else None)
+        prepared = PreparedOptimizer(ours, self._accelerator())
+        self._optimizers.append(prepared)
+        self.strategy.precision.several_optimizers = len(self._optimizers) > 1
+        return prepared
+
+    def _accelerator(self) -> Accelerator:
+        raise NotImplementedError
+
+    def _prepare_other(self, item: Any, place: int, placed: bool, weigh: Callable[[Any], float] | None) -> Any:
+        if hasattr(item, "step") and hasattr(item, "state_dict"):
+            prepared = PreparedScheduler(item, self._accelerator())
+            self._schedulers.append(prepared)
+            return prepared
+        several = isinstance(item, list | tuple) and any(isinstance(o, nn.Module | Optimizer | DataLoader) for o in item)
+        if several or isinstance(item, str | bytes | Mapping):
+            raise ConfigurationError(
+                f"prepare: argument {place} is a {type(item).__name__}. Give the objects one by one, prepare(model, optimizer, "
+                "loader); several loaders read together are a CombinedLoader."
+            )
+        if isinstance(item, CombinedLoader | Iterable):
+            return self._prepare_own_loader(item, placed, weigh)
+        raise ConfigurationError(
+            f"prepare: argument {place} is a {type(item).__name__}; expected a model, an optimizer, a loader or a scheduler."
+        )
+
+    def _prepare_own_loader(self, loader: Any, placed: bool, weigh: Callable[[Any], float] | None) -> PreparedLoader:
+        end, given = None, loader
+        if self.options.split_batches:
+            loader, end = split_batches(loader, self.strategy.world_size)
+        if not self._loaders:  # the first one is what is trained on
+            self.strategy.check_batches(batch_size_of(loader), self.window.size)
+        more: dict[str, Any] = {} if placed else {"transfer": lambda batch, m: batch}
+        # loaders that are read side by side must not have the same order and the same augmentation
+        prepared = self.prepare_loader(
+            loader,
+            window=True,
+            index=len(self._loaders),
+            weigh=weigh,
+            repeat_filler=self._even or self.strategy.sharded_parameters,
+            follow=self.reading.follow,
+            **more,
+        )
+        prepared.micro_limit, prepared.given_source = end, given
+        return prepared
+
+    def prepare_loader(self, loader: Any, *, window: bool, **options: Any) -> PreparedLoader:
+        """One loader, with options of :class:`trainkit.data.PreparedLoader`.
+
+        Args:
+            loader: a ``DataLoader``, a ``CombinedLoader`` or an iterable of batches.
+            window: its batches make up accumulation windows (a training loader).
+            **options: such as ``stage``, ``index``, ``limit``, ``weigh``.
+        """
+        filled, strategy = None, self.strategy
+        if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
+            filled = Filled.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
+        prepared = PreparedLoader(
+            loader,
+            device=strategy.device,
+            generators=strategy.generators(),
+            window=self.window if window else None,
+            world=strategy.data_world,
+            ahead=strategy.ahead,
+            filled=filled,
+            **{"seed": self.seed, "stage": Stage.TRAIN, **options},
+        )
+        self._loaders.append(prepared)
+        return prepared
+
+    def release_loader(self, loader: PreparedLoader) -> None:
+        """Forget a loader that is not read any more, and end its workers."""
+        loader.close()
+        self._loaders = [other for other in self._loaders if other is not loader]
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader whose iterations begin after so many batches, to go on in the middle of an epoch.
+
+        Of a prepared loader nothing of a map-style dataset is fetched to get there. :meth:`load_state` needs no help of it: a
+        loader goes on by itself where the saved loop was.
+
+        Args:
+            dataloader: prepared or not.
+            num_batches: of this process.
+
+        Raises:
+            ConfigurationError: the number is no integer ≥ 0.
+        """
+        return SkippedLoader(dataloader, num_batches)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Within it processes may have different numbers of batches; of prepared loaders they may anyway.
+
+        Args:
+            joinables: the models that are trained, as ``prepare`` returned them.
+            even_batches: in the stead of ``Accelerator(even_batches=)``, for loaders that are begun within.
+
+        Raises:
+            ConfigurationError: something that has not been prepared.
+        """
+        for model in joinables:
+            self._check_prepared("join_uneven_inputs", model)
+        if even_batches is None:
+            yield
+            return
+        loaders, repeats = self.loaders, even_batches or self.strategy.sharded_parameters
+        before = [loader.repeat_filler for loader in loaders]
+        for loader in loaders:
+            loader.repeat_filler = repeats
+        try:
+            yield
+        finally:
+            for loader, value in zip(loaders, before, strict=True):
+                loader.repeat_filler = value
+
+    def _check_prepared(self, verb: str, model: Any) -> None:
+        if not isinstance(model, nn.Module) or all(self.unwrap_model(model) is not one for one in self._bare):
+            raise ConfigurationError(
+                f"{verb}: {type(model).__name__} has not been prepared. Give what prepare returned: model = "
+                "accelerator.prepare(model)"
+            )

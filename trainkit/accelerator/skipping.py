@@ -1,0 +1,43 @@
+"""``Accelerator.skip_first_batches``: a loader that begins in the middle of its epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from trainkit.data.loader import PreparedLoader
+from trainkit.errors import ConfigurationError
+
+__all__ = ["SkippedLoader"]
+
+
+class SkippedLoader:
+    """A loader whose iterations begin after some batches; what it does not define is the loader's.
+
+    Args:
+        loader: prepared or not.
+        skipped: batches of an epoch that are left out.
+
+    Raises:
+        ConfigurationError: the number is no integer ≥ 0.
+    """
+
+    def __init__(self, loader: Any, skipped: int) -> None:
+        if isinstance(skipped, bool) or not isinstance(skipped, int) or skipped < 0:
+            raise ConfigurationError(f"skip_first_batches: num_batches must be an integer ≥ 0, not {skipped!r}.")
+        self._loader, self._skipped = loader, skipped
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return max(0, len(self._loader) - self._skipped)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._loader, PreparedLoader):
+            self._loader.begin_at(self._skipped)
+            return iter(self._loader)
+        return islice(iter(self._loader), self._skipped, None)
