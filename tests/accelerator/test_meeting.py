@@ -7,6 +7,7 @@ they are threads.
 from __future__ import annotations
 
 import copy
+import os
 import re
 import time
 from collections.abc import Callable
@@ -28,7 +29,8 @@ import trainkit.launch.channel
 from trainkit import Accelerator, set_seed
 from trainkit.accelerator.meeting import Meeting, described
 from trainkit.distributed import World
-from trainkit.errors import CollectiveError
+from trainkit.errors import CollectiveError, ProcessFailedError
+from trainkit.launch.failure import Failure
 from trainkit.launch.waits import Waits
 
 DEBUG = {"TRAINKIT_DEBUG_MODE": "1"}
@@ -67,6 +69,26 @@ def test_different_verbs() -> None:
         rf"rank 2: wait_for_everyone \({HERE}\)\. Each is for all processes: call none {ALONE}\.",
         ends[0][0],
     )
+
+
+def test_a_process_that_fails_is_named() -> None:
+    """The error of the connection knows nothing of verbs."""
+
+    def work(world: World) -> str:
+        meeting = Meeting.of(world)
+        meeting.wait("wait_for_everyone")
+        assert world.channel is not None
+
+        def fail(*_: Any) -> Any:
+            raise ProcessFailedError("exchange 'own loop/2' cannot be completed")
+
+        vars(world.channel).update(exchange=fail, cause=Failure(1, "error", "ValueError: boom"))
+        with pytest.raises(ProcessFailedError) as caught:
+            meeting.wait("check_trigger")
+        return str(caught.value)
+
+    for text in values(in_worlds(2, work)):
+        assert re.fullmatch(rf"check_trigger \({HERE}\) needs all 2 processes, but rank 1 failed: ValueError: boom\.", text)
 
 
 def test_one_more_collective_on_one_process() -> None:
@@ -252,19 +274,23 @@ def ends_before_the_main_process(last: str) -> None:
     loop = Loop()
     world = loop.accelerator.world
     assert world.channel is not None
+    world.watchdog._grace = 0.05  # type: ignore[union-attr]
+    loop.accelerator.wait_for_everyone()
     if not loop.main:
+        if last == "dies":
+            os._exit(0)
         return
     world.channel.wait(lambda: 1 in world.channel.gone, PATIENCE)  # type: ignore[union-attr]
     if last == "evaluate":
-        world.watchdog._grace = 0.05  # type: ignore[union-attr]
         with torch.no_grad():
             loop.model.eval()
             for _ in range(20):  # much longer than that
                 loop.forward()
                 time.sleep(0.05)
         print("evaluated")
+    elif last == "dies":
+        loop.accelerator.wait_for_everyone()
     elif last == "nccl":  # what a collective is whose library does not see that the other one is gone
-        world.watchdog._grace = 0.05  # type: ignore[union-attr]
         with world.waits:
             time.sleep(PATIENCE)
     else:
@@ -275,7 +301,7 @@ def script(last: str) -> None:
     as_script(ends_before_the_main_process, last)
 
 
-@pytest.mark.parametrize("last", ["evaluate", "wait", "backward", "nccl"])
+@pytest.mark.parametrize("last", ["evaluate", "wait", "backward", "nccl", "dies"])
 def test_a_script_that_ends_before_that_of_the_main_process(last: str, run_dir: Path) -> None:
     """That is nothing to those that need it no more. Who waits for it is ended, with the reason."""
     ended = end_of(2, script, last)
@@ -291,9 +317,8 @@ def test_a_script_that_ends_before_that_of_the_main_process(last: str, run_dir: 
             ended.output,
         )
     else:
-        assert "rank 0 was ended because rank 1 has left: its script ended" in ended.output or (
-            "rank 0 ended because rank 1 has left: its script ended" in ended.output
-        )
+        why = r"has died \(no traceback" if last == "dies" else "has left: its script ended"
+        assert re.search(rf"rank 0 (was )?ended because rank 1 {why}", ended.output)
 
 
 # -------------------------------------------------------------------------- evaluation on the main process alone, ZeRO-3
