@@ -20,7 +20,18 @@ from trainkit.launch.wanted import Wanted
 from trainkit.strategies._xla_runtime import choose_runtime, imported
 from trainkit.strategies._xla_threads import ThreadWorld, turns_of_this_process
 
-__all__ = ["Replicas", "host_world", "launch", "replica_world"]
+__all__ = ["Replicas", "host_world", "launch", "mode_here", "replica_world"]
+
+
+def mode_here(mode: str | None) -> str:
+    """The mode that was asked for, else the one that this process was started for.
+
+    Raises:
+        ConfigurationError: there is no such mode.
+    """
+    if mode not in ("spmd", "replicas", None):
+        raise ConfigurationError(f"mode must be 'spmd' or 'replicas', not {mode!r}.")
+    return mode or ("replicas" if REPLICA in os.environ else "spmd")
 
 
 def replica_world(wanted: Wanted, xr: Any, timeout: timedelta) -> World:
@@ -195,10 +206,8 @@ def launch(function: Callable[..., Any], args: tuple[Any, ...], devices: int | N
     choose_runtime(Wanted("auto", devices))
     if os.environ["PJRT_DEVICE"] == "CPU":
         os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"  # read when the runtime begins
-    before = os.environ.get(REPLICA)
-    os.environ[REPLICA] = "1"
+    os.environ[REPLICA] = "1"  # for threads and for processes
     try:
         imported().launch(_Replica(function, devices), args=args, **options)
     finally:
-        if before is None:
-            os.environ.pop(REPLICA, None)
+        os.environ.pop(REPLICA, None)

@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, LossError
 from trainkit.footprint import Contents, Footprint
-from trainkit.launch.tpu import REPLICA
 from trainkit.launch.wanted import Wanted
 from trainkit.metric_values import TO_HOST
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._membership import duration
 from trainkit.strategies._xla_rates import steady_rates
-from trainkit.strategies._xla_replicas import Replicas, host_world, launch, replica_world
+from trainkit.strategies._xla_replicas import Replicas, host_world, launch, mode_here, replica_world
 from trainkit.strategies._xla_runtime import (
     XLAGenerator,
     choose_runtime,
@@ -58,8 +57,8 @@ class XLAStrategy(Strategy):
 
     Args:
         mode: ``"spmd"``, or ``"replicas"``: a process for each device with a copy of the model, started by :meth:`launch` or
-            ``notebook_launcher``, in whose functions it is the default. Every ``training_step`` must then return a loss and use
-            the same parameters on all of them.
+            ``notebook_launcher``, in which it is the default. Every ``training_step`` must then return a loss and use the same
+            parameters on all of them.
         mesh: how the devices are laid out: a ``torch_xla.distributed.spmd.Mesh``, or sizes by axis, such as
             ``{"data": 2, "fsdp": 4}``. Batches are divided over "data" and "fsdp". Default: one axis of all devices.
         fsdp: divide parameters, gradients and optimizer state over the devices of the axis "fsdp" (torch_xla's FSDPv2).
@@ -95,9 +94,7 @@ class XLAStrategy(Strategy):
         device: str | torch.device = "auto",
         precision: Precision | str | int | None = None,
     ) -> None:
-        mode = mode or ("replicas" if REPLICA in os.environ else "spmd")
-        if mode not in ("spmd", "replicas"):
-            raise ConfigurationError(f"mode must be 'spmd' or 'replicas', not {mode!r}.")
+        mode = mode_here(mode)
         if mode == "replicas" and (fsdp or mesh is not None or pad_last_batch):
             raise ConfigurationError(
                 "mesh, fsdp and pad_last_batch go with mode='spmd': replicas have models of their own. Leave mode out."

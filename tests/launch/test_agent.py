@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import Agent, alive, start_agent, wait_until
@@ -191,8 +192,8 @@ def test_ctrl_c(tmp_path: Path) -> None:
 class SlowToStart(Workers):
     """The agent knows of its workers when they have been at work for a while."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        super().__init__(command, environments)
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], *more: Any, **options: Any) -> None:
+        super().__init__(command, environments, *more, **options)
         wait_until(Path(environments[0]["FOLDER"], "signalled").exists)
 
 

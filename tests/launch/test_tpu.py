@@ -43,6 +43,7 @@ def test_a_tpu_is_found_on_the_bus(tmp_path: Path) -> None:
     [
         ({"PJRT_DEVICE": "TPU"}, False, True, True),
         ({"PJRT_DEVICE": "CPU"}, True, True, False),
+        ({"PJRT_DEVICE": "CPU", tpu.REPLICA: "1"}, False, True, True),
         ({}, True, True, True),
         ({}, True, False, False),
         ({}, False, True, False),

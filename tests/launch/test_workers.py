@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from agents import alive, wait_until
 from patience import within
+from support import run_python
 
 from trainkit.launch import workers as workers_module
 from trainkit.launch.workers import Ended, Workers, signal_name
@@ -112,6 +113,41 @@ def test_nothing_outlives_the_process_that_started_them(with_guard: bool, tmp_pa
         wait_until(lambda: not alive(child), within(5.0))
     elif alive(child):
         os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+def test_workers_that_follow_by_themselves(tmp_path: Path) -> None:
+    there = str(tmp_path / "there")
+    worker = f"import os, time; from trainkit.launch.workers import follow; follow(os.getppid()); open({there!r}, 'w')"
+    program = (
+        "import os, sys, time\n"
+        "from trainkit.launch import workers\n"
+        "workers._start_guard = lambda groups: None\n"
+        f"made = workers.Workers([sys.executable, '-c', {f'{worker}; time.sleep(100)'!r}], [dict(os.environ)], follows=True)\n"
+        "print(made.pids[0], flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    wait_until((tmp_path / "there").exists)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not alive(pid), within(5.0))
+    assert run_python("from trainkit.launch.workers import follow; follow(1)").returncode == 1  # its parent has died already
+
+
+def test_what_they_write_can_be_taken() -> None:
+    taken: list[tuple[int, Any]] = []
+    workers = Workers(
+        ["/bin/sh", "-c", "echo out $RANK; echo err $RANK >&2"],
+        [{**os.environ, "RANK": str(rank)} for rank in range(2)],
+        lambda local_rank, process: taken.append((local_rank, process)),
+    )
+    said = [(local_rank, process.communicate()) for local_rank, process in taken]
+    assert said == [(rank, (f"out {rank}\n".encode(), f"err {rank}\n".encode())) for rank in range(2)]
+    finished(workers)
 
 
 def test_a_start_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,12 @@ def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> 
         XLAStrategy(**options)
 
 
+def test_the_mode_is_what_the_process_was_started_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert XLAStrategy().mode == "spmd"
+    monkeypatch.setenv("TRAINKIT_XLA_REPLICA", "1")
+    assert (XLAStrategy().mode, XLAStrategy(mode="spmd").mode) == ("replicas", "spmd")
+
+
 def test_it_is_chosen_for_a_tpu_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[Wanted] = []
     monkeypatch.setattr(XLAStrategy, "join", lambda self, wanted: joined.append(wanted))
