@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainkit.data.nested import map_tensors
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
-__all__ = ["PRECISIONS", "Precision", "is_short"]
+__all__ = ["MIXED", "OVER_MASTERS", "PRECISIONS", "Precision", "is_short"]
 
 
 class _Kind(NamedTuple):
@@ -43,6 +43,9 @@ _ALIASES: dict[str, str] = {
     "16": "16-mixed",
     "bf16": "bf16-mixed",
 }
+# Accelerate's names; and what they mean to DeepSpeed, which keeps parameters in 16 bits and masters of them in float32.
+MIXED: dict[str, str] = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+OVER_MASTERS: dict[str, str] = {"no": "32-true", "fp16": "16-true", "bf16": "bf16-true"}
 _NULL = nullcontext()
 
 

@@ -12,7 +12,7 @@ from trainkit.accelerator.tracking import check_trackers
 from trainkit.arguments import refuse_unknown
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
 from trainkit.launch.wanted import Wanted
-from trainkit.precision import Precision, is_short
+from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import load_strategy, make_strategy
 from trainkit.settings.carried import Settings, carried, debugging
 from trainkit.strategy import Strategy
@@ -30,9 +30,6 @@ from trainkit.where import chosen_strategy
 
 __all__ = ["Options", "resolve"]
 
-MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
-_WITH_MASTERS = {"no": "32-true", "fp16": "16-true", "bf16": "bf16-true"}  # DeepSpeed's fp16 and bf16
-_NAMES = {"32-true": "no", "16-mixed": "fp16", "16-true": "fp16", "bf16-mixed": "bf16", "bf16-true": "bf16"}
 _GENERATORS = ("torch", "cuda", "xla", "generator")
 _ZERO = "Parameters are divided by ZeRO: Accelerator(strategy='zero3')"
 
@@ -195,9 +192,7 @@ def _compile(given: Mapping[str, Any], settings: Settings) -> Mapping[str, Any] 
     name, known = str(backend).lower(), torch._dynamo.list_backends(exclude_tags=None)
     if name not in known:
         raise ConfigurationError(f"dynamo_backend={backend!r}: torch has {', '.join(known)}.{nearest(name, known)}")
-    said = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
-    more = {name: settings.get(key) for name, key in said.items() if settings.get(key) is not None}
-    return {"backend": name, **{key: value for key, value in more.items() if value != "default"}}
+    return {**settings.compiling, "backend": name}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -293,7 +288,7 @@ def _precision(
                 return None
             name = "no"
         # under DeepSpeed Accelerate's names are DeepSpeed's: parameters in 16 bits, with masters in float32
-        precision = (_WITH_MASTERS if masters else MIXED)[str(name)]
+        precision = (OVER_MASTERS if masters else MIXED)[str(name)]
     chosen: Precision | str | int = precision
     if scaler is None:
         return chosen
@@ -312,4 +307,4 @@ def _mixed(name: Any) -> str:
 
 def mixed_name(precision: Precision) -> str:
     """Accelerate's name of a precision: ``"no"``, ``"fp16"`` or ``"bf16"``."""
-    return _NAMES.get(precision.name, "no")
+    return next((name for table in (MIXED, OVER_MASTERS) for name in table if table[name] == precision.name), "no")

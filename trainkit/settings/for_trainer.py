@@ -8,7 +8,7 @@ import torch
 
 from trainkit.errors import ConfigurationError
 from trainkit.module import TrainModule
-from trainkit.precision import is_short
+from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
 from trainkit.settings.carried import Settings, carried
 from trainkit.where import read_wanted
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["compiled", "with_settings"]
 
-_PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
-_OVER_MASTERS = {"no": "32-true", "fp16": "16-true", "bf16": "bf16-true"}  # what DeepSpeed's own sections of these names mean
 _CLAIMS = ("gradient_accumulation_steps", "gradient_clipping")
-_COMPILER = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
 
 
 def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -42,11 +39,11 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     by_deepspeed = plugin is not None and given["strategy"] == "auto" and given["accelerator"] != "tpu"
     made: dict[str, Any] = {}
     if plugin is not None and by_deepspeed:
-        short = is_short(given["precision"] or _OVER_MASTERS[mixed or "no"])
+        short = is_short(given["precision"] or OVER_MASTERS[mixed or "no"])
         made["strategy"] = _zero(plugin, {**given, **taken}, short)
         taken |= _named(plugin)
     if given["precision"] is None and mixed is not None:
-        precision = (_OVER_MASTERS if by_deepspeed else _PRECISIONS)[mixed]
+        precision = (OVER_MASTERS if by_deepspeed else MIXED)[mixed]
         if isinstance(given["strategy"], str):
             taken["precision"] = precision
         elif hasattr(given["strategy"], "use_precision"):  # its own counts, if it has one
@@ -122,5 +119,4 @@ def compiled(module: Any) -> Any:
     settings = carried()
     if settings.get("dynamo_backend") is None or not isinstance(module, TrainModule):
         return module
-    options = {name: settings.get(key) for name, key in _COMPILER.items() if settings.get(key) is not None}
-    return torch.compile(module, backend=settings.get("dynamo_backend"), **options)
+    return torch.compile(module, **settings.compiling)

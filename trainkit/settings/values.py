@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["Settings"]
 
 _STRATEGIES = {"NO": "single", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "XLA": "xla"}
+_COMPILER = {
+    "backend": "dynamo_backend",
+    "mode": "dynamo_mode",
+    "fullgraph": "dynamo_use_fullgraph",
+    "dynamic": "dynamo_use_dynamic",
+}
 _NOT_OF_PLUGIN = ("deepspeed_config_file", "deepspeed_hostfile", "deepspeed_multinode_launcher")
 
 
@@ -90,6 +96,11 @@ class Settings:
         if self.values.get("distributed_type") != "XLA" or "num_processes" not in self.values:
             return None
         return int(self.values["num_processes"]) // int(self.values.get("num_machines", 1))
+
+    @property
+    def compiling(self) -> dict[str, Any]:
+        """Arguments of ``torch.compile``; empty where nothing is said of it."""
+        return {name: self.get(key) for name, key in _COMPILER.items() if self.get(key) not in (None, "default")}
 
     def plugin(self) -> DeepSpeedPlugin | None:
         """ZeRO as the configuration says it; ``None`` where it does not ask for DeepSpeed.
