@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.skipping import SkippedLoader
@@ -39,6 +40,7 @@ class PrepareVerbs:
     strategy: Strategy
     window: Window
     options: Options
+    meeting: Meeting
     reading: Reading
     _seed: int | None
     _models: list[nn.Module]
@@ -102,6 +104,7 @@ class PrepareVerbs:
                     "and use what prepare returned."
                 )
         placed = self._placements(objects, device_placement)
+        self.meeting.wait("prepare")
         self._enter()
         prepared: dict[int, Any] = {}
         # models first: an optimizer is prepared for a model that is on its device

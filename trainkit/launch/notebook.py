@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
+from trainkit.launch.cuda_watch import tell_of_cuda
 from trainkit.launch.environment import read_place
 from trainkit.launch.failure import summary
 from trainkit.launch.nodes import grace, join_timeout
@@ -83,7 +84,7 @@ def notebook_launcher(
         KeyboardInterrupt: it was interrupted, and so were the processes.
     """
     _check_call(function, args)
-    mixed_precision = checked("mixed_precision", mixed_precision, KEYS, _NAME)
+    mixed_precision = checked("mixed_precision", mixed_precision, KEYS, "mixed_precision")
     _check_number("num_processes", num_processes, 1, optional=True)
     _check_number("max_restarts", max_restarts, 0)
     machines = _machines(num_nodes, node_rank, master_addr, use_port, rdzv_backend, rdzv_endpoint, rdzv_conf)
@@ -103,6 +104,7 @@ def notebook_launcher(
         print(f"Launching training on {where}.", flush=True)
         with _environment(carry(settings)):
             return function(*args)
+    tell_of_cuda(_NAME)
     job = {**machines, "per_node": count, "max_restarts": max_restarts}
     return _launch(function, tuple(args), where, carry(settings), job, log_line_prefix_template, replicas)
 
