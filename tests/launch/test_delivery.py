@@ -77,6 +77,18 @@ def test_strangers_and_workers_that_die(delivery: Delivery) -> None:
     worker.failed("calling", "nobody hears it")  # and what it fails by goes on
 
 
+def test_it_can_be_closed_at_any_moment() -> None:
+    """Be the listener in the middle of a worker's connection, or done with it, or not begun."""
+    for count in range(60):
+        delivery = Delivery(b"work", {})
+        for rank in range(count % 3):
+            worker = Worker(handed(delivery), rank, 0)
+            worker.work()
+            worker.done()
+        delivery.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "trainkit-delivery"]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sockets in folders")
 def test_nobody_else_reaches_the_socket(delivery: Delivery) -> None:
     folder = Path(handed(delivery)["address"]).parent

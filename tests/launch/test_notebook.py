@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import signal
@@ -35,6 +36,27 @@ Captured = Callable[..., Job]
 
 def nothing() -> None:
     raise AssertionError("called")
+
+
+def test_the_parameters_are_those_of_accelerate() -> None:
+    parameters = inspect.signature(notebook_launcher).parameters.values()
+    assert [(one.name, one.default) for one in parameters] == [
+        ("function", inspect.Parameter.empty),
+        ("args", ()),
+        ("num_processes", None),
+        ("mixed_precision", "no"),
+        ("use_port", "29500"),
+        ("master_addr", "127.0.0.1"),
+        ("node_rank", 0),
+        ("num_nodes", 1),
+        ("rdzv_backend", "static"),
+        ("rdzv_endpoint", ""),
+        ("rdzv_conf", None),
+        ("rdzv_id", "none"),
+        ("max_restarts", 0),
+        ("monitor_interval", 0.1),
+        ("log_line_prefix_template", None),
+    ]
 
 
 @pytest.mark.parametrize("options, error, message", [
@@ -125,7 +147,9 @@ def test_on_a_tpu_the_runtime_starts_the_processes(
     captured: Captured, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    assert captured().per_node == 1
+    monkeypatch.setenv("MASTER_ADDR", "host0")
+    job = captured()
+    assert (job.per_node, json.loads(job.environment[HANDED])["met at"]) == (1, {"MASTER_ADDR": "host0"})
     assert json.loads(captured(num_processes=1).environment[HANDED])["replicas"] == 1
     assert capsys.readouterr().out == "Launching training on all TPU cores.\nLaunching training on 1 TPU cores.\n"
     with pytest.raises(UnsupportedArgumentError, match="num_nodes=2 on XLA, whose runtime knows the hosts"):

@@ -9,7 +9,6 @@ import secrets
 import tempfile
 import threading
 import time
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ __all__ = ["HANDED", "Delivery", "Failed", "Worker"]
 # Where the worker finds it, as JSON; for it alone, and not for what it starts.
 HANDED = "TRAINKIT_HANDED"
 
+_MET_AT = ("MASTER_ADDR", "MASTER_PORT")
 _LAST = 30.0  # seconds that what a worker has said has to arrive when it has ended
 _PAUSE = 0.01  # seconds
 _BACKLOG = 256
@@ -80,16 +80,22 @@ class Delivery:
 
     def variables(self) -> dict[str, str]:
         """The environment variables by which a worker finds it."""
-        said = {"address": self._listener.address, "secret": self._secret.hex(), "parent": os.getpid()}
-        return {HANDED: json.dumps({**said, "replicas": self._replicas})}
+        said = {
+            "address": self._listener.address,
+            "secret": self._secret.hex(),
+            "parent": os.getpid(),
+            "replicas": self._replicas,
+            "met at": {name: os.environ[name] for name in _MET_AT if name in os.environ},  # which the agent sets anew
+        }
+        return {HANDED: json.dumps(said)}
 
     def close(self) -> None:
         """Wait for what workers that have ended have said, and listen no more; any number of times."""
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(OSError, EOFError, AuthenticationError):  # a listener is woken by whom it waits for
-            Client(self._listener.address, authkey=self._secret).close()
+        with contextlib.suppress(OSError):  # a listener is woken by whom it waits for; this one does not even say the secret
+            Client(self._listener.address).close()
         self._accepting.join(_LAST)
         self._listener.close()
         deadline = time.monotonic() + _LAST

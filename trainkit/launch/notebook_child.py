@@ -54,6 +54,7 @@ def _launch_replicas(handed: dict[str, Any]) -> None:
 
     for name in [name for name in os.environ if name in _OF_AGENT or name.startswith(_OF_ELASTIC)]:
         del os.environ[name]
+    os.environ.update(handed["met at"])  # which the user has set, for the hosts of a slice
     # the runtime would wait for its processes, and what is sent to this one does not reach them; the agent ends them
     signal.signal(signal.SIGINT, lambda *_: end_process(130))
     try:
