@@ -17,7 +17,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._places: list[tuple[dict[str, Tensor | None], str]] = []
-        self._world = World()
+        self._world: World | None = None
 
     def __bool__(self) -> bool:
         return bool(self._places)
@@ -35,7 +35,7 @@ class Buffers:
     def sync(self) -> None:
         """Rank 0's values, on every process."""
         present = self.present()
-        if present:
+        if present and self._world is not None:
             with self._world.waits:
                 broadcast(present)
 

@@ -203,10 +203,6 @@ def _first(loop: Loop) -> None:
         pass
 
 
-def _prepare(loop: Loop) -> None:
-    loop.accelerator.prepare(nn.Linear(2, 2))
-
-
 def one_does_what_the_others_do_not(main: str, others: str, strategy: str) -> None:
     loop = Loop(strategy=strategy)
     for verb in ("wait", "trigger", "first"):
@@ -222,7 +218,6 @@ def one_does_what_the_others_do_not(main: str, others: str, strategy: str) -> No
         # a verb on the main process alone
         ("trigger", "backward", "check_trigger", "backward", "ddp"),
         ("wait", "step", "wait_for_everyone", "step", "ddp"),
-        ("first", "prepare", "main_process_first", "prepare", "ddp"),
         # and while the others wait for the main process to be done
         ("backward", "wait", "wait_for_everyone", "backward", "ddp"),
         ("trigger", "backward", "check_trigger", "backward", "zero2"),

@@ -164,7 +164,8 @@ def test_decorators_that_lack_something() -> None:
 
 
 def test_one_line_a_machine_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    everywhere(4, lambda accelerator: accelerator.print("of", accelerator.process_index, sep=" rank "))
+    # in one piece: these processes are threads
+    everywhere(4, lambda accelerator: accelerator.print(f"of rank {accelerator.process_index}\n", end=""))
     assert sorted(capfd.readouterr().out.split("\n")) == ["", "of rank 0", "of rank 2"]
 
 
