@@ -23,7 +23,6 @@ from tqdm import tqdm
 from transformers import AutoModelForSeq2SeqLM, T5Config, get_linear_schedule_with_warmup
 
 from trainkit import Accelerator, set_seed
-from trainkit.utils import DistributedType
 
 Loader = DataLoader[Pair]
 
@@ -74,7 +73,8 @@ def generate(accelerator: Accelerator, model: Any, loader: Any) -> list[str]:
     model.eval()
     bare: Any = accelerator.unwrap_model(model)
     said: list[str] = []
-    divided = accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage == 3
+    plugin = accelerator.state.deepspeed_plugin
+    divided = plugin is not None and plugin.zero_stage == 3
     for batch in loader:
         with torch.no_grad():
             tokens = bare.generate(

@@ -16,7 +16,7 @@ from trainkit.distributed import World
 from trainkit.errors import LossError, ModuleError
 from trainkit.strategies._fixed_ddp import FixedDDP
 from trainkit.strategies._reduction import no_rows, sparse_parameters
-from trainkit.strategies._wrapped import Wrapped
+from trainkit.wrapped import Wrapped
 
 __all__ = ["PreparedModel", "Replica", "TrainingStep"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.errors import OptimizerError
-from trainkit.strategies._wrapped import Wrapped
+from trainkit.wrapped import Wrapped
 
 __all__ = ["Dispatch", "ShardedModel", "holder"]
 

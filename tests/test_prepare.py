@@ -147,7 +147,7 @@ def test_one_kind_at_a_time() -> None:
         engine.prepare_model(optimizer.optimizer)
 
 
-@pytest.mark.parametrize("thing", [None, 3, nn.Linear, object(), TensorDataset(torch.zeros(2))])
+@pytest.mark.parametrize("thing", [3, nn.Linear, object(), TensorDataset(torch.zeros(2))])
 def test_what_cannot_be_prepared(thing: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=r"prepare: argument 1 is a \w+; expected a model, an optimizer, a loader or a"
@@ -161,6 +161,29 @@ def test_what_cannot_be_prepared(thing: Any) -> None:
 def test_objects_are_given_one_by_one(make: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"Give the objects one by one, prepare\(model, optimizer, loader\)"):
         accelerator().prepare(make(nn.Linear(2, 1)))
+
+
+def test_what_failed_can_be_tried_again_without_what_was_wrong() -> None:
+    engine, model = accelerator(split_batches=True), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for wrong in ({"model": model}, 3, iter([1])):  # the last one cannot be split
+        with pytest.raises(ConfigurationError):
+            engine.prepare(model, optimizer, wrong)
+    with pytest.raises(ConfigurationError, match=r"prepare\(batch_weight=\)"):
+        engine.prepare(model, optimizer, batch_weight=lambda batch: 1.0)
+    prepared, ready, nothing, batches = engine.prepare(model, optimizer, None, loader())
+    assert prepared is model
+    assert ready.optimizer is optimizer
+    assert nothing is None
+    assert len(batches) == 2
+
+
+def test_the_rest_of_an_epoch_can_be_prepared() -> None:
+    engine = accelerator()
+    batches = engine.prepare(engine.skip_first_batches(DataLoader(torch.arange(8), batch_size=2), 3))
+    assert isinstance(batches, PreparedLoader)
+    assert [x.tolist() for x in batches] == [[6, 7]]
+    assert len(list(batches)) == 4
 
 
 def test_batches_in_a_list_and_several_loaders_in_one_are_loaders() -> None:

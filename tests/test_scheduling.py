@@ -104,6 +104,29 @@ def in_windows() -> list[float]:
     return found
 
 
+class Own:
+    """A scheduler of a class of its own, which counts as it likes."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+@pytest.mark.world_size(2)
+def test_one_that_is_not_torchs_takes_a_step_with_each_call() -> None:
+    scheduler = Accelerator().prepare(Own())
+    scheduler.step()
+    assert scheduler.steps == 1
+
+
 def test_a_skipped_update_is_no_step() -> None:
     accelerator = Accelerator(strategy=Strategy("cpu"), precision=Precision("16-mixed", init_scale=2.0**4))
     model, optimizer, loader = accelerator.prepare(*parts())

@@ -76,6 +76,7 @@ class World:
         self.watchdog = watchdog
         self.restarts = restarts
         self.waits = Waits() if channel is None else channel.waits
+        self.meeting: Any = None  # of own loops
         self._memory = memory
 
     def __repr__(self) -> str:

@@ -58,6 +58,11 @@ class PreparedOptimizer(Optimizer):
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether its last step was no update, because a scaled gradient overflowed or it was skipped."""
+        return not self._accelerator.has_updated(self)
+
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict."""
         return self.optimizer.state_dict()
@@ -77,6 +82,7 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients to zero, once the window is full."""
         if self._accelerator.sync_gradients:
+            self._accelerator.unspent = False
             if set_to_none:
                 clear_gradients(self.optimizer)
             else:

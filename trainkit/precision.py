@@ -143,10 +143,14 @@ class Precision:
             return _NULL
         return _default_dtype(self.parameter_dtype)
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Within it the forward runs: autocast for mixed precisions, the default dtype for the others but float32."""
+    def forward_context(self, **autocast: Any) -> AbstractContextManager[Any]:
+        """Within it the forward runs: autocast for mixed precisions, the default dtype for the others but float32.
+
+        Args:
+            **autocast: options of ``torch.autocast``: ``enabled``, ``cache_enabled``.
+        """
         if self.autocast_dtype is not None:
-            return torch.autocast(self.device_type, dtype=self.autocast_dtype)
+            return torch.autocast(self.device_type, dtype=self.autocast_dtype, **autocast)
         return self.init_context()
 
     @property

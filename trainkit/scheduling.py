@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from trainkit.console import warn
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ class PreparedScheduler:
     """A scheduler whose ``step`` acts only with an update that happened: not inside a window, not after a skipped update.
 
     As in Accelerate it takes a step for each process then, as schedules are written for what one process would do with the
-    loader; one only with ``split_batches``. With ``step_scheduler_with_optimizer=False`` each call is one step of the user's.
+    loader; one only with ``split_batches``. With ``step_scheduler_with_optimizer=False``, and of a scheduler that is not
+    torch's, each call is one step of the user's.
 
     Attributes:
         scheduler: the user's own.
@@ -33,7 +36,9 @@ class PreparedScheduler:
     def __init__(self, scheduler: Any, accelerator: Accelerator) -> None:
         self.scheduler = scheduler
         self._accelerator = accelerator
-        self._told = accelerator.steps_of_scheduler in (0, 1)  # both lengths are the same, or the steps are the user's
+        # a scheduler of a class of its own counts as it likes: each call is one, as with Accelerate
+        self._steps = accelerator.steps_of_scheduler if isinstance(scheduler, LRScheduler) else 0
+        self._told = self._steps in (0, 1)  # both lengths are the same, or the steps are the user's
         self._beyond = 0  # steps after its end
 
     def __getattr__(self, name: str) -> Any:
@@ -47,17 +52,16 @@ class PreparedScheduler:
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule."""
         accelerator = self._accelerator
-        if accelerator.steps_of_scheduler == 0:
+        if self._steps == 0:
             self.scheduler.step(*args, **kwargs)
             return
         if not (accelerator.sync_gradients and accelerator.has_updated(getattr(self.scheduler, "optimizer", None))):
             return
-        steps = accelerator.steps_of_scheduler
         if not self._told:
-            text = self._doubt(steps)
+            text = self._doubt(self._steps)
             if text is not None:
                 warn(text)
-        for _ in range(steps):
+        for _ in range(self._steps):
             # the last update of a schedule may have fewer steps left: OneCycleLR refuses to go beyond its end
             if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", math.inf):
                 self.scheduler.step(*args, **kwargs)

@@ -26,6 +26,12 @@ def test_autocast() -> None:
     off = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
     with off.autocast():
         assert layer(x).dtype is torch.float32
+    seen = []
+    model = off.prepare(nn.Sequential(nn.Linear(2, 2)))
+    off.unwrap_model(model)[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model(x)
+    assert seen == [torch.float32]  # in a prepared model too
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
     with Accelerator(cpu=True).autocast():
         assert layer(x).dtype is torch.float32
 

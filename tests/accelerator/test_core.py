@@ -238,6 +238,71 @@ def test_the_loss_may_be_nan_where_a_micro_batch_has_no_weight() -> None:
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize(
+    "form", [lambda ready: ready, lambda ready: [ready], lambda ready: ready.optimizer, lambda ready: None]
+)
+def test_gradients_are_unscaled_once(form: Any) -> None:
+    engine, model = accelerator(precision=Precision("16-mixed", init_scale=1024.0)), Slope()
+    model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for _ in range(2):
+        engine.backward(model(torch.ones(1)))
+        engine.unscale_gradients(form(optimizer))
+        assert engine.unwrap_model(model).weight.grad.item() == 1.0
+        assert optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_skipped_window_is_skipped_by_all_optimizers_and_by_no_later_one() -> None:
+    engine, models = accelerator(), [Slope(), Slope()]
+    prepared = engine.prepare(*models, *(torch.optim.SGD(model.parameters(), lr=1.0) for model in models))
+    models, optimizers = prepared[:2], prepared[2:]
+
+    def backward() -> None:
+        engine.backward(sum(model(torch.ones(1)) for model in models))
+
+    backward()
+    engine.skip_update()
+    assert [optimizer.step() for optimizer in optimizers] == [False, False]
+    backward()
+    engine.skip_update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()  # and no step
+    backward()
+    assert [optimizer.step() for optimizer in optimizers] == [True, True]
+    assert not engine.optimizer_step_was_skipped
+
+
+def test_one_skipped_step_of_several() -> None:
+    engine = accelerator(precision=Precision("16-mixed", init_scale=4.0))
+    one, other = Slope(), Slope()
+    one, other, first, second = engine.prepare(
+        one, other, torch.optim.SGD(one.parameters(), lr=1.0), torch.optim.SGD(other.parameters(), lr=1.0)
+    )
+    engine.backward(one(torch.tensor([torch.inf])) + other(torch.ones(1)))
+    assert [first.step(), second.step()] == [False, True]
+    assert [first.step_was_skipped, second.step_was_skipped] == [True, False]
+    assert engine.optimizer_step_was_skipped
+
+
+def test_a_second_training_begins_anew() -> None:
+    engine = accelerator(precision=Precision("16-mixed", init_scale=1024.0), gradient_accumulation_steps=3)
+    for _ in range(2):
+        model = Slope()
+        model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        synced = []
+        for place in range(4):
+            with engine.accumulate(model):
+                engine.backward(model(torch.tensor([torch.inf if place == 2 else 1.0])))
+                optimizer.step()
+                optimizer.zero_grad()
+            synced.append(engine.sync_gradients)
+        assert synced == [False, False, True, False]
+        assert engine.strategy.precision.scaler is not None
+        assert engine.strategy.precision.scaler.get_scale() == 512.0
+        engine.free_memory(model, optimizer)
+    assert (engine.updates, engine.optimizer_step_was_skipped) == (0, False)
+
+
 # Seeds
 
 

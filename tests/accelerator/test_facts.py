@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from trainkit import Accelerator
-from trainkit.errors import ConfigurationError
 from trainkit.strategies import ZeROStrategy
 from trainkit.utils.distributed_type import DistributedType
 
@@ -18,8 +17,20 @@ def test_one_process() -> None:
     assert (state.device, state.mixed_precision, state.use_distributed) == (torch.device("cpu"), "bf16", False)
     assert state.is_main_process
     assert state.is_local_main_process
-    with pytest.raises(ConfigurationError, match="if accelerator.distributed_type == DistributedType.DEEPSPEED"):
-        _ = state.deepspeed_plugin
+    assert state.deepspeed_plugin is None
+
+
+def test_what_accelerate_has_and_we_have_not_is_named_with_what_to_use() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(AttributeError, match=r"no 'scaler'\. Use accelerator\.strategy\.precision\.scaler"):
+        _ = accelerator.scaler
+    with pytest.raises(AttributeError, match=r"no 'gather_for_metric'\. Did you mean 'gather_for_metrics'\?"):
+        _ = accelerator.gather_for_metric
+    assert not hasattr(accelerator, "register_save_state_pre_hook")
+    assert accelerator.deepspeed_plugin is None
+    assert accelerator.even_batches
+    accelerator.gradient_accumulation_steps = 3
+    assert accelerator.gradient_accumulation_steps == 3
 
 
 @pytest.mark.world_size(2)
@@ -34,4 +45,5 @@ def test_two_processes() -> None:
 def test_zero_by_a_strategy_has_a_plugin_too() -> None:
     state = Accelerator(strategy=ZeROStrategy(stage=3, device="cpu")).state
     assert state.distributed_type == DistributedType.DEEPSPEED
+    assert state.deepspeed_plugin is not None
     assert state.deepspeed_plugin.zero_stage == 3

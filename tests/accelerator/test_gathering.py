@@ -30,7 +30,7 @@ def said(error: type[Exception], function: Any) -> str:
 
 def read_all(samples: int, even: bool, shuffle: bool) -> dict[str, Any]:
     accelerator = Accelerator(even_batches=even)
-    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), numbers(samples, shuffle=shuffle))
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), numbers(samples, 3, shuffle=shuffle))
     model.eval()
     found: dict[str, Any] = {"tensors": [], "objects": [], "whole": [], "batches": 0}
     with torch.no_grad():
@@ -49,11 +49,39 @@ def test_each_sample_is_there_once_and_in_order(size: int) -> None:
     for found in run_world(size, read_all, 21, True, False):
         assert found["tensors"] == list(range(21))
         assert found["objects"] == [str(one) for one in range(21)]
-        rows = -(-6 // size)
+        rows = -(-7 // size)
         assert found["batches"] == rows
         # a process without a micro-batch repeats its last one, which gather keeps and gather_for_metrics drops
-        assert found["whole"][:42] == [2 * one for one in range(21)]
-        assert (len(found["whole"]) > 21) is (6 % size != 0)
+        assert found["whole"][:21] == [2 * one for one in range(21)]
+        assert (len(found["whole"]) > 21) is (size > 1)  # seven micro-batches
+
+
+def test_what_is_repeated_for_a_full_batch_counts_for_a_short_one_as_it_is() -> None:
+    """As evaluation loops of language models do with a loss."""
+    for size in (1, 2):
+        for count in run_world(size, repeated):
+            assert count == 21
+
+
+def repeated() -> int:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(numbers(21, 6))
+    return sum(len(accelerator.gather_for_metrics(x.float().mean().repeat(6))) for (x,) in loader)
+
+
+def taken_apart() -> list[int]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader([{"x": n, "label": n} for n in range(6)], batch_size=2))
+    found: list[int] = []
+    for batch in loader:
+        label = batch.pop("label")
+        found += accelerator.gather_for_metrics(label).tolist()
+    return found
+
+
+def test_a_loop_may_take_its_batches_apart() -> None:
+    """The last of three rows of two is short of one, whose process is given its batch before again."""
+    assert run_world(2, taken_apart) == [list(range(6))] * 2
 
 
 @pytest.mark.parametrize("samples", [1, 4, 5, 13])
@@ -63,7 +91,7 @@ def test_of_less_than_a_row_too(samples: int) -> None:
 
 
 def test_without_even_batches_an_evaluation_gives_each_process_its_own() -> None:
-    assert [found["batches"] for found in run_world(3, read_all, 17, False, False)] == [2, 2, 1]
+    assert [found["batches"] for found in run_world(3, read_all, 12, False, False)] == [2, 1, 1]
 
 
 def test_as_in_the_quick_tour_the_rest_can_be_cut_off_by_hand() -> None:
@@ -72,7 +100,7 @@ def test_as_in_the_quick_tour_the_rest_can_be_cut_off_by_hand() -> None:
 
 def cut_by_hand() -> list[int]:
     accelerator = Accelerator()
-    loader = accelerator.prepare(numbers(21))
+    loader = accelerator.prepare(numbers(21, 3))  # seven micro-batches: the last row is one short
     found: list[int] = []
     for (x,) in loader:
         found += accelerator.gather(x).tolist()
@@ -106,6 +134,7 @@ def test_what_does_not_go_together_is_named() -> None:
     assert "accelerator.gather(accelerator.pad_across_processes(x, dim=1))" in text
     text = said(CollectiveError, lambda: accelerator.gather(torch.zeros(2 + rank)))  # no loader is being read
     assert "rank 0: float32[2]; rank 1: float32[3]" in text
+    assert "Gather each batch in the loop that reads it" in text
     text = said(CollectiveError, lambda: accelerator.gather(torch.zeros(2, dtype=torch.int64 if rank else torch.int32)))
     assert "rank 0: int32[2]; rank 1: int64[2]" in text
     text = said(CollectiveError, lambda: accelerator.gather([torch.zeros(1)] * (1 + rank)))
@@ -139,8 +168,9 @@ def test_reduce() -> None:
     assert accelerator.reduce({"a": mine}, reduction="mean")["a"].tolist() == [1.0, 37.0]
     assert accelerator.reduce(mine, reduction="none", scale=2.0).tolist() == (2 * mine).tolist()
     assert accelerator.reduce(torch.tensor(accelerator.process_index), "sum", scale=0.5).item() == 1.5
-    assert "reduction must be one of sum, mean, none, not 'max'" in said(
-        ConfigurationError, lambda: accelerator.reduce(mine, reduction="max")
+    assert accelerator.reduce(mine, reduction="max").tolist() == [1.0, 100.0]
+    assert "reduction must be one of sum, mean, max, none, not 'min'" in said(
+        ConfigurationError, lambda: accelerator.reduce(mine, reduction="min")
     )
 
 
@@ -163,7 +193,10 @@ def test_pad_across_processes() -> None:
 
 def test_one_process_gets_what_it_gave() -> None:
     accelerator, x = Accelerator(cpu=True), torch.ones(2, 3)
-    for verb in (accelerator.gather, accelerator.gather_for_metrics, accelerator.reduce, accelerator.pad_across_processes):
+    for verb in (accelerator.gather, accelerator.gather_for_metrics, accelerator.pad_across_processes):
         assert verb(x) is x
+    reduced = accelerator.reduce(x)
+    reduced /= 2
+    assert x.tolist() == [[1.0] * 3] * 2  # as with several processes
     assert accelerator.gather_for_metrics(["a"]) == ["a"]
     assert accelerator.gather(torch.tensor(1.0)).ndim == 0

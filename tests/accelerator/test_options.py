@@ -233,6 +233,11 @@ def test_deepspeeds_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accelerator.mixed_precision == "bf16"
     assert accelerator.gradient_accumulation_steps == 2
     assert Accelerator(strategy=Strategy("cpu")).distributed_type == "NO"
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model = nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), [torch.ones(4, 2)] * 3)
+    assert accelerator.gradient_accumulation_steps == 3
+    accelerator.free_memory()
 
 
 def test_the_trainers_engine_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

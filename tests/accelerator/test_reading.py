@@ -111,6 +111,33 @@ def test_join_uneven_inputs_says_so_for_a_while() -> None:
         pass
 
 
+def test_batches_that_are_read_ahead_are_told() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(8, 2), batch_size=2))
+    batches = iter(loader)
+    first, _ = next(batches), next(batches)
+    with pytest.raises(ConfigurationError, match=r"2 batches have been read since .*backward\(loss, weight=count\)"):
+        accelerator.backward(model(first).sum())
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(8, 2), batch_size=2))
+    for place, batch in enumerate(loader):
+        if place % 2:
+            continue  # without windows each counts for itself
+        accelerator.backward(model(batch).sum())
+
+
+def test_two_models_in_one_micro_batch() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    one, other, loader = accelerator.prepare(nn.Linear(2, 1), nn.Linear(2, 1), DataLoader(torch.ones(7, 2), batch_size=2))
+    shares = []
+    for batch in loader:
+        for model in (one, other):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+                shares.append((round(accelerator.window.share, 6), accelerator.sync_gradients))
+    assert shares[::2] == shares[1::2] == [(0.5, False), (0.5, True), (0.666667, False), (0.333333, True)]
+
+
 # -------------------------------------------------------------------------------------------------------------- skipping
 
 

@@ -115,6 +115,29 @@ def test_weights_of_some_and_not_of_others() -> None:
         accelerator.backward(model(torch.ones(1, 1)).sum())
 
 
+def test_a_weight_of_nothing_is_forgotten_with_its_micro_batch() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(torch.ones(4, 1), batch_size=1)
+    )
+    updated = []
+    for place, x in enumerate(loader):
+        accelerator.backward(model(x).sum(), **({} if place else {"weight": 0.0}))
+        updated.append(optimizer.step())
+        optimizer.zero_grad()
+    assert updated == [False, True, True, True]
+
+
+def test_two_weights_for_one_micro_batch() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum(), weight=1.0)
+        with pytest.raises(ConfigurationError, match=r"called twice for a micro-batch.*loss1 \+ loss2"):
+            accelerator.backward(model(torch.ones(1, 1)).sum(), weight=3.0)
+
+
 def test_both_ways_to_say_it() -> None:
     accelerator = Accelerator(cpu=True)
     model, _ = accelerator.prepare(nn.Linear(1, 1), DataLoader(data(), 2), batch_weight=lambda batch: 1.0)

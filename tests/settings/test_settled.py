@@ -56,8 +56,6 @@ DEEPSPEED = {"distributed_type": "DEEPSPEED"}
     (DEEPSPEED, {"deepspeed_config_file": "ds.json", "zero_stage": 2}, "c: deepspeed_config_file and zero_stage both say it. "
      "Write it into ds.json, or leave the file out."),
     (DEEPSPEED, {"deepspeed_config_file": "ds.json"}, "c: deepspeed_config_file: there is no file 'ds.json'."),
-    (DEEPSPEED, {"zero3_init_flag": True}, "c: zero3_init_flag: true divides parameters, which is zero_stage: 3, and this is "
-     "zero_stage: 2."),
     ({**DEEPSPEED, "num_machines": 1}, {"deepspeed_hostfile": "h"}, "c: deepspeed_hostfile names machines, and num_machines: "),
 ])  # fmt: skip
 def test_contradictions(values: dict[str, Any], deepspeed: dict[str, Any], words: str) -> None:

@@ -32,15 +32,7 @@ class ContextVerbs:
             autocast_handler: in the stead of the one in ``kwargs_handlers``; with ``enabled=False`` it is float32 within.
         """
         handler = autocast_handler or self.options.autocast
-        precision = self.strategy.precision
-        if handler is None or precision.autocast_dtype is None:
-            return self.strategy.forward_context()
-        return torch.autocast(
-            precision.device_type,
-            dtype=precision.autocast_dtype,
-            enabled=handler.enabled,
-            cache_enabled=handler.cache_enabled,
-        )
+        return self.strategy.forward_context() if handler is None else self.strategy.precision.forward_context(**vars(handler))
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:

@@ -19,7 +19,7 @@ from trainkit.accelerator.gathering import GatherVerbs
 from trainkit.accelerator.gradients import GradientVerbs
 from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.naming import check_place
-from trainkit.accelerator.options import Options, resolve
+from trainkit.accelerator.options import Options, check_steps, resolve
 from trainkit.accelerator.preparing import PrepareVerbs
 from trainkit.accelerator.processes import ProcessVerbs
 from trainkit.accelerator.reading import Reading
@@ -41,8 +41,8 @@ __all__ = ["Accelerator"]
 class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVerbs, ContextVerbs, TrackerVerbs, StateVerbs):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
-    Its arguments are Accelerate's, in their order. What is not given is as ``trainkit launch --config_file`` says, if the
-    process was started so.
+    Its arguments are Accelerate's. What is not given is as ``trainkit launch --config_file`` says, if the process was started
+    so.
 
     Args:
         device_placement: put models, optimizers and batches on the device.
@@ -152,6 +152,7 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         self.updating = False
         self.before_step: Callable[[Optimizer], None] | None = None
         self.skip_asked = False
+        self.unspent = False  # gradients of a whole window wait for a step
         self._updated: dict[int, bool] = {}
         self._averaged: set[int] = set()  # ids of optimizers whose gradients are averaged already
         self._models: list[nn.Module] = []
@@ -206,6 +207,10 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         """Micro-batches in an update."""
         return self.window.size
 
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.window.size = check_steps(steps)
+
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch is the last of its window, so that its update is due."""
@@ -224,7 +229,8 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
             if id(model) not in self._given and self._own:
                 self._check_prepared("accumulate", model)
         window = self.window
-        if not window.driven:
+        self.reading.working()
+        if not window.driven and not self.reading.active:  # else it is called again for the same batch
             window.count()
         window.driven = False
         return self.strategy.accumulating(models[0] if models else None, window.full)
@@ -247,7 +253,11 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         if self._averaged:
             self._averaged.clear()  # of gradients that were not used
         if self._own:
+            if self.window.first:
+                self.skip_asked = False  # of a window that is over
             self._check_begun("backward")
+            self._check_spent()
+            self.reading.working()
             if self._compares and self.window.full:
                 self._compare("backward", None if loss is None else [loss])
             if weight is not None or self._weighing is not None:
@@ -260,13 +270,23 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
                 loss = loss * share
             self.strategy.backward(loss, **kwargs)
         if self._weighing is not None and self.window.full:
-            self._weighing.settle(self.optimizers)
+            self._weighing.settle(self._bare, self.optimizers)
+
+    def _check_spent(self) -> None:
+        """ZeRO begins anew with each window: gradients of one that has had no step would be lost without a word."""
+        if self.unspent and self.window.first and self.strategy.sharded_state and len(self._optimizers) == 1:
+            raise ConfigurationError(
+                "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "
+                "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "
+                "all but the last; of two losses make one: accelerator.backward(loss1 + loss2)."
+            )
+        self.unspent = self.window.full
 
     def _weighed(self, weight: float | Tensor | None) -> float:
         if self._weighing is None:
             if any(loader.weighs for loader in self._loaders):
                 raise ConfigurationError("backward(weight=) and prepare(batch_weight=) say the same thing. Give one of them.")
-            self._weighing = Weighing(self.window, self.world, self.strategy)
+            self._weighing = Weighing(self.window, self.world, self.strategy, self.meeting)
         return self._weighing.share(weight)
 
     def _check_begun(self, verb: str) -> None:
@@ -293,6 +313,7 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         """
         if not self.window.full:
             return False
+        self.unspent = False
         own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
         if self._compares:
             self._compare("step", [p for group in own.param_groups for p in group["params"]])
@@ -305,16 +326,18 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         if self.skip_asked or self.window.empty:
             self.strategy.precision.discard(own)
             self.strategy.sync_buffers()
-            updated = self.skip_asked = False
+            updated = False
+            self.skip_asked = self.skip_asked and self._own  # by a Trainer it is said for each step
         else:
             self.updating = True  # stays so if an error leaves the parameters between two steps
             updated = self.strategy.optimizer_step(own, closure)
             self.updating = False
             if self.strategy.precision.autocast_dtype is not None:
                 torch.clear_autocast_cache()  # else a forward in the same step would use copies of what was before
-        self.optimizer_step_was_skipped = not updated
         self._averaged.discard(id(own))
         self._updated[id(own)] = updated
+        # of several optimizers, in a loop of the user's, whether any was
+        self.optimizer_step_was_skipped = not (all(self._updated.values()) if self._own else updated)
         self.updates += updated
         return updated
 
@@ -324,11 +347,15 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         return self._updated.get(id(own), not self.optimizer_step_was_skipped)
 
     def skip_update(self) -> None:
-        """Skip the update of the current window: it changes neither parameters nor optimizer state.
+        """Skip the update of the current window, by all optimizers: it changes neither parameters nor optimizer state.
 
         To be called on all processes or on none: one that goes by its own loss asks the others first.
         """
         self.skip_asked = True
+
+    def clear(self, *objects: Any) -> Any:
+        """:meth:`free_memory`."""
+        return self.free_memory(*objects)
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything that was prepared and end the loaders' workers; returns ``None`` for each object given.
@@ -341,7 +368,11 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         held: list[Any] = [self._models, self._bare, self._optimizers, self._schedulers, self._loaders, self._given]
         for each in (*held, self._updated):
             each.clear()
-        self._weighing, self._begun = None, False
+        self._weighing, self._begun, self.updates = None, False, 0
+        self.skip_asked = self.optimizer_step_was_skipped = self.unspent = False
+        self.window.reset()
+        if self._own:  # a Trainer does so when it begins
+            self.strategy.precision.reset()
         self.strategy.teardown()
         if self._watchdog is not None and self._watches:
             self._watchdog.left()

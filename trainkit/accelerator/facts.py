@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainkit.accelerator.options import Options, mixed_name
-from trainkit.errors import ConfigurationError
+from trainkit.errors import nearest
 from trainkit.strategy import Strategy
 from trainkit.utils.configurations import ProjectConfiguration
 from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
@@ -26,7 +26,7 @@ class AcceleratorState:
         distributed_type: what distributes the run.
         num_processes: as of the accelerator; the others likewise.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        deepspeed_plugin: with ``zero_stage`` and ``deepspeed_config``.
+        deepspeed_plugin: with ``zero_stage`` and ``deepspeed_config``; ``None`` where it is not ZeRO that runs.
     """
 
     distributed_type: DistributedType
@@ -35,21 +35,7 @@ class AcceleratorState:
     local_process_index: int
     device: torch.device
     mixed_precision: str
-    _plugin: DeepSpeedPlugin | None = None
-
-    @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin:
-        """ZeRO's options.
-
-        Raises:
-            ConfigurationError: it is not ZeRO that runs.
-        """
-        if self._plugin is None:
-            raise ConfigurationError(
-                f"state.deepspeed_plugin: distributed_type is {self.distributed_type}. Ask for it first: "
-                "if accelerator.distributed_type == DistributedType.DEEPSPEED"
-            )
-        return self._plugin
+    deepspeed_plugin: DeepSpeedPlugin | None = None
 
     @property
     def is_main_process(self) -> bool:
@@ -73,6 +59,7 @@ class FactVerbs:
     strategy: Strategy
     options: Options
     project: ProjectConfiguration
+    _even: bool
 
     @property
     def state(self) -> AcceleratorState:
@@ -109,3 +96,41 @@ class FactVerbs:
     def logging_dir(self) -> str | os.PathLike[str] | None:
         """Folder of the trackers that write files."""
         return self.project.logging_dir
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """ZeRO's options; ``None`` where it is not ZeRO that runs."""
+        return self._plugin()
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all processes are given as many batches, of loaders that are prepared from here on."""
+        return self._even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._even = even
+
+    def __getattr__(self, name: str) -> Any:
+        fix = INSTEAD.get(name)
+        text = f" Use {fix}." if fix else nearest(name, [one for one in dir(type(self)) if not one.startswith("_")])
+        raise AttributeError(f"an Accelerator has no {name!r}.{text}")
+
+
+# What Accelerate's has and ours has not, with what to use.
+INSTEAD = {
+    "fsdp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
+    "fp8_backend": "mixed_precision='bf16': FP8 is not offered",
+    "gradient_state": "accelerator.sync_gradients",
+    "lomo_backward": "accelerator.backward(loss) and an optimizer of torch's",
+    "maybe_context_parallel": "ZeRO-3: Accelerator(strategy='zero3'); parameters are divided, and sequences are not",
+    "multi_device": "accelerator.num_processes > 1",
+    "native_amp": "accelerator.mixed_precision != 'no'",
+    "register_load_state_pre_hook": "accelerator.register_for_checkpointing(object), or load_state(folder, restore=...)",
+    "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object), or save_model(model, folder)",
+    "scaler": "accelerator.strategy.precision.scaler",
+    "should_save_model": "nothing: save_state always writes the model",
+    "torch_tp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
+    "trigger_sync_in_backward": "accelerator.accumulate(model), where the last micro-batch of a window lets gradients travel",
+    "verify_device_map": "nothing: a model is on one device in each process, or divided by ZeRO-3",
+}

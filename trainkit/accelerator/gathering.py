@@ -17,7 +17,7 @@ from trainkit.strategy import Strategy
 
 __all__ = ["GatherVerbs"]
 
-_REDUCTIONS = ("sum", "mean", "none")
+_REDUCTIONS = ("sum", "mean", "max", "none")
 
 
 class GatherVerbs:
@@ -57,11 +57,11 @@ class GatherVerbs:
         return self._gathered_objects(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or the mean over the processes, the same on all of them.
+        """The sum, the mean or the largest over the processes, the same on all of them; never the tensor that was given.
 
         Args:
             tensor: a tensor, or tensors in lists, tuples and dicts; of the same shapes on all processes.
-            reduction: ``"sum"``, ``"mean"``, or ``"none"``, which only scales.
+            reduction: ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which only scales.
             scale: the result is multiplied by it.
 
         Raises:
@@ -74,13 +74,17 @@ class GatherVerbs:
         if size > 1 and reduction != "none":
             said = self._said("reduce", tensor)
             _check_alike("reduce", said)
-            tensor = map_tensors(tensor, lambda t: self._reduced(t, reduction == "mean"))
+            tensor = map_tensors(tensor, lambda t: self._reduced(t, reduction))
+        else:
+            tensor = map_tensors(tensor, torch.clone)
         return tensor if scale == 1.0 else map_tensors(tensor, lambda t: t * scale)
 
-    def _reduced(self, tensor: Tensor, mean: bool) -> Tensor:
+    def _reduced(self, tensor: Tensor, reduction: str) -> Tensor:
         """Added up in the order of the ranks: the same bits on all of them."""
-        total: Tensor = self.strategy.all_gather(tensor.detach(), alike=True).sum(0)
-        return total / self.strategy.world.size if mean else total
+        stacked: Tensor = self.strategy.all_gather(tensor.detach(), alike=True)
+        if reduction == "max":
+            return stacked.amax(0)
+        return stacked.sum(0) / self.strategy.world.size if reduction == "mean" else stacked.sum(0)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Tensors that are in one dimension as long as the longest of all processes, so that they can be gathered.
@@ -129,8 +133,10 @@ class GatherVerbs:
 
     def _gathered(self, verb: str, data: Any, drop: bool) -> Any:
         world, reading = self.strategy.world, self.reading
+        if drop:
+            data = map_tensors(data, reading.cut)
         if world.size == 1:
-            return map_tensors(data, reading.cut) if drop else data
+            return data
         said = self._said(verb, data, samples=reading.samples, filler=reading.filler)
         _check_rows(verb, said)
         kept = [not (drop and its["filler"]) for its in said]
@@ -181,12 +187,18 @@ def _check_rows(verb: str, said: Sequence[Mapping[str, Any]]) -> None:
         if any(shape != shapes[0] for shape in shapes) and any(
             shape[0] != its["samples"] for shape, its in zip(shapes, said, strict=True)
         ):
-            raise _unlike(verb, said, _PAD)
+            raise _unlike(verb, said, _EACH)
 
 
 _PAD = (
     "Only the first dimension may differ, where it is that of the samples of each process's micro-batch. Pad the others: "
     "accelerator.gather(accelerator.pad_across_processes(x, dim=1))"
+)
+
+
+_EACH = (
+    "The first dimension may differ only where it is that of the samples of each process's micro-batch. Gather each batch in "
+    "the loop that reads it; or what was put together, as a list: accelerator.gather_for_metrics([x], use_gather_object=True)"
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,17 @@ class GradientVerbs:
         """The prepared optimizers, as torch's own objects."""
         raise NotImplementedError
 
-    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Take the loss scale of ``16-mixed`` out of the gradients, before they are looked at; clipping does it by itself."""
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Take the loss scale of ``16-mixed`` out of the gradients, before they are looked at; clipping does it by itself.
+
+        Args:
+            optimizer: of these optimizers, prepared or torch's own; default: all.
+        """
         self._check_begun("unscale_gradients")
         if not self.window.full:
             return
-        chosen = self.optimizers if optimizer is None else [optimizer]
+        given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or self.optimizers)
+        chosen: list[Optimizer] = [getattr(one, "optimizer", one) for one in given]
         if self._compares:
             self._compare("unscale_gradients", [p for own in chosen for group in own.param_groups for p in group["params"]])
         self._average(chosen)

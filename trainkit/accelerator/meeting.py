@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,8 +19,6 @@ _SUBJECT = "own loop"
 _ALONE = "within 'if accelerator.is_main_process:' or the like"
 _FORWARD = "the forward of a model whose parameters are divided"
 _NAMES = {"forward": "the forward of a model", "__iter__": "reading a loader", "__next__": "reading a loader"}
-
-_meetings: weakref.WeakKeyDictionary[World, Meeting] = weakref.WeakKeyDictionary()
 
 
 class Meeting:
@@ -46,11 +43,10 @@ class Meeting:
     @classmethod
     def of(cls, world: World) -> Meeting:
         """That of these processes; there is one."""
-        if world.size == 1:
-            return cls(world)
-        if world not in _meetings:
-            _meetings[world] = cls(world)
-        return _meetings[world]
+        if world.meeting is None:
+            world.meeting = cls(world)
+        found: Meeting = world.meeting
+        return found
 
     def wait(self, verb: str) -> None:
         """Wait until all processes have called a verb.

@@ -28,7 +28,7 @@ from trainkit.utils.handlers import (
 )
 from trainkit.where import chosen_strategy
 
-__all__ = ["Options", "resolve"]
+__all__ = ["Options", "check_steps", "mixed_name", "resolve"]
 
 _GENERATORS = ("torch", "cuda", "xla", "generator")
 _ZERO = "Parameters are divided by ZeRO: Accelerator(strategy='zero3')"
@@ -161,10 +161,21 @@ def _steps(given: Mapping[str, Any], settings: Settings, plugin: DeepSpeedPlugin
                 f"gradient_accumulation_steps={steps!r} and a gradient_accumulation_plugin were given. Give one of them."
             )
         return accumulation.num_steps
-    claimed = None if plugin is None else plugin.deepspeed_config.get("gradient_accumulation_steps")
     if steps is None:
-        said = (claimed, settings.get("gradient_accumulation_steps"))
+        claimed = None if plugin is None else plugin.deepspeed_config.get("gradient_accumulation_steps")
+        said = [claimed, settings.get("gradient_accumulation_steps")]
+        if given["deepspeed_plugin"] is None:  # it is of the settings, in which an option beats the file
+            said.reverse()
         return next((int(one) for one in said if one not in (None, "auto")), 1)
+    return check_steps(steps)
+
+
+def check_steps(steps: Any) -> int:
+    """Micro-batches in an update.
+
+    Raises:
+        ConfigurationError: no integer ≥ 1.
+    """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigurationError(f"gradient_accumulation_steps must be an integer ≥ 1, not {steps!r}.")
     return steps
@@ -217,6 +228,8 @@ def _strategy(
     if plugin is not None:
         precision = _precision(given, settings, handlers, masters=True)
         config = plugin.config_for(short=precision is not None and is_short(precision))
+        if given["deepspeed_plugin"] is None:  # arguments beat what it says
+            config.pop("gradient_accumulation_steps", None)
         made = load_strategy("zero2")(config=config, device=wanted.accelerator, **_common(handlers))
     elif strategy is None or isinstance(strategy, str):
         name = chosen_strategy(strategy or settings.strategy or "auto", wanted)

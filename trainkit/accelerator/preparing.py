@@ -89,7 +89,7 @@ class PrepareVerbs:
         is moved in place, so that an optimizer made before stays valid.
 
         Args:
-            *objects: in any order; each once.
+            *objects: in any order; each once. ``None`` stays ``None``.
             device_placement: for each object whether it is put on the device; default: as ``Accelerator(device_placement=)``.
             batch_weight: how much a batch of the first loader here counts in its window, such as the tokens in it that count;
                 a float ≥ 0, of the batch on the CPU. Default: the number of its samples.
@@ -104,20 +104,24 @@ class PrepareVerbs:
                     "and use what prepare returned."
                 )
         placed = self._placements(objects, device_placement)
-        self.meeting.wait("prepare")
+        loaders = {place: self._looked_at(item) for place, item in enumerate(objects) if _is_loader(item, place)}
+        if batch_weight is not None and not loaders:
+            raise ConfigurationError("prepare(batch_weight=) is for a loader, and there is none among the arguments.")
+        for place, item in enumerate(objects):
+            if isinstance(item, nn.Module) and not placed[place]:
+                self._check_place(item)
+        self.meeting.wait("prepare")  # what is wrong with the arguments has been said, and nothing has been done
         self._enter()
         prepared: dict[int, Any] = {}
         # models first: an optimizer is prepared for a model that is on its device
-        for place, item in enumerate(objects):
-            if isinstance(item, nn.Module):
-                prepared[place] = self._prepare_model(item, placed[place])
+        prepared |= {place: self._prepare_model(o) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
         prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
+        for place, found in loaders.items():
+            prepared[place] = self._prepare_own_loader(objects[place], *found, placed[place], batch_weight)
+            batch_weight = None
         for place, item in enumerate(objects):
             if place not in prepared:
-                prepared[place] = self._prepare_other(item, place, placed[place], batch_weight)
-                batch_weight = None if isinstance(prepared[place], PreparedLoader) else batch_weight
-        if batch_weight is not None:
-            raise ConfigurationError("prepare(batch_weight=) is for a loader, and there is none among the arguments.")
+                prepared[place] = None if item is None else self._prepare_scheduler(item)
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
 
     def _enter(self) -> None:
@@ -170,15 +174,14 @@ class PrepareVerbs:
         inner = model.module if isinstance(model, InPrecision) else self.strategy.unwrap(model)
         return model if inner is model else self.unwrap_model(inner)
 
-    def _prepare_model(self, model: nn.Module, placed: bool) -> nn.Module:
-        if not placed:
-            self._check_place(model)
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
         if self.options.compile is not None:
             model = cast("nn.Module", torch.compile(model, **self.options.compile))
         wrapped = self.strategy.wrap(self.strategy.prepare_module(model))
         self._models.append(wrapped)
         self._bare.append(self.unwrap_model(wrapped))
-        given = wrapped if self.strategy.precision.plain else InPrecision(wrapped, self.strategy.precision)
+        precision, handler = self.strategy.precision, self.options.autocast
+        given = wrapped if precision.plain else InPrecision(wrapped, precision, **({} if handler is None else vars(handler)))
         self._given[id(given)] = given
         return given
 
@@ -200,29 +203,26 @@ class PrepareVerbs:
     def _accelerator(self) -> Accelerator:
         raise NotImplementedError
 
-    def _prepare_other(self, item: Any, place: int, placed: bool, weigh: Callable[[Any], float] | None) -> Any:
-        if hasattr(item, "step") and hasattr(item, "state_dict"):
-            prepared = PreparedScheduler(item, self._accelerator())
-            self._schedulers.append(prepared)
-            return prepared
-        several = isinstance(item, list | tuple) and any(isinstance(o, nn.Module | Optimizer | DataLoader) for o in item)
-        if several or isinstance(item, str | bytes | Mapping):
-            raise ConfigurationError(
-                f"prepare: argument {place} is a {type(item).__name__}. Give the objects one by one, prepare(model, optimizer, "
-                "loader); several loaders read together are a CombinedLoader."
-            )
-        if isinstance(item, CombinedLoader | Iterable):
-            return self._prepare_own_loader(item, placed, weigh)
-        raise ConfigurationError(
-            f"prepare: argument {place} is a {type(item).__name__}; expected a model, an optimizer, a loader or a scheduler."
-        )
+    def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        prepared = PreparedScheduler(scheduler, self._accelerator())
+        self._schedulers.append(prepared)
+        return prepared
 
-    def _prepare_own_loader(self, loader: Any, placed: bool, weigh: Callable[[Any], float] | None) -> PreparedLoader:
-        end, given = None, loader
+    def _looked_at(self, loader: Any) -> tuple[Any, int | None, int]:
+        """The loader to be read, so many of whose micro-batches count, and so many batches of its next epoch to be left out."""
+        skipped = 0
+        if isinstance(loader, SkippedLoader):
+            loader, skipped = loader.loader, loader.skipped
+        end = None
         if self.options.split_batches:
             loader, end = split_batches(loader, self.strategy.world_size)
         if not self._loaders:  # the first one is what is trained on
             self.strategy.check_batches(batch_size_of(loader), self.window.size)
+        return loader, end, skipped
+
+    def _prepare_own_loader(
+        self, given: Any, loader: Any, end: int | None, skipped: int, placed: bool, weigh: Callable[[Any], float] | None
+    ) -> PreparedLoader:
         more: dict[str, Any] = {} if placed else {"transfer": lambda batch, m: batch}
         # loaders that are read side by side must not have the same order and the same augmentation
         prepared = self.prepare_loader(
@@ -235,6 +235,8 @@ class PrepareVerbs:
             **more,
         )
         prepared.micro_limit, prepared.given_source = end, given
+        if skipped:
+            prepared.begin_at(skipped)
         return prepared
 
     def prepare_loader(self, loader: Any, *, window: bool, **options: Any) -> PreparedLoader:
@@ -313,3 +315,24 @@ class PrepareVerbs:
                 f"{verb}: {type(model).__name__} has not been prepared. Give what prepare returned: model = "
                 "accelerator.prepare(model)"
             )
+
+
+def _is_loader(item: Any, place: int) -> bool:
+    """Whether it is a loader, and not a model, an optimizer, a scheduler or ``None``.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+    if item is None or isinstance(item, nn.Module | Optimizer) or (hasattr(item, "step") and hasattr(item, "state_dict")):
+        return False
+    several = isinstance(item, list | tuple) and any(isinstance(o, nn.Module | Optimizer | DataLoader) for o in item)
+    if several or isinstance(item, str | bytes | Mapping):
+        raise ConfigurationError(
+            f"prepare: argument {place} is a {type(item).__name__}. Give the objects one by one, prepare(model, optimizer, "
+            "loader); several loaders read together are a CombinedLoader."
+        )
+    if isinstance(item, CombinedLoader | Iterable | SkippedLoader):
+        return True
+    raise ConfigurationError(
+        f"prepare: argument {place} is a {type(item).__name__}; expected a model, an optimizer, a loader or a scheduler."
+    )

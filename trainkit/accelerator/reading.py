@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from trainkit.data.nested import batch_size
+from trainkit.data.nested import batch_size, map_tensors
+from trainkit.data.sources import batch_size_of
 from trainkit.data.window import NOTHING, Window
+from trainkit.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from trainkit.data.loader import PreparedLoader
@@ -20,11 +22,14 @@ __all__ = ["Reading"]
 class _Place:
     """A loader with the batch of it that was given last, and the window as it was before it was read."""
 
-    __slots__ = ("batch", "before", "filler", "loader", "number")
+    __slots__ = ("ahead", "batch", "before", "filler", "full", "loader", "number", "odd")
 
     def __init__(self, loader: PreparedLoader, before: tuple[Any, ...], number: int) -> None:
         self.loader, self.before, self.number = loader, before, number
+        self.ahead = 0  # batches that were given since one was worked on
+        self.odd = False  # not all of these count the same
         self.batch: Any = None
+        self.full = batch_size_of(loader.source)
         self.filler = False
 
 
@@ -55,8 +60,11 @@ class Reading:
                 if batch is NOTHING:
                     if not any(model.training for model in self._models):
                         continue
-                    batch = loader.filler() if place.batch is None else place.batch
-                place.batch, place.filler = batch, window.filler
+                    batch = loader.filler() if place.batch is None else map_tensors(place.batch, lambda tensor: tensor)
+                # a copy of the containers, which the loop may take apart
+                place.batch, place.filler = map_tensors(batch, lambda tensor: tensor), window.filler
+                place.ahead += 1
+                place.odd = place.odd or window.share != 1.0
                 if places[-1] is not place:
                     places.remove(place)
                     places.append(place)
@@ -73,6 +81,30 @@ class Reading:
         if later:  # read side by side: what was before this one was before all of them
             min(later, key=lambda other: other.number).before = place.before
 
+    def working(self) -> None:
+        """The batch that was read last is worked on now.
+
+        Raises:
+            ConfigurationError: it is not clear which one is, as some were read that nobody has worked on.
+        """
+        if not self._places:
+            return
+        place = self._places[-1]
+        ahead, odd = place.ahead, place.odd
+        place.ahead, place.odd = 0, False
+        if ahead > 1 and (odd or self._window.size > 1):
+            raise ConfigurationError(
+                f"{ahead} batches have been read since the last one that was worked on, and how much a loss counts is known of "
+                "the one that was read last. Work on each batch before the next one is read; for one that is to be left out "
+                "call accelerator.backward(None). If batches are read ahead to count what is in them: "
+                "accelerator.backward(loss, weight=count), or prepare(loader, batch_weight=count)."
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether a loader is being read."""
+        return bool(self._places)
+
     @property
     def samples(self) -> int | None:
         """Of the micro-batch that was given last; ``None``: no loader is being read."""
@@ -84,11 +116,13 @@ class Reading:
         return bool(self._places) and self._places[-1].filler
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Of a tensor with a row for each sample, those that count, where a short micro-batch was filled up."""
-        if not self._places:
+        """Of a tensor with a row for each sample of a full micro-batch, as many as there are in this one, which may be short.
+
+        So ``loss.repeat(batch_size)`` counts no more samples than there are, and nor does what a short one was filled up by.
+        """
+        if not self._places or tensor.ndim == 0:
             return tensor
         place = self._places[-1]
-        remainder = place.loader.samples
-        if remainder is None or tensor.ndim == 0 or len(tensor) != batch_size(place.batch):
-            return tensor
-        return tensor[:remainder]
+        here, full = batch_size(place.batch), place.full
+        samples = here if place.loader.samples is None else place.loader.samples
+        return tensor[:samples] if samples < len(tensor) and len(tensor) in (here, full) else tensor

@@ -15,7 +15,7 @@ __all__ = ["SkippedLoader"]
 class SkippedLoader:
     """A loader whose iterations begin after some batches; what it does not define is the loader's.
 
-    Args:
+    Attributes:
         loader: prepared or not.
         skipped: batches of an epoch that are left out.
 
@@ -26,18 +26,18 @@ class SkippedLoader:
     def __init__(self, loader: Any, skipped: int) -> None:
         if isinstance(skipped, bool) or not isinstance(skipped, int) or skipped < 0:
             raise ConfigurationError(f"skip_first_batches: num_batches must be an integer ≥ 0, not {skipped!r}.")
-        self._loader, self._skipped = loader, skipped
+        self.loader, self.skipped = loader, skipped
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader" or name.startswith("__"):
+        if name == "loader" or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return max(0, len(self._loader) - self._skipped)
+        return max(0, len(self.loader) - self.skipped)
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self._loader, PreparedLoader):
-            self._loader.begin_at(self._skipped)
-            return iter(self._loader)
-        return islice(iter(self._loader), self._skipped, None)
+        if isinstance(self.loader, PreparedLoader):
+            self.loader.begin_at(self.skipped)
+            return iter(self.loader)
+        return islice(iter(self.loader), self.skipped, None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.accelerator.meeting import Meeting
 from trainkit.data.window import Window, checked_weight
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
@@ -27,20 +27,23 @@ class Weighing:
         window: of the accelerator.
         world: the processes.
         strategy: whose gradients they are.
+        meeting: of the processes.
 
     Raises:
         UnsupportedArgumentError: several micro-batches in a window whose gradients are not to be had.
     """
 
-    def __init__(self, window: Window, world: World, strategy: Strategy) -> None:
+    def __init__(self, window: Window, world: World, strategy: Strategy, meeting: Meeting) -> None:
         if strategy.sharded_state and window.size > 1:
             raise UnsupportedArgumentError(
                 "backward(weight=) with gradient_accumulation_steps > 1 needs the gradients of a window whole, and they are "
                 "divided here. Say the weight when the batch is read: accelerator.prepare(loader, batch_weight=lambda batch: "
                 "float((batch['labels'] != -100).sum()))"
             )
-        self._window, self._world = window, world
+        self._window, self._world, self._meeting = window, world, meeting
         self._weighed: bool | None = None  # whether the micro-batches of the window have weights
+        self._emptied = False  # it has been said that the window weighs nothing
+        self._at = -1  # the micro-batch that was weighed last
         self._sum = 0.0
         self._expected = 1.0
         self._factor = 1.0
@@ -49,7 +52,8 @@ class Weighing:
         """What the loss of the current micro-batch is multiplied by. Collective at the first and the last of a window.
 
         Raises:
-            ConfigurationError: some micro-batches of the window have a weight, and this one has none, or the other way round.
+            ConfigurationError: some micro-batches of the window have a weight, and this one has none, or the other way round;
+                or this one has been weighed already.
             DataError: no finite number ≥ 0.
         """
         window, given = self._window, weight is not None
@@ -60,30 +64,41 @@ class Weighing:
                 "backward(weight=) was called for some micro-batches of a window and not for others, so they cannot be "
                 "compared. Give the weight of each."
             )
+        self._factor = 1.0
         if weight is None:
-            self._factor = 1.0
+            if self._emptied:  # the window may be one that is not begun anew with each micro-batch
+                window.empty = self._emptied = False
             return window.share
+        if window.size > 1 and self._at == window.worked:
+            raise ConfigurationError(
+                "backward(weight=) was called twice for a micro-batch, which can have one weight only. Add the losses: "
+                "accelerator.backward(loss1 + loss2, weight=count)"
+            )
+        self._at = window.worked
         mine = 0.0 if window.filler else checked_weight(weight, "backward(weight=) must be", "weight=")
         self._sum += mine
-        size = self._world.size
         total = 0.0
         if window.first:
-            (total,) = self._world.sums([mine])
+            total = self._over_all(mine)
             self._expected = (total or 1.0) * window.size
         if window.full:
             if window.size > 1:
-                (total,) = self._world.sums([self._sum])
-            window.empty = total <= 0.0
+                total = self._over_all(self._sum)
+            window.empty = self._emptied = total <= 0.0
             self._factor = self._expected / total if total > 0.0 else 1.0
-        return mine * size / self._expected
+        return mine * self._world.size / self._expected
 
-    def settle(self, optimizers: Iterable[Optimizer]) -> None:
-        """Correct the gradients of a window that is complete."""
+    def _over_all(self, value: float) -> float:
+        """The sum over the processes, added in the order of the ranks. It is an error if one has no weight to give."""
+        return float(sum(self._meeting.exchange("backward(weight=)", value)))
+
+    def settle(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        """Correct the gradients of a window that is complete: of all that these have."""
         if self._factor == 1.0:
             return
-        found: dict[int, Any] = {
-            id(p): p.grad for own in optimizers for group in own.param_groups for p in group["params"] if p.grad is not None
-        }
+        own = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        parameters = [*(p for model in models for p in model.parameters()), *own]
+        found = {id(p): p.grad for p in parameters if p.grad is not None}
         if found:
             with torch.no_grad():
                 torch._foreach_mul_(list(found.values()), self._factor)

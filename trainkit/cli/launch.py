@@ -117,7 +117,7 @@ def _run_hosts(args: argparse.Namespace, flags: Settings, settings: Settings) ->
         common += ["--max-restarts", str(count(args.max_restarts, "--max-restarts"))]
     program = [*(["-m"] if args.module else []), args.SCRIPT, *args.ARGS]
     _program(args.SCRIPT, args.module)
-    exports = _exports(args.export or [], os.environ) | told(settings)
+    exports = _exports(args.export or [], os.environ) | told(settings, elsewhere=True)
     from trainkit.launch.connection import node_script
     from trainkit.launch.remote import run_nodes
 

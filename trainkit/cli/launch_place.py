@@ -203,10 +203,10 @@ def _visible_gpus(settings: Settings) -> str | None:
     return None if gpus == "all" or settings.get("use_cpu") else str(gpus)
 
 
-def told(settings: Settings) -> dict[str, str]:
-    """The variables that processes get for settings."""
+def told(settings: Settings, elsewhere: bool = False) -> dict[str, str]:
+    """The variables that processes get for settings, or the launchers of other machines, which must not look for a file."""
     gpus = _visible_gpus(settings)
-    return carry(settings) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+    return carry(settings, always=elsewhere) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
 
 
 def hostfile(args: argparse.Namespace, settings: Settings) -> str | None:

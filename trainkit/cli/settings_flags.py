@@ -84,12 +84,12 @@ def of_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     Raises:
         ConfigurationError: the file cannot be read, or something in it is wrong.
     """
-    if VARIABLE in env and not (env.get("LOCAL_RANK") and env.get("TORCHELASTIC_RUN_ID")):
-        return carried(env)
     from trainkit.settings.read import default_file, read_settings
 
     if args.config_file is not None:
         return read_settings(args.config_file)
+    if VARIABLE in env and not (env.get("LOCAL_RANK") and env.get("TORCHELASTIC_RUN_ID")):
+        return carried(env)
     default = default_file()
     settings = read_settings(default) if default.exists() else Settings()
     if settings:

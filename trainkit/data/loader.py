@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainkit.data.assembling import Filled, each_joined, joined, side_by_side
 from trainkit.data.combined import CombinedLoader, CombinedStream
-from trainkit.data.nested import batch_size, move
+from trainkit.data.nested import batch_size, map_tensors, move
 from trainkit.data.position import Positions
 from trainkit.data.prefetch import to_device
 from trainkit.data.shared_window import Piece, collected, planned
@@ -303,7 +303,7 @@ class PreparedLoader(Positions):
             seed_generators(keys(m), generators)
             batch = batch if finish is None else finish(batch)
             if self.repeat_filler:
-                self._last = batch
+                self._last = map_tensors(batch, _itself)
             yield batch
 
     def _in_shared_windows(self, window: Window, raw: Iterator[Any], keys: KeyStream, start: int, begin: int) -> Iterator[Any]:
@@ -335,13 +335,13 @@ class PreparedLoader(Positions):
             elif self._finish is not None:
                 batch = self._finish(batch)
             if self.repeat_filler:
-                self._last = batch
+                self._last = map_tensors(batch, _itself)
             yield batch
             for row in fillers:
                 window.deal(False, row == end - 1, 0.0, empty=empty, uneven=True, filler=True)
                 self.given = row + 1
                 seed_generators(keys(begin + (row - start) * world.size + world.rank), self._generators)
-                yield batch
+                yield self.filler()
         window.driven = window.uneven = window.filler = False
 
     def _pieces(self, size: int, raw: Iterator[Any], start: int, begin: int) -> Iterator[Piece]:
@@ -361,7 +361,7 @@ class PreparedLoader(Positions):
             DataError: this process has no batch at all.
         """
         if self._last is not NOTHING:
-            return self._last
+            return map_tensors(self._last, _itself)
         batch = self._stream.spare(self._epoch)
         if batch is None:
             raise DataError(
@@ -388,3 +388,8 @@ class PreparedLoader(Positions):
 
 def _as_it_is(batch: Any, m: int) -> Any:
     return batch
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    """For copies of containers, which a loop may take apart: ``batch.pop("labels")``."""
+    return tensor

@@ -54,18 +54,37 @@ class Window:
         empty: the total weight of the window, over all processes, is 0, so there is nothing to learn from it.
         uneven: the processes have different numbers of micro-batches in this window.
         alike: it is certain that the processes have as many, all of one size.
+        worked: so many micro-batches have been worked on.
         learnt: a loss has been taken of the current micro-batch.
         filler: only others have a micro-batch here, and what this process was given counts nothing.
         counted: micro-batches that :meth:`count` has counted.
         driven: a prepared loader has set this state and ``accumulate`` has not yet taken it.
     """
 
-    __slots__ = ("alike", "counted", "driven", "empty", "filler", "first", "full", "learnt", "share", "size", "uneven")
+    __slots__ = (
+        "alike",
+        "counted",
+        "driven",
+        "empty",
+        "filler",
+        "first",
+        "full",
+        "learnt",
+        "share",
+        "size",
+        "uneven",
+        "worked",
+    )
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.reset()
+
+    def reset(self) -> None:
+        """As before the first micro-batch."""
         self.first = True
         self.full = True
+        self.worked = 0
         self.share = 1.0
         self.empty = False
         self.uneven = False
@@ -78,6 +97,7 @@ class Window:
     def take(self, micro: MicroBatch) -> None:
         """Work on this micro-batch now."""
         _, self.first, self.full, self.share = micro
+        self.worked += 1
         if self.first:
             self.empty = True
         if self.share > 0.0:
@@ -87,6 +107,7 @@ class Window:
     def deal(self, first: bool, full: bool, share: float, *, empty: bool, uneven: bool, filler: bool) -> None:
         """Work now on a micro-batch of a window that several processes work on."""
         self.first, self.full, self.share = first, full, share
+        self.worked += 1
         self.empty, self.uneven, self.filler = empty, uneven, filler
         self.driven = True
 

@@ -132,10 +132,6 @@ def _last_state(line: str, unfinished: bool = False) -> str:
     return shown + line[len(tail) :] if unfinished else shown
 
 
-def _is_live(stream: Any) -> bool:
-    return stream is not None and (_of_notebook(stream) or bool(stream.isatty()))
-
-
 def _of_notebook(stream: Any) -> bool:
     return "ipykernel" in type(stream).__module__
 

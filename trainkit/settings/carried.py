@@ -29,11 +29,16 @@ _OF_LAUNCHER = (
 _COUNTS = ("num_processes", "num_machines")
 
 
-def carry(settings: Settings) -> dict[str, str]:
-    """The environment variables for processes that are to run with these settings."""
+def carry(settings: Settings, always: bool = False) -> dict[str, str]:
+    """The environment variables for processes that are to run with these settings.
+
+    Args:
+        settings: of the launch.
+        always: also where nothing is left to be said, for a launcher elsewhere, which would look for a file of its own.
+    """
     found = {_DEBUG[0]: "1"} if settings.get("debug") else {}
     told = settings.without(*_OF_LAUNCHER, *(() if settings.devices else _COUNTS))
-    if told:
+    if told or always:
         parts = {"values": told.values, "deepspeed": told.deepspeed, "dynamo": told.dynamo}
         found[VARIABLE] = json.dumps({"source": told.source, **{name: dict(part) for name, part in parts.items()}})
     return found

@@ -83,11 +83,6 @@ def _check_deepspeed(settings: Settings) -> None:
                 f"{settings.source}: deepspeed_config_file and {', '.join(beside)} both say it. Write it into "
                 f"{given['deepspeed_config_file']}, or leave the file out."
             )
-    elif given.get("zero3_init_flag") and given.get("zero_stage", 2) != 3:
-        raise ConfigurationError(
-            f"{settings.source}: zero3_init_flag: true divides parameters, which is zero_stage: 3, and this is zero_stage: "
-            f"{given.get('zero_stage', 2)}. Write zero3_init_flag: false, or zero_stage: 3."
-        )
     if "deepspeed_hostfile" in given and settings.get("num_machines") == 1:
         raise ConfigurationError(
             f"{settings.source}: deepspeed_hostfile names machines, and num_machines: 1. Leave one of them out."

@@ -100,7 +100,7 @@ class DeepSpeedPlugin:
             setattr(self, name, _found(config, keys))
         self.offload_optimizer_device = self.offload_optimizer_device or "none"
         self.offload_param_device = self.offload_param_device or "none"
-        self.zero3_save_16bit_model = bool(self.zero3_save_16bit_model)
+        self.zero3_save_16bit_model = self.zero3_save_16bit_model is True
         if self.zero3_init_flag and zero["stage"] != 3:
             warn(
                 f"DeepSpeedPlugin(zero3_init_flag=True) is for stage 3, in which parameters are divided, and this is stage "
