@@ -269,6 +269,7 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
             if share != 1.0:
                 loss = loss * share
             self.strategy.backward(loss, **kwargs)
+        self.unspent = self.window.full
         if self._weighing is not None and self.window.full:
             self._weighing.settle(self._bare, self.optimizers)
 
@@ -280,7 +281,6 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
                 "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "
                 "all but the last; of two losses make one: accelerator.backward(loss1 + loss2)."
             )
-        self.unspent = self.window.full
 
     def _weighed(self, weight: float | Tensor | None) -> float:
         if self._weighing is None:
