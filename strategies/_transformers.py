@@ -30,6 +30,40 @@ class _Stage3:
 _STAGE3 = _Stage3()
 
 
+class _Change:
+    """An attribute of somebody else's module that is another for as long as anybody wants it, in whatever order they end.
+
+    Args:
+        name: of the attribute.
+
+    Attributes:
+        users: who want it, the one that began last as the last.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.users: list[tuple[object, Any]] = []
+        self._name, self._before = name, None
+
+    @contextmanager
+    def wanted(self, room: Any, value: Any, user: Any = None) -> Iterator[None]:
+        """Within it the module has this value, or that of one who began before."""
+        if not self.users:
+            self._before = getattr(room, self._name)
+            setattr(room, self._name, value)
+        mine = object(), user
+        self.users.append(mine)
+        try:
+            yield
+        finally:
+            self.users.remove(mine)
+            if not self.users:
+                setattr(room, self._name, self._before)
+
+
+_told = _Change("_hf_deepspeed_config_weak_ref")
+_divided = _Change("Init")
+
+
 @contextmanager
 def told_transformers(first: bool = False) -> Iterator[None]:
     """Within it ``transformers`` knows of stage 3, if it has been imported.
@@ -43,12 +77,8 @@ def told_transformers(first: bool = False) -> Iterator[None]:
     if room is None:
         yield
         return
-    before = room._hf_deepspeed_config_weak_ref
-    room._hf_deepspeed_config_weak_ref = weakref.ref(_STAGE3)
-    try:
+    with _told.wanted(room, weakref.ref(_STAGE3)):
         yield
-    finally:
-        room._hf_deepspeed_config_weak_ref = before
 
 
 @contextmanager
@@ -57,17 +87,16 @@ def divided_by(zero: Any, building: Callable[[], AbstractContextManager[None]]) 
 
     Args:
         zero: ``deepspeed.zero``, of which it asks that by ``Init``.
-        building: divides layers as they are made.
+        building: divides layers as they are made; of several that of the one who asked for it last.
     """
     kind: Any = zero.Init
 
     class Init(kind):  # type: ignore[misc]
         def __new__(cls, *args: Any, config_dict_or_path: Any = None, **kwargs: Any) -> Any:
-            return building() if config_dict_or_path is _Stage3.config else super().__new__(cls)
+            if config_dict_or_path is not _Stage3.config:
+                return super().__new__(cls)
+            _, latest = _divided.users[-1]
+            return latest()
 
-    with told_transformers(first=True):
-        zero.Init = Init
-        try:
-            yield
-        finally:
-            zero.Init = kind
+    with told_transformers(first=True), _divided.wanted(zero, Init, building):
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -22,17 +23,21 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     return model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(TensorDataset(torch.ones(SAMPLES, 1)), 4)
 
 
-def trace(make: Any, prepared_length: bool = False, accumulate: int = 1, **options: Any) -> list[float]:
-    """The learning rate that each update was made with, and the last one."""
+def trace(
+    make: Any, prepared_length: bool = False, accumulate: int = 1, epochs: int = EPOCHS, updates: int = 1000, **options: Any
+) -> list[float]:
+    """The learning rate that each update was made with, and the last one; so many updates at most."""
     accelerator = Accelerator(gradient_accumulation_steps=accumulate, **options)
     model, optimizer, loader = parts()
     whole = len(loader)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     length = len(loader) if prepared_length else whole
-    scheduler = accelerator.prepare(make(optimizer, -(-length // accumulate) * EPOCHS))
+    scheduler = accelerator.prepare(make(optimizer, -(-length // accumulate) * epochs))
     found = []
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for (x,) in loader:
+            if len(found) == updates:
+                return found
             with accelerator.accumulate(model):
                 accelerator.backward(model(x).sum() * 0.0)
                 optimizer.step()
@@ -158,49 +163,57 @@ def linear(optimizer: Any, steps: int) -> Any:
 
 
 def warned(make: Any, prepared_length: bool, **options: Any) -> list[str]:
-    import warnings
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trace(make, prepared_length, **options)
     return [str(one.message) for one in caught if issubclass(one.category, TrainkitWarning)]
 
 
-@pytest.mark.parametrize("make", [cosine, one_cycle, lambdas, linear])
-def test_one_made_for_the_prepared_length_is_told_once(make: Any) -> None:
-    (text,), nothing = run_world(2, warned, make, True)
-    assert "is over after 12 steps, and takes 2 with each update, one for each process" in text
-    assert "12 fits the 6 batches of the prepared loader, so it ends too early" in text
-    assert "it must fit the 12 of the loader as it was before prepare" in text
-    assert nothing == []  # the main process speaks for all
+MAKES = [cosine, one_cycle, lambdas, linear]
 
 
-@pytest.mark.parametrize("make", [cosine, one_cycle, lambdas, linear])
-def test_others_are_not(make: Any) -> None:
-    assert run_world(2, warned, make, False) == [[], []]
+def warned_of_each() -> list[dict[str, list[str]]]:
+    """For each kind of schedule, by what it was made for: what is said, and what of it with the first update."""
+    return [
+        {
+            "prepared": warned(make, True, epochs=3),
+            "first": warned(make, True, epochs=3, updates=1),
+            "both": warned(make, True, epochs=2),
+            "one epoch": warned(make, True, epochs=2, updates=6),
+            "whole": warned(make, False, epochs=3),
+        }
+        for make in MAKES
+    ]
+
+
+def test_one_made_for_the_prepared_length_is_told_once() -> None:
+    main, other = run_world(2, warned_of_each)
+    for said in main:
+        (text,) = said["prepared"]
+        assert "is over after 18 steps, and takes 2 with each update, one for each process" in text
+        assert "18 fits the 6 batches of the prepared loader, so it ends too early" in text
+        assert "it must fit the 12 of the loader as it was before prepare" in text
+        assert said["first"] == [text]  # before a rate was wrong
+        # two epochs of six batches are one of twelve: it is told when it goes on beyond its end
+        (text,) = said["both"]
+        assert "is over after 12 steps" in text
+        assert "12 fits the 6 batches" in text
+        assert said["one epoch"] == said["whole"] == []
+    assert not any(text for said in other for text in said.values())  # the main process speaks for all
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_one_process_has_nothing_to_say(make: Any) -> None:
     assert warned(make, True, strategy=Strategy("cpu")) == []
 
 
-def test_nor_one_whose_steps_are_the_users_own() -> None:
+def test_nor_has_one_whose_steps_are_the_users_own_or_that_ends_a_little_early() -> None:
     assert run_world(2, unwarned) == [[], []]
 
 
 def unwarned() -> list[str]:
-    return [*warned(cosine, True, step_scheduler_with_optimizer=False), *warned(cosine, True, split_batches=True)]
-
-
-def test_nor_one_that_ends_a_little_early_because_windows_are_rounded() -> None:
-    """47 batches of each process in windows of two: 24 updates an epoch, two steps more than the 94 of two epochs."""
-    assert run_world(2, rounded) == [[], []]
-
-
-def rounded() -> list[str]:
     global SAMPLES
+    own = [*warned(cosine, True, step_scheduler_with_optimizer=False), *warned(cosine, True, split_batches=True)]
+    # 47 batches of each process in windows of two: 24 updates an epoch, two steps more than the 94 of two epochs
     SAMPLES = 4 * 94
-    return warned(lambda optimizer, steps: CosineAnnealingLR(optimizer, 94), False, accumulate=2)
-
-
-def test_one_whose_length_fits_both_is_told_when_it_goes_on_beyond_its_end() -> None:
-    """Two epochs of six batches are one of twelve."""
-    (text,), _ = run_world(2, warned, cosine, True)
-    assert "12 fits the 6 batches" in text
+    return [*own, *warned(lambda optimizer, steps: CosineAnnealingLR(optimizer, 94), False, accumulate=2)]

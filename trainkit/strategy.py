@@ -260,10 +260,6 @@ class Strategy:
         """Within it a user's own loop runs its forward."""
         return self.precision.forward_context()
 
-    def accumulating(self, module: nn.Module | None, full: bool) -> AbstractContextManager[Any]:
-        """Within it one micro-batch is worked on; gradients travel only where ``full``."""
-        return _NULL
-
     @property
     def ahead(self) -> Callable[..., Iterator[Any]] | None:
         """How batches come to the device; see :class:`trainkit.data.PreparedLoader`, which decides if it is ``None``."""

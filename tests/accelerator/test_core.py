@@ -284,6 +284,19 @@ def test_one_skipped_step_of_several() -> None:
     assert engine.optimizer_step_was_skipped
 
 
+@pytest.mark.world_size(2)
+def test_an_optimizer_without_its_model_would_be_averaged_by_nobody() -> None:
+    model, accelerator = nn.Linear(1, 1), Accelerator()
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(ConfigurationError, match=r"backward: an optimizer has been prepared and no model has.*Give the"):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    prepared = accelerator.prepare(model)
+    accelerator.backward(prepared(torch.full((1, 1), float(accelerator.process_index))).sum())
+    before = float(model.weight)
+    optimizer.step()
+    assert float(model.weight) == pytest.approx(before - 0.5)
+
+
 def test_a_second_training_begins_anew() -> None:
     engine = accelerator(precision=Precision("16-mixed", init_scale=1024.0), gradient_accumulation_steps=3)
     for _ in range(2):

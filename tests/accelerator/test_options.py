@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,7 @@ import torch
 from torch import nn
 
 from trainkit import Accelerator, Precision, Strategy
-from trainkit.accelerator.options import resolve
-from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
+from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
 from trainkit.settings.carried import Settings, carry
 from trainkit.strategies import DDPStrategy
 from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
@@ -100,6 +101,12 @@ def test_options_of_ddp() -> None:
     assert "DistributedDataParallelKwargs, and strategy= is an object" in refused(
         ConfigurationError, strategy=DDPStrategy(), kwargs_handlers=[ddp]
     )
+
+
+def test_the_runtime_of_xla_connects_the_processes() -> None:
+    handlers = [InitProcessGroupKwargs(backend="nccl")]
+    text = refused(UnsupportedArgumentError, strategy="xla", kwargs_handlers=handlers)
+    assert "backend='nccl'): on XLA its runtime connects the processes. Leave backend out" in text
 
 
 def test_options_of_ddp_count_for_nothing_on_one_process() -> None:
@@ -245,10 +252,44 @@ def test_the_trainers_engine_is_not_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Accelerator.of_trainer(Strategy("cpu")).gradient_accumulation_steps == 1
 
 
-def test_all_arguments_are_resolved() -> None:
-    """One that :func:`resolve` does not read would be without effect."""
-    import inspect
+# Of each argument: a value that is not the default, and what of an accelerator is another by it; or an error that says so.
+EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
+    "device_placement": (False, lambda a: a.options.device_placement),
+    "split_batches": (True, lambda a: (a.split_batches, a.steps_of_scheduler)),
+    "mixed_precision": ("bf16", lambda a: a.mixed_precision),
+    "gradient_accumulation_steps": (4, lambda a: a.gradient_accumulation_steps),
+    "cpu": (True, lambda a: a.device.type),
+    "dataloader_config": (DataLoaderConfiguration(split_batches=True), lambda a: a.split_batches),
+    "deepspeed_plugin": (3, "must be a DeepSpeedPlugin"),
+    "fsdp_plugin": (object(), "strategy='zero3'"),
+    "megatron_lm_plugin": (object(), "strategy='zero3'"),
+    "rng_types": (["dice"], "'dice' is none of torch"),
+    "log_with": ("no_tracker", "no_tracker"),
+    "project_dir": ("there", lambda a: a.project_dir),
+    "project_config": (ProjectConfiguration("there"), lambda a: a.project_dir),
+    "gradient_accumulation_plugin": (GradientAccumulationPlugin(4), lambda a: a.gradient_accumulation_steps),
+    "dispatch_batches": (True, "each process reads what it works on"),
+    "even_batches": (False, lambda a: a.even_batches),
+    "use_seedable_sampler": (False, lambda a: a.options.even_batches),  # documented to be without effect
+    "step_scheduler_with_optimizer": (False, lambda a: a.steps_of_scheduler),
+    "kwargs_handlers": ([AutocastKwargs(cache_enabled=False)], lambda a: a.options.autocast),
+    "dynamo_backend": ("eager", lambda a: a.options.compile),
+    "strategy": ("no_strategy", "unknown strategy 'no_strategy'"),
+    "precision": ("64-true", lambda a: a.strategy.precision.name),
+}
 
-    source = inspect.getsource(inspect.getmodule(resolve))  # type: ignore[arg-type]
-    names = [name for name in inspect.signature(Accelerator.__init__).parameters if name not in ("self", "unknown")]
-    assert [name for name in names if f'"{name}"' not in source] == ["use_seedable_sampler"]
+
+NAMES = [name for name in inspect.signature(Accelerator.__init__).parameters if name not in ("self", "unknown")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_argument_has_its_effect(name: str) -> None:
+    value, effect = EFFECTS[name]
+    if isinstance(effect, str):
+        assert effect in refused(TrainkitError, **{name: value})
+        return
+    said, unsaid = effect(Accelerator(**{name: value})), effect(Accelerator())
+    if name == "use_seedable_sampler" or (name == "cpu" and not torch.cuda.is_available()):
+        assert said == unsaid
+    else:
+        assert said != unsaid

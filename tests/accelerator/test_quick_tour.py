@@ -374,9 +374,8 @@ def test_accumulation_and_clipping(size: int) -> None:
 
 
 def twice() -> list[dict[str, Any]]:
-    found = []
+    found, accelerator = [], Accelerator()
     for _ in range(2):
-        accelerator = Accelerator()
         set_seed(5)
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

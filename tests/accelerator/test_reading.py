@@ -34,8 +34,9 @@ def test_an_evaluation_in_the_middle_of_a_window_leaves_it_as_it_was() -> None:
     assert accelerator.sync_gradients
 
 
-@pytest.mark.parametrize("lengths", [(6, 6), (6, 10), (10, 6)])
-def test_loaders_that_are_zipped(lengths: tuple[int, int]) -> None:
+@pytest.mark.parametrize("lengths, ends", [((6, 6), True), ((6, 10), False), ((10, 6), True)])
+def test_loaders_that_are_zipped(lengths: tuple[int, int], ends: bool) -> None:
+    """The window is that of the loader that is read last, the second one, which may go on when the first is over."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, one, other = accelerator.prepare(nn.Linear(1, 1), *map(numbers, lengths))
     idle = accelerator.window.state()
@@ -43,7 +44,7 @@ def test_loaders_that_are_zipped(lengths: tuple[int, int]) -> None:
     for _ in zip(one, other, strict=False):
         with accelerator.accumulate(model):
             seen.append(accelerator.sync_gradients)
-    assert len(seen) == 3
+    assert seen == [False, True, ends]
     assert accelerator.window.state() == idle
 
 

@@ -112,18 +112,21 @@ def evaluated(kind: str) -> dict[str, Any]:
     accelerator = Accelerator(strategy=strategy(kind))
     model = accelerator.prepare(net).eval()
     prepared = accelerator.prepare(DataLoader(data, 2))
-    found, ids = [], []
+    found, ids, counted = [], [], 0
+    full = 2 * accelerator.strategy.data_world.devices  # samples of a process's whole batch
     with torch.no_grad():
         for batch in prepared:
             outputs, numbers = accelerator.strategy.all_gather((model(batch["x"]), batch["id"]))
             found.append(outputs.cpu())
             ids += numbers.tolist()
+            counted += len(accelerator.gather_for_metrics(outputs.mean().repeat(full)))
         plain = again(data.x)
-    return {"found": torch.cat(found), "ids": ids, "plain": plain}
+    return {"found": torch.cat(found), "ids": ids, "plain": plain, "counted": counted}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_an_evaluation(kind: str) -> None:
     found = under(kind, evaluated)
     assert found["ids"] == list(range(21))
+    assert found["counted"] == 21
     close(found["found"].flatten().tolist(), found["plain"].flatten().tolist(), 10 * limit())

@@ -48,8 +48,7 @@ class ContextVerbs:
         window = self.window
         full, window.full = window.full, False
         try:
-            with self.strategy.accumulating(model, False):
-                yield
+            yield
         finally:
             window.full = full
 

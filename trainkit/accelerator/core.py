@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -165,7 +165,7 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         self.run_id = secrets.token_hex(8)
         self.saver = Saver(attention=lambda: None)
         self.meeting = Meeting.of(self.world)
-        self.reading = Reading(self.window, self._bare)
+        self.reading = Reading(self.window, self._bare, self.strategy.data_world.devices)
         self._weighing: Weighing | None = None
         self._building = ExitStack()  # what models of transformers are made in
         self._trigger = False
@@ -233,7 +233,7 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         if not window.driven and not self.reading.active:  # else it is called again for the same batch
             window.count()
         window.driven = False
-        return self.strategy.accumulating(models[0] if models else None, window.full)
+        return nullcontext()
 
     def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's mean loss, scaled to its share of the window.
@@ -296,6 +296,11 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
             raise ConfigurationError(
                 f"{verb} before prepare: there is no model yet. First: model, optimizer, loader = "
                 "accelerator.prepare(model, optimizer, loader)"
+            )
+        if self.world.size > 1 and not self._models:
+            raise ConfigurationError(
+                f"{verb}: an optimizer has been prepared and no model has, so nobody would average the gradients over the "
+                "processes. Give the model too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
         check_place(self.project, self.world)
         self._begun = True

@@ -264,6 +264,12 @@ def _common(handlers: Mapping[Any, Any]) -> dict[str, Any]:
 def _named(name: str, wanted: Wanted, handlers: Mapping[Any, Any]) -> dict[str, Any]:
     """The options of a strategy of that name. Those of DDP count where it is DDP: the same script runs on one process too."""
     options: dict[str, Any] = {"device": wanted.accelerator}
+    connected = handlers.get(InitProcessGroupKwargs)
+    if name.startswith("xla") and connected is not None and connected.backend is not None:
+        raise UnsupportedArgumentError(
+            f"InitProcessGroupKwargs(backend={connected.backend!r}): on XLA its runtime connects the processes. Leave backend "
+            "out."
+        )
     if name not in ("auto", "single"):
         options |= _common(handlers)
     if name.startswith("ddp") and DistributedDataParallelKwargs in handlers:

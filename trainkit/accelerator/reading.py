@@ -24,12 +24,13 @@ class _Place:
 
     __slots__ = ("ahead", "batch", "before", "filler", "full", "loader", "number", "odd")
 
-    def __init__(self, loader: PreparedLoader, before: tuple[Any, ...], number: int) -> None:
+    def __init__(self, loader: PreparedLoader, before: tuple[Any, ...], number: int, devices: int) -> None:
         self.loader, self.before, self.number = loader, before, number
         self.ahead = 0  # batches that were given since one was worked on
         self.odd = False  # not all of these count the same
         self.batch: Any = None
-        self.full = batch_size_of(loader.source)
+        size = batch_size_of(loader.source)
+        self.full = None if size is None else size * devices
         self.filler = False
 
 
@@ -39,10 +40,11 @@ class Reading:
     Args:
         window: the accumulation window, which each of them sets; the outer one finds it as it was.
         models: the user's; while none of them is in training mode, an evaluation is going on.
+        devices: that a process drives: its batch is a micro-batch for each, side by side.
     """
 
-    def __init__(self, window: Window, models: Sequence[nn.Module]) -> None:
-        self._window, self._models = window, models
+    def __init__(self, window: Window, models: Sequence[nn.Module], devices: int = 1) -> None:
+        self._window, self._models, self._devices = window, models, devices
         self._numbers = count()
         self._places: list[_Place] = []  # the one that has given a batch last is the last
 
@@ -53,7 +55,7 @@ class Reading:
         there is none, unless the loader itself gives one.
         """
         places, window = self._places, self._window
-        place = _Place(loader, window.state(), next(self._numbers))
+        place = _Place(loader, window.state(), next(self._numbers), self._devices)
         places.append(place)
         try:
             for batch in batches:
