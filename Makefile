@@ -33,7 +33,7 @@ test-slow: $(VENV)/.test ## the tests marked slow, and those of how soon things 
 
 test-zero: $(VENV)/.test ## the full grids of ZeRO; compiles a part of DeepSpeed the first time
 	$(RUN) tests/compile_extensions.py
-	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m zero tests/strategies $(ARGS)
+	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m zero $(ARGS)
 
 # Outside of the tree, for all checkouts: see tests/xla_environment.py. The main environment has a part in some of the tests.
 test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with torch 2.9 (7 GB)

@@ -46,8 +46,11 @@ def test_exact_resume(size: int, precision: str, run_dir: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(parameters(broken), parameters(whole), strict=True))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3), (4, 1)])
+MOVES = [(2, 1, 2), (1, 2, 0), (2, 3, 0), (4, 1, 0)]
+MOVES += [pytest.param(*move, marks=pytest.mark.slow) for move in ((2, 1, 0), (1, 2, 2), (2, 3, 2), (4, 1, 2))]
+
+
+@pytest.mark.parametrize("before, after, workers", MOVES)
 def test_another_number_of_processes(before: int, after: int, workers: int, run_dir: Path) -> None:
     """The same samples in each update, with the same augmentation, and the same losses but for rounding."""
     whole, broken = folders(run_dir, "whole", "broken")

@@ -53,11 +53,15 @@ def test_each_example_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
-def test_the_readme_describes_it_and_help_shows_its_options(name: str, run_dir: Path) -> None:
+def test_the_readme_describes_it_and_help_shows_its_options(
+    name: str, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as for a script
     assert f"`{name}.py`" in (EXAMPLES / "README.md").read_text("utf-8")
-    done = run_python(str(EXAMPLES / f"{name}.py"), "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--seed" in done.stdout
+    with pytest.raises(SystemExit) as ended:
+        imported(name).main(["--help"])
+    assert ended.value.code == 0
+    assert "--seed" in capsys.readouterr().out
     assert not list(run_dir.iterdir()), "asking for help writes nothing"
 
 
@@ -168,7 +172,7 @@ def reopened(pairs: int) -> tuple[float, list[str]]:
     return perplexity, example.decode(model.generate(**batch, max_new_tokens=example.LONGEST, do_sample=False))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.zero)])
 def test_the_adapter_learns_and_opens_elsewhere(size: int, run_dir: Path) -> None:
     """Under ZeRO-3 with offload, which each of these processes is told by the example itself."""
     results = run_world(size, adapt, 48)
@@ -181,6 +185,7 @@ def test_the_adapter_learns_and_opens_elsewhere(size: int, run_dir: Path) -> Non
     assert again == said
 
 
+@pytest.mark.zero
 @pytest.mark.parametrize("name", ["seq2seq_lora_loop"])
 def test_a_configuration_file_puts_the_loop_under_zero3(name: str, run_dir: Path) -> None:
     size = ["--pairs", "48", "--width", "32", "--batch-size", "4", "--base-epochs", "4", "--max-epochs", "3"]

@@ -117,9 +117,7 @@ def with_launchers(others: Iterable[Any], *usual: tuple[str, Any]) -> list[Any]:
     return [pytest.param(*pair, marks=() if pair in usual else SLOW) for pair in pairs]
 
 
-@pytest.mark.parametrize(
-    "launcher, rank", with_launchers([0, 1], ("script", 0), ("trainkit launch", 1), ("torchrun", 0), ("spawn", 1))
-)
+@pytest.mark.parametrize("launcher, rank", with_launchers([0, 1], ("script", 0), ("trainkit launch", 1), ("spawn", 1)))
 def test_one_raises(launcher: str, rank: int, run_dir: Path) -> None:
     with job(launcher, "raise", rank, run_dir) as running:
         running.until(f"failing on rank {rank}")
@@ -135,11 +133,8 @@ def test_one_raises(launcher: str, rank: int, run_dir: Path) -> None:
     with_launchers(
         ["kill", "exit", "leave"],
         ("script", "kill"),
-        ("script", "exit"),
-        ("trainkit launch", "kill"),
         ("trainkit launch", "leave"),
         ("torchrun", "exit"),
-        ("spawn", "leave"),
     ),
 )
 def test_one_goes_away(launcher: str, kind: str, run_dir: Path) -> None:
@@ -152,7 +147,7 @@ def test_one_goes_away(launcher: str, kind: str, run_dir: Path) -> None:
         assert re.search(rf"(rank|process) {rank}\b", said), running.output  # mp.spawn calls it process
 
 
-@pytest.mark.parametrize("launcher, rank", [("script", 1), ("trainkit launch", 0)])
+@pytest.mark.parametrize("launcher, rank", [("trainkit launch", 0), pytest.param("script", 1, marks=SLOW)])
 def test_one_hangs(launcher: str, rank: int, run_dir: Path) -> None:
     """Within the set timeout all end, and the stacks of all lie in the run's folder."""
     with job(launcher, "hang", rank, run_dir) as running:
@@ -165,7 +160,9 @@ def test_one_hangs(launcher: str, rank: int, run_dir: Path) -> None:
         assert "train_epoch" in stacks[f"rank-{1 - rank}.txt"]
 
 
-@pytest.mark.parametrize("kind, words", [("validation", "fails in validation"), ("setup", "fails in setup")])
+@pytest.mark.parametrize(
+    "kind, words", [("validation", "fails in validation"), pytest.param("setup", "fails in setup", marks=SLOW)]
+)
 def test_one_raises_elsewhere(kind: str, words: str, run_dir: Path) -> None:
     with job("script", kind, 1, run_dir) as running:
         running.ends_within(PATIENCE)
@@ -174,7 +171,7 @@ def test_one_raises_elsewhere(kind: str, words: str, run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "launcher", ["script", "trainkit launch", pytest.param("torchrun", marks=SLOW), pytest.param("spawn", marks=SLOW)]
+    "launcher", ["trainkit launch", *(pytest.param(launcher, marks=SLOW) for launcher in ("script", "torchrun", "spawn"))]
 )
 def test_all_is_well(launcher: str, run_dir: Path) -> None:
     """So that the others can fail."""

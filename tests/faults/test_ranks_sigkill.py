@@ -131,7 +131,8 @@ def test_killed_under_torchrun(plain: Path) -> None:
     killed(plain, 5, 20, TORCHRUN)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 5])
 def test_the_newest_counts_and_not_the_one_that_was_named(plain: Path, kills: int) -> None:
     """The script names an older checkpoint: the first start goes on from that one, each later one from the run's newest."""
     older = plain / "checkpoints" / "step-00000004"

@@ -52,7 +52,9 @@ def deepspeed(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "deepspeed.launcher.runner", "-q", "--num_gpus=2", port, *arguments, env=env)
 
 
-@pytest.mark.parametrize("parse", PARSERS.values(), ids=PARSERS.keys())
+@pytest.mark.parametrize(
+    "parse", [PARSERS["argparse"], pytest.param(PARSERS["none"], marks=pytest.mark.zero)], ids=["argparse", "none"]
+)
 def test_a_script_trains(parse: str, tmp_path: Path) -> None:
     """It calls nothing to say so."""
     (tmp_path / "script.py").write_text(TRAIN.format(parse=parse))

@@ -14,7 +14,7 @@ from worlds import free_port
 SCRIPT = str(Path(__file__).with_name("tutorial_script.py"))
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_each_sample_once(launcher: str, run_dir: Path) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT] if launcher == "torchrun" else [SCRIPT]
     environment = dict(os.environ)

@@ -150,6 +150,7 @@ def lost(job: Job) -> bool:
     return all(f"the connection to rank {1 - host} is lost" in job.programs[host].output for host in (0, 1))
 
 
+@pytest.mark.slow
 def test_a_cut_and_mended_cable(hosts: Hosts, tmp_path: Path, expected: dict[tuple[int, int], str]) -> None:
     """Nobody is told of the cut. Both sides notice it, and go on from the newest checkpoint when they find each other again."""
     job = Job(hosts, tmp_path / "run", restarts=1, gate=3).start_both()
@@ -262,6 +263,7 @@ def test_a_host_without_power(hosts: Hosts, tmp_path: Path, host: int, expected:
 # ------------------------------------------------------------------------------------------------------ another folder
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_another_one_there(hosts: Hosts, tmp_path: Path) -> None:
     job = Job(hosts, tmp_path / "run")
     other = tmp_path / "other"

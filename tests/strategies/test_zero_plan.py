@@ -57,15 +57,9 @@ def _peaks(kinds: list[str], precision: str, options: dict[str, Any]) -> dict[st
     return bytes_at_the_peak(kinds, precision, **options)
 
 
+@pytest.mark.zero
 @pytest.mark.parametrize(
-    "size, precision",
-    [
-        (2, "32-true"),
-        (1, "bf16-true"),
-        pytest.param(1, "32-true", marks=pytest.mark.zero),
-        pytest.param(2, "bf16-true", marks=pytest.mark.zero),
-        pytest.param(3, "bf16-true", marks=pytest.mark.zero),
-    ],
+    "size, precision", [(1, "32-true"), (2, "32-true"), (1, "bf16-true"), (2, "bf16-true"), (3, "bf16-true")]
 )
 def test_in_the_update(size: int, precision: str) -> None:
     assert_update([*STAGES], precision, size)
