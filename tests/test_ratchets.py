@@ -235,6 +235,9 @@ def test_the_verbs_arguments_are_frozen() -> None:
     assert arguments_of(Trainer.save_checkpoint) == ["filepath", "weights_only", "blocking"]
     assert arguments_of(TinyModule.load_from_checkpoint) == ["map_location", "strict"]  # after the path
     assert arguments_of(Accelerator.__init__) == ACCELERATOR
+    # Accelerate has torch_tp_plugin next: what comes after it there would be something else here
+    by_name = [p for p in inspect.signature(Accelerator).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert [p.name for p in by_name] == ACCELERATOR[ACCELERATOR.index("fsdp_plugin") + 1 :]
 
 
 def test_lightnings_arguments_are_ours_or_refused() -> None:

@@ -41,8 +41,8 @@ __all__ = ["Accelerator"]
 class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVerbs, ContextVerbs, TrackerVerbs, StateVerbs):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
-    Its arguments are Accelerate's. What is not given is as ``trainkit launch --config_file`` says, if the process was started
-    so.
+    Its arguments are Accelerate's; after ``fsdp_plugin`` there they are given by name. What is not given is as ``trainkit launch
+    --config_file`` says, if the process was started so.
 
     Args:
         device_placement: put models, optimizers and batches on the device.
@@ -104,6 +104,7 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         dataloader_config: Any = None,
         deepspeed_plugin: Any = None,
         fsdp_plugin: Any = None,
+        *,
         megatron_lm_plugin: Any = None,
         rng_types: Any = None,
         log_with: Any = None,
@@ -116,7 +117,6 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Any = None,
         dynamo_backend: Any = None,
-        *,
         strategy: str | Strategy | None = None,
         precision: Any = None,
         **unknown: Any,
