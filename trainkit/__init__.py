@@ -15,6 +15,7 @@ from trainkit._version import __version__
 if TYPE_CHECKING:
     from trainkit import errors
     from trainkit.accelerator import Accelerator
+    from trainkit.accelerator.skipping import skip_first_batches
     from trainkit.callback import Callback
     from trainkit.data.combined import CombinedLoader
     from trainkit.datamodule import DataModule
@@ -66,6 +67,7 @@ __all__ = [
     "notebook_launcher",
     "seed_everything",
     "set_seed",
+    "skip_first_batches",
     "write_basic_config",
 ]
 
@@ -94,6 +96,7 @@ _PLACES = {
     "notebook_launcher": "trainkit.launch.notebook",
     "seed_everything": "trainkit.rng",
     "set_seed": "trainkit.rng",
+    "skip_first_batches": "trainkit.accelerator.skipping",
     "write_basic_config": "trainkit.settings.write",
 }
 

@@ -70,6 +70,20 @@ _UNSUPPORTED_IN_CALLS: dict[str, str] = {
     "weights_only": "leave it out: a checkpoint holds no code. For weights alone: fit(..., ckpt_path=..., restore={'model'})",
 }
 
+# Those of Accelerate's save_state and load_state, and of what they call.
+_UNSUPPORTED_IN_STATES: dict[str, str] = {
+    "exclude_frozen_parameters": "leave it out: of a model with PEFT's adapters only what is trained is written",
+    "load_kwargs": "leave it out: nothing is unpickled, and parameters are read to where they are",
+    "load_lr_scheduler_states": "write load_state(folder, restore={'model', 'optimizer'}), and name what else is wanted",
+    "load_module_only": "write load_state(folder, restore={'model'})",
+    "load_module_strict": "write load_state(folder, strict=False)",
+    "load_optimizer_states": "write load_state(folder, restore={'model'}), and name what else is wanted",
+    "map_location": "leave it out: parameters are read to where they are",
+    "max_shard_size": "is for save_model(model, folder, max_shard_size=...); a checkpoint of several GB is divided by itself",
+    "save_latest": "leave it out: trainkit.checkpoint.list_checkpoints(folder) finds the newest",
+    "tag": "leave it out: each checkpoint is a folder, load_state('checkpoints/step_100')",
+}
+
 # Those of Accelerate's Accelerator.
 _UNSUPPORTED_IN_ACCELERATOR: dict[str, str] = {
     "deepspeed_plugins": "is not offered. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
@@ -87,7 +101,12 @@ def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -
         UnsupportedArgumentError: Lightning or Accelerate has it; the message names the replacement.
         UnknownNameError: with the nearest name.
     """
-    tables = {"Trainer": UNSUPPORTED, "Accelerator": _UNSUPPORTED_IN_ACCELERATOR}
+    tables = {
+        "Trainer": UNSUPPORTED,
+        "Accelerator": _UNSUPPORTED_IN_ACCELERATOR,
+        "Accelerator.load_state": _UNSUPPORTED_IN_STATES,
+        "Accelerator.save_state": _UNSUPPORTED_IN_STATES,
+    }
     table = tables.get(where, _UNSUPPORTED_IN_CALLS)
     for name in given:
         if name in table:

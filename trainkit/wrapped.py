@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["Wrapped"]
+__all__ = ["Wrapped", "unwrapped"]
 
 
 class Wrapped(nn.Module):
@@ -46,3 +48,18 @@ class Wrapped(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def unwrapped(model: nn.Module, inside: Callable[[nn.Module], nn.Module], keep_compiled: bool = False) -> nn.Module:
+    """The innermost model.
+
+    Args:
+        model: wrapped or not.
+        inside: what is inside a model, or the model itself.
+        keep_compiled: where the innermost one is in what ``torch.compile`` made of it, that.
+    """
+    inner = inside(model)
+    if inner is model:
+        return model
+    found = unwrapped(inner, inside, keep_compiled)
+    return model if keep_compiled and found is inner and isinstance(model, torch._dynamo.OptimizedModule) else found

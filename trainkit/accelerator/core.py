@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.contexts import ContextVerbs
+from trainkit.accelerator.current import remember
 from trainkit.accelerator.facts import FactVerbs
 from trainkit.accelerator.gathering import GatherVerbs
 from trainkit.accelerator.gradients import GradientVerbs
@@ -41,8 +42,8 @@ __all__ = ["Accelerator"]
 class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVerbs, ContextVerbs, TrackerVerbs, StateVerbs):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
-    Its arguments are Accelerate's; after ``fsdp_plugin`` there they are given by name. What is not given is as ``trainkit launch
-    --config_file`` says, if the process was started so.
+    Its arguments are Accelerate's; those after ``fsdp_plugin`` are given by name. What is not given is as
+    ``trainkit launch --config_file`` says, if the process was started so.
 
     Args:
         device_placement: put models, optimizers and batches on the device.
@@ -129,6 +130,7 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         self._watchdog = self.world.watchdog if options.watched else None
         self.meeting.debug = options.debug
         self._begin_building()
+        remember(self)
 
     @classmethod
     def of_trainer(cls, strategy: Strategy) -> Accelerator:

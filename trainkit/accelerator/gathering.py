@@ -120,6 +120,18 @@ class GatherVerbs:
 
         return map_tensors(tensor, pad)
 
+    def _broadcast(self, data: Any, source: int) -> Any:
+        """Of tensors that are alike on all processes, those of one of them, for ``trainkit.utils.broadcast``."""
+        if self.strategy.world.size == 1:
+            return data
+        said = self._said("broadcast", data, source=source)
+        _check_alike("broadcast", said)
+        sources = [its["source"] for its in said]
+        if any(other != sources[0] for other in sources):
+            shown = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(sources))
+            raise ConfigurationError(f"broadcast: from_process must be the same on all processes; {shown}.")
+        return map_tensors(data, lambda t: self.strategy.all_gather(t.to(self.strategy.device).detach(), alike=True)[source])
+
     def _said(self, verb: str, data: Any, **more: Any) -> list[Any]:
         """What each process has come with to a verb: dtypes and shapes."""
         odd = next((leaf for leaf in leaves(data) if not isinstance(leaf, Tensor)), None)

@@ -14,19 +14,20 @@ from torch.utils.data import DataLoader
 from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading
-from trainkit.accelerator.skipping import SkippedLoader
+from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
 from trainkit.data.assembling import Filled
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of
 from trainkit.data.splitting import split_batches
 from trainkit.data.window import Window
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.in_precision import InPrecision
 from trainkit.optimizer import PreparedOptimizer
 from trainkit.rng import Stage, resolve_seed
 from trainkit.scheduling import PreparedScheduler
 from trainkit.strategy import Strategy
+from trainkit.wrapped import unwrapped
 
 if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
@@ -97,6 +98,15 @@ class PrepareVerbs:
         Raises:
             ConfigurationError: an object that is none of these, or prepared already.
         """
+        return self._prepared(objects, device_placement, batch_weight)
+
+    def _prepared(
+        self,
+        objects: Sequence[Any],
+        device_placement: Sequence[bool] | None,
+        batch_weight: Callable[[Any], float] | None = None,
+        evaluation: bool = False,
+    ) -> Any:
         for place, item in enumerate(objects):
             if self._is_prepared(item) or any(item is other for other in objects[:place]):
                 raise ConfigurationError(
@@ -114,7 +124,7 @@ class PrepareVerbs:
         self._enter()
         prepared: dict[int, Any] = {}
         # models first: an optimizer is prepared for a model that is on its device
-        prepared |= {place: self._prepare_model(o) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
+        prepared |= {place: self._prepare_model(o, evaluation) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
         prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
         for place, found in loaders.items():
             prepared[place] = self._prepare_own_loader(objects[place], *found, placed[place], batch_weight)
@@ -128,9 +138,26 @@ class PrepareVerbs:
         """From here on this process does not outlive a failure of another one."""
         raise NotImplementedError
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module:
-        """:meth:`prepare` for a model."""
-        prepared: nn.Module = self._prepared_as(nn.Module, model, device_placement)
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        """:meth:`prepare` for a model.
+
+        Args:
+            model: not prepared yet.
+            device_placement: as of :meth:`prepare`.
+            evaluation_mode: it is not trained: it is put on the device, computes in the precision and is compiled, but nothing
+                is put around it that exchanges gradients. ``model.eval()`` is yours to call.
+
+        Raises:
+            ConfigurationError: no model, or prepared already.
+            UnsupportedArgumentError: ``evaluation_mode`` where parameters or optimizer states are divided.
+        """
+        strategy = self.strategy
+        if evaluation_mode and (strategy.sharded_state or strategy.sharded_parameters):
+            raise UnsupportedArgumentError(
+                f"prepare_model(evaluation_mode=True): what {type(strategy).__name__} prepares it divides over the processes. "
+                "A model that is whole on each needs no preparation: model.to(accelerator.device).eval()"
+            )
+        prepared: nn.Module = self._prepared_as(nn.Module, model, device_placement, evaluation_mode)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -146,10 +173,10 @@ class PrepareVerbs:
         """:meth:`prepare` for a scheduler."""
         return self._prepared_as(object, scheduler, None)
 
-    def _prepared_as(self, kind: type, item: Any, placed: bool | None) -> Any:
+    def _prepared_as(self, kind: type, item: Any, placed: bool | None, evaluation: bool = False) -> Any:
         if not isinstance(item, kind):
             raise ConfigurationError(f"expected a {kind.__name__}, received a {type(item).__name__}.")
-        return self.prepare(item, device_placement=None if placed is None else [placed])
+        return self._prepared([item], None if placed is None else [placed], evaluation=evaluation)
 
     def _placements(self, objects: Sequence[Any], given: Sequence[bool] | None) -> Sequence[bool]:
         if given is None:
@@ -164,20 +191,27 @@ class PrepareVerbs:
         sources = [loader.given_source for loader in self._loaders] + self.schedulers
         return ours or any(item is one for one in (*known, *sources))
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> nn.Module:
         """The user's model, without what ``prepare`` and ``torch.compile`` wrapped around it.
 
         Args:
             model: prepared or not.
             keep_fp32_wrapper: no effect: nothing is put on the user's own model.
+            keep_torch_compile: of a model that was compiled, what ``torch.compile`` made of it. The names in its state begin
+                with ``_orig_mod.``, which is why the default is not Accelerate's. A compilation of what ``prepare`` returned
+                goes with that.
         """
-        inner = model.module if isinstance(model, InPrecision) else self.strategy.unwrap(model)
-        return model if inner is model else self.unwrap_model(inner)
+        return unwrapped(model, self._inside, keep_torch_compile)
 
-    def _prepare_model(self, model: nn.Module) -> nn.Module:
+    def _inside(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, InPrecision) else self.strategy.unwrap(model)
+
+    def _prepare_model(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
         if self.options.compile is not None:
             model = cast("nn.Module", torch.compile(model, **self.options.compile))
-        wrapped = self.strategy.wrap(self.strategy.prepare_module(model))
+        wrapped = self.strategy.prepare_module(model)
+        if not evaluation:
+            wrapped = self.strategy.wrap(wrapped)
         self._models.append(wrapped)
         self._bare.append(self.unwrap_model(wrapped))
         precision, handler = self.strategy.precision, self.options.autocast
@@ -269,19 +303,8 @@ class PrepareVerbs:
         self._loaders = [other for other in self._loaders if other is not loader]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader whose iterations begin after so many batches, to go on in the middle of an epoch.
-
-        Of a prepared loader nothing of a map-style dataset is fetched to get there. :meth:`load_state` needs no help of it: a
-        loader goes on by itself where the saved loop was.
-
-        Args:
-            dataloader: prepared or not.
-            num_batches: of this process.
-
-        Raises:
-            ConfigurationError: the number is no integer ≥ 0.
-        """
-        return SkippedLoader(dataloader, num_batches)
+        """:func:`trainkit.skip_first_batches`: a loader whose iterations begin after so many batches."""
+        return skip_first_batches(dataloader, num_batches)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""``Accelerator.skip_first_batches``: a loader that begins in the middle of its epoch."""
+"""``skip_first_batches``: a loader that begins in the middle of its epoch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,23 @@ from typing import Any
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import ConfigurationError
 
-__all__ = ["SkippedLoader"]
+__all__ = ["SkippedLoader", "skip_first_batches"]
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader whose iterations begin after so many batches, to go on in the middle of an epoch.
+
+    Of a prepared loader nothing of a map-style dataset is fetched to get there. ``Accelerator.load_state`` needs no help of it:
+    a loader goes on by itself where the saved loop was.
+
+    Args:
+        dataloader: prepared or not.
+        num_batches: of this process.
+
+    Raises:
+        ConfigurationError: the number is no integer ≥ 0.
+    """
+    return SkippedLoader(dataloader, num_batches)
 
 
 class SkippedLoader:

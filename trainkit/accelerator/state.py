@@ -114,6 +114,7 @@ class StateVerbs(SavingVerbs):
     def load_state(
         self,
         input_dir: str | PathLike[str] | None = None,
+        load_kwargs: Any = None,
         *,
         restore: Collection[str] | None = None,
         strict: bool = True,
@@ -129,15 +130,18 @@ class StateVerbs(SavingVerbs):
             input_dir: the folder of the checkpoint; one that a ``Trainer`` has written will do for the parts that it has. With
                 ``ProjectConfiguration(automatic_checkpoint_naming=True)`` the default is the one with the highest number that
                 is complete; those that are damaged are named and passed over.
+            load_kwargs: of Accelerate's ``torch.load``; only ``None``.
             restore: only these parts, of "model", "optimizer", "scheduler", "scaler", "loaders", "registered".
             strict: names that are missing or not expected in a model are errors.
 
         Raises:
             CheckpointError: missing, damaged, or does not fit; the message lists all that does not.
             ConfigurationError: no folder is named.
+            UnsupportedArgumentError: an argument of Accelerate's; the message names the replacement.
         """
         accelerator = self._accelerator()
-        refuse_unknown("Accelerator.load_state", unknown, ("input_dir", "restore", "strict"))
+        given = unknown if load_kwargs is None else {"load_kwargs": load_kwargs, **unknown}
+        refuse_unknown("Accelerator.load_state", given, ("input_dir", "restore", "strict"))
         wanted = check_names(restore, PARTS)
         naming = _is_naming(accelerator, input_dir, "load_state")
         meet(accelerator.world, "load_state")

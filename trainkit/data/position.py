@@ -7,6 +7,7 @@ from math import gcd
 from typing import Any
 
 from trainkit.console import notice, warn
+from trainkit.data.sources import batch_size_of
 from trainkit.data.stream import Stream
 from trainkit.data.window import Window
 from trainkit.distributed import World
@@ -22,6 +23,7 @@ class Positions:
     all, so that a run of another number of processes can go on from it.
     """
 
+    source: Any
     limit: int | None
     micro_limit: int | None
     given: int
@@ -47,6 +49,27 @@ class Positions:
         if self._world.size == 1:
             return True
         return self._stream.exact and self.micro_batches is not None and self.micro_batches % self._world.size == 0
+
+    @property
+    def total_batch_size(self) -> int:
+        """The samples of a full row: those of a batch, of all processes together.
+
+        Raises:
+            AttributeError: the loader does not say how many a batch has.
+        """
+        whole = getattr(getattr(self.source, "batch_sampler", None), "size_of_all", None)  # of batches that are split
+        if whole is not None:
+            return int(whole)
+        size = batch_size_of(self.source)
+        if size is None:
+            raise AttributeError(f"{type(self.source).__name__} does not say how many samples a batch has")
+        return size * self._world.width
+
+    @property
+    def total_dataset_length(self) -> int:
+        """The samples of the dataset, of all processes together: what it says of its ``total_length``, or its length."""
+        dataset = self.source.dataset
+        return int(getattr(dataset, "total_length", None) or len(dataset))
 
     @property
     def length(self) -> int | None:

@@ -94,6 +94,11 @@ class _Parts:
             raise AttributeError(name)
         return getattr(self.sampler, name)
 
+    @property
+    def size_of_all(self) -> Any:
+        """Samples of a batch of the user's; ``None``: his batch sampler does not say."""
+        return getattr(self.sampler, "batch_size", None)
+
     def __len__(self) -> int:
         return len(self.sampler) * self._parts
 

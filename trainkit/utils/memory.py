@@ -1,4 +1,4 @@
-"""``find_executable_batch_size``: try smaller batches until one fits into the memory."""
+"""``find_executable_batch_size``: try smaller batches until one fits into the memory; ``release_memory``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 
-__all__ = ["find_executable_batch_size"]
+__all__ = ["find_executable_batch_size", "release_memory"]
 
 # What torch and cuDNN say where they raise no class of their own.
 _SAID = ("out of memory", "can't allocate memory", "not enough memory", "cudnn_status_not_supported")
@@ -79,6 +79,23 @@ def find_executable_batch_size(
         raise ConfigurationError(f"{function.__name__}: no batch size fits into the memory, not even 1.")
 
     return tried
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Give back memory that nothing holds any more: ``a, b = release_memory(a, b)``.
+
+    What an ``Accelerator`` has prepared it holds: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
+
+    Args:
+        *objects: their names are to be given what is returned.
+
+    Returns:
+        ``None`` for each.
+    """
+    count = len(objects)
+    del objects
+    _clear()
+    return [None] * count
 
 
 def _is_shortage(error: Exception) -> bool:

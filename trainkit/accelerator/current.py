@@ -1,0 +1,68 @@
+"""The ``Accelerator`` that was made last, for functions that are called without one, as scripts for Accelerate do."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from trainkit.accelerator.gathering import GatherVerbs
+from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.reading import Reading
+from trainkit.data.window import Window
+from trainkit.errors import ConfigurationError
+from trainkit.launch.joining import joined
+from trainkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainkit.accelerator.core import Accelerator
+
+__all__ = ["gathering", "latest", "remember"]
+
+
+class _Made(threading.local):
+    """By this thread: on XLA threads may be what processes are elsewhere."""
+
+    last: weakref.ref[Accelerator] | None = None
+
+
+_made = _Made()
+_last: weakref.ref[Accelerator] | None = None  # by any
+
+
+def remember(accelerator: Accelerator) -> None:
+    """An own loop's has been made. It is not kept from being forgotten, with all that it holds."""
+    global _last
+    _made.last = _last = weakref.ref(accelerator)
+
+
+def latest() -> Accelerator | None:
+    """The one that this thread has made last, else the last one of the process; ``None``: there is none any more."""
+    found = None if _made.last is None else _made.last()
+    return found if found is not None or _last is None else _last()
+
+
+class _Alone(GatherVerbs):
+    """The verbs of a process that is alone, and has no ``Accelerator``."""
+
+    def __init__(self) -> None:
+        self.strategy = Strategy("cpu")
+        self.meeting, self.reading = Meeting.of(self.strategy.world), Reading(Window(1), [])
+
+
+def gathering(verb: str) -> GatherVerbs:
+    """What a function for all processes works through: the ``Accelerator``; a process that is alone need not have one.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    found = latest()
+    if found is not None:
+        return found
+    if "torch_xla" not in sys.modules and joined().size == 1:
+        return _Alone()
+    raise ConfigurationError(
+        f"{verb} is for all processes, and works through the Accelerator: make it before, and keep it: accelerator = "
+        f"Accelerator(). In a TrainModule there is self.all_gather."
+    )

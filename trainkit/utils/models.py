@@ -1,0 +1,46 @@
+"""``extract_model_from_parallel``, ``is_compiled_module``."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from trainkit.errors import UnsupportedArgumentError
+from trainkit.wrapped import Wrapped, unwrapped
+
+__all__ = ["extract_model_from_parallel", "is_compiled_module"]
+
+_AROUND = (Wrapped, nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False, recursive: bool = False
+) -> nn.Module:
+    """A user's model, without what ``Accelerator.prepare``, DDP and ``torch.compile`` wrapped around it.
+
+    Args:
+        model: wrapped or not.
+        keep_fp32_wrapper: no effect: nothing is put on the user's own model.
+        keep_torch_compile: as of :meth:`trainkit.Accelerator.unwrap_model`.
+        recursive: only ``False``.
+
+    Raises:
+        UnsupportedArgumentError: ``recursive``.
+    """
+    if recursive:
+        raise UnsupportedArgumentError(
+            "extract_model_from_parallel(recursive=True) is not offered: prepare wraps whole models. Leave it out."
+        )
+    return unwrapped(model, _inside, keep_torch_compile)
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    inner: Any = model.module if isinstance(model, _AROUND) else getattr(model, "_orig_mod", model)
+    return cast(nn.Module, inner)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has made it."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
