@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import run_world
 
-from trainkit import Accelerator
+from trainkit import Accelerator, skip_first_batches
 from trainkit.errors import ConfigurationError
 
 
@@ -167,6 +167,8 @@ def test_skip_first_batches() -> None:
     plain = accelerator.skip_first_batches(DataLoader(list(range(6)), 2), 2)
     assert (len(plain), [x.tolist() for x in plain]) == (1, [[4, 5]])
     assert accelerator.skip_first_batches([1, 2], 5).__len__() == 0
+    loader.set_epoch(0)
+    assert [x.tolist() for x in skip_first_batches(loader, 5)] == whole[5:]
     for odd in (-1, 1.5, True):
         with pytest.raises(ConfigurationError, match="num_batches must be an integer ≥ 0"):
             accelerator.skip_first_batches(loader, odd)

@@ -15,7 +15,14 @@ from trainers import make_trainer, parameters_of, same
 
 from trainkit import Accelerator, set_seed
 from trainkit.checkpoint import open_checkpoint
-from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StateMismatchError, UnknownNameError
+from trainkit.errors import (
+    CheckpointError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StateMismatchError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+)
 
 
 class Loop:
@@ -151,6 +158,13 @@ def test_parts() -> None:
     assert not loop.optimizer.state
     with pytest.raises(UnknownNameError, match="unknown part 'models'.*Did you mean 'model'"):
         loop.accelerator.load_state("there", restore={"models"})
+    for refused, use in (("map_location", "leave it out"), ("load_module_only", "restore={'model'}")):
+        with pytest.raises(UnsupportedArgumentError, match=rf"load_state\({refused}=...\): .*{use}"):
+            loop.accelerator.load_state("there", **{refused: True})
+    with pytest.raises(UnsupportedArgumentError, match=r"load_state\(load_kwargs=...\): leave it out"):
+        loop.accelerator.load_state("there", {"weights_only": True})
+    with pytest.raises(UnsupportedArgumentError, match=r"save_state\(exclude_frozen_parameters=...\): leave it out"):
+        loop.accelerator.save_state("there", exclude_frozen_parameters=True)
 
 
 def test_a_checkpoint_of_a_trainer() -> None:

@@ -19,6 +19,19 @@ def shuffled(length: int = 14, **options: Any) -> DataLoader:
     return DataLoader(Drawing(length), **{"batch_size": 4, "shuffle": True, "collate_fn": collate_and_draw, **options})
 
 
+def test_the_sizes_of_all_processes_together() -> None:
+    loader = prepare(shuffled())
+    assert (loader.total_batch_size, loader.total_dataset_length) == (4, 14)
+
+    class Part(Drawing):
+        total_length = 100
+
+    assert prepare(DataLoader(Part(14), 4)).total_dataset_length == 100
+    assert prepare(CombinedLoader([shuffled(), shuffled()])).total_batch_size == 8
+    assert getattr(prepare([[1], [2]]), "total_batch_size", None) is None
+    assert not hasattr(prepare([[1], [2]]), "total_dataset_length")
+
+
 @pytest.mark.parametrize("done", range(5))
 def test_the_position_after_each_batch(done: int) -> None:
     """Two loops, one of them in two parts, read the same."""

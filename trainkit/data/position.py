@@ -7,7 +7,6 @@ from math import gcd
 from typing import Any
 
 from trainkit.console import notice, warn
-from trainkit.data.sources import batch_size_of
 from trainkit.data.stream import Stream
 from trainkit.data.window import Window
 from trainkit.distributed import World
@@ -57,6 +56,8 @@ class Positions:
         Raises:
             AttributeError: the loader does not say how many a batch has.
         """
+        from trainkit.data.sources import batch_size_of  # which needs this module
+
         whole = getattr(getattr(self.source, "batch_sampler", None), "size_of_all", None)  # of batches that are split
         if whole is not None:
             return int(whole)

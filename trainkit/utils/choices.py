@@ -13,6 +13,9 @@ class _Choice(str, enum.Enum):
     def __str__(self) -> str:
         return str(self.value)
 
+    def __repr__(self) -> str:
+        return repr(self.value)  # so messages show what could have been written
+
     __hash__ = str.__hash__
 
     @classmethod

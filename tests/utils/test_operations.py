@@ -1,0 +1,175 @@
+"""``gather``, ``reduce``, ``broadcast`` and their kin without an ``Accelerator`` at hand, and ``get_logger`` on processes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from worlds import run_world
+
+from trainkit import Accelerator
+from trainkit.accelerator import current
+from trainkit.errors import CollectiveError, ConfigurationError, UnsupportedArgumentError
+from trainkit.logging import get_logger
+from trainkit.utils import (
+    broadcast,
+    extract_model_from_parallel,
+    gather,
+    pad_across_processes,
+    reduce,
+    send_to_device,
+    wait_for_everyone,
+)
+
+
+class Appending(logging.Handler):
+    """Writes to a file that all processes have open."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{record.getMessage()} ({record.filename}:{record.funcName})\n")
+
+
+class Odd:
+    """Batches that two processes cannot share out evenly."""
+
+    batch_size = 5
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(5))])
+
+
+def on_two(folder: str) -> dict[str, Any]:
+    logger = get_logger("own", log_level="INFO")
+    for name in ("early", "late", "ordered"):
+        Path(folder, name).touch()
+    early = Appending(Path(folder, "early"))
+    logger.logger.addHandler(early)
+    logger.info("before there is an Accelerator")
+    with pytest.raises(ConfigurationError, match="has not joined them yet: make the Accelerator"):
+        logger.info("all", in_order=True)
+    for function in (gather, reduce, broadcast, pad_across_processes):
+        with pytest.raises(ConfigurationError, match="has not joined them yet: make the Accelerator"):
+            function(torch.ones(1))
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    logger.logger.removeHandler(early)
+
+    mine = torch.tensor([float(rank), 1.0])
+    found: dict[str, Any] = {
+        "gather": gather({"x": mine})["x"].tolist(),
+        "mean": reduce(mine).tolist(),
+        "sum": reduce([mine], "sum")[0].tolist(),
+        "pad": pad_across_processes(torch.ones(rank + 1), pad_index=-1).tolist(),
+        "broadcast": [one.tolist() for one in broadcast([mine, torch.tensor(rank)], from_process=1)],
+        "given": mine.tolist(),
+    }
+    with pytest.raises(CollectiveError, match="gather: the processes have tensors that do not go together"):
+        gather(torch.ones(1, rank + 1))
+    with pytest.raises(CollectiveError, match="broadcast: the processes have tensors"):
+        broadcast(torch.ones(rank + 1))
+    with pytest.raises(ConfigurationError, match="from_process must be the same on all processes; rank 0: 0, rank 1: 1"):
+        broadcast(mine, from_process=rank)
+    with pytest.raises(ConfigurationError, match=r"from_process=2\): there are 0 to 1"):
+        broadcast(mine, from_process=2)
+
+    ordered = Appending(Path(folder, "ordered"))
+    logger.logger.addHandler(ordered)
+    for turn in range(3):
+        logger.info("turn %d", turn, in_order=True)
+    logger.setLevel("WARNING" if rank else "INFO")  # a process that is silent keeps nobody waiting
+    logger.info("one alone", in_order=True)
+    logger.logger.removeHandler(ordered)
+    logger.logger.addHandler(Appending(Path(folder, "late")))
+    for _ in range(2):
+        logger.warning_once("the main process, once")
+    wait_for_everyone()
+    logger.warning("all of them", main_process_only=False)
+
+    teacher = nn.Linear(2, 1)
+    placed = accelerator.prepare_model(teacher, evaluation_mode=True)
+    model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(list(range(20)), batch_size=3))
+    found["wrapped"] = [placed is teacher, accelerator.unwrap_model(model) is not model]
+    found["bare"] = extract_model_from_parallel(model) is accelerator.unwrap_model(model)
+    found["weights"] = placed.weight.tolist()
+    placed(torch.ones(1, 2)).sum().backward()  # nothing is exchanged, so the others need not come
+    split, parts = Accelerator(split_batches=True).prepare(
+        DataLoader(list(range(20)), 6), DataLoader([0] * 8, batch_sampler=Odd())
+    )
+    found["sizes"] = [each.total_batch_size for each in (loader, split, parts)]
+    return found
+
+
+def test_on_two_processes(tmp_path: Path) -> None:
+    first, second = run_world(2, on_two, str(tmp_path))
+    assert first["weights"] == second.pop("weights"), "all begin with the main process's parameters"
+    del first["weights"]
+    assert (first.pop("given"), second.pop("given")) == ([0.0, 1.0], [1.0, 1.0])
+    assert (first.pop("pad"), second.pop("pad")) == ([1.0, -1.0], [1.0, 1.0])
+    assert first == second
+    assert first == {
+        "gather": [0.0, 1.0, 1.0, 1.0],
+        "mean": [0.5, 1.0],
+        "sum": [1.0, 2.0],
+        "broadcast": [[1.0, 1.0], 1],
+        "wrapped": [True, True],
+        "bare": True,
+        "sizes": [6, 6, 5],
+    }
+    here = "(test_operations.py:on_two)"
+    assert (tmp_path / "early").read_text() == f"[RANK 0] before there is an Accelerator {here}\n"
+    lines = [f"[RANK {rank}] turn {turn} {here}" for turn in range(3) for rank in (0, 1)]
+    assert (tmp_path / "ordered").read_text().splitlines() == [*lines, f"[RANK 0] one alone {here}"]
+    once, *rest = (tmp_path / "late").read_text().splitlines()
+    assert once == f"[RANK 0] the main process, once {here}"
+    assert sorted(rest) == [f"[RANK 0] all of them {here}", f"[RANK 1] all of them {here}"]
+
+
+def test_a_process_that_is_alone_needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current, "_last", None)
+    monkeypatch.setattr(current, "_made", current._Made())
+    x = torch.tensor([1.0, 2.0])
+    assert gather(x) is x
+    assert broadcast((x,))[0] is x
+    assert pad_across_processes(x) is x
+    assert reduce(x).tolist() == reduce({"x": x}, "max")["x"].tolist() == [1.0, 2.0]
+    assert reduce(x, "sum", 3.0).tolist() == [3.0, 6.0]
+    wait_for_everyone()
+    with pytest.raises(ConfigurationError, match="reduction must be one of"):
+        reduce(x, "median")
+    with pytest.raises(ConfigurationError, match=r"from_process=1\): there are 0 to 0"):
+        broadcast(x, from_process=1)
+
+
+def test_the_accelerator_that_was_made_last_and_none_is_kept() -> None:
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+    assert current.latest() is second
+    assert current.gathering("gather") is second
+    del second
+    gc.collect()
+    assert current.latest() is None
+    assert first.gather(torch.ones(1)).tolist() == [1.0]
+
+
+def test_send_to_device() -> None:
+    batch = {"x": torch.ones(2), "names": ["a"], "more": (torch.zeros(1),)}
+    sent = send_to_device(batch, "meta")
+    assert sent["x"].device.type == sent["more"][0].device.type == "meta"
+    assert sent["names"] == ["a"]
+    assert batch["x"].device.type == "cpu"
+    with pytest.raises(UnsupportedArgumentError, match="Take these out of the batch before"):
+        send_to_device(batch, "cpu", skip_keys="x")  # type: ignore[arg-type]
