@@ -24,7 +24,7 @@ OPTIONAL = {
 }
 PACKAGES = [
     "trainkit",
-    *(f"trainkit.{name}" for name in ("callbacks", "data", "errors", "loggers", "strategies", "tracking", "utils")),
+    *(f"trainkit.{name}" for name in ("callbacks", "data", "errors", "loggers", "logging", "strategies", "tracking", "utils")),
 ]
 
 
