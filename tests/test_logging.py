@@ -21,7 +21,7 @@ def test_messages(caplog: pytest.LogCaptureFixture) -> None:
     logger = get_logger("trainkit_test.messages", log_level="info")
     logger.debug("hidden")
     logger.info("%d of %s", 3, "all")
-    logger.error("everywhere", main_process_only=False)
+    logger.critical("everywhere", main_process_only=False)
     logger.log(logging.WARNING, "in order", in_order=True)
     for _ in range(2):
         logger.warning_once("once %d", 1)

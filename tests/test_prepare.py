@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Accelerator, CombinedLoader, Precision, Strategy
 from trainkit.data import PreparedLoader
-from trainkit.errors import ConfigurationError, DataError
+from trainkit.errors import ConfigurationError, DataError, UnsupportedArgumentError
 from trainkit.optimizer import PreparedOptimizer
 from trainkit.scheduling import PreparedScheduler
 
@@ -145,6 +145,8 @@ def test_one_kind_at_a_time() -> None:
     assert prepared is model
     with pytest.raises(ConfigurationError, match="expected a Module, received a SGD"):
         engine.prepare_model(optimizer.optimizer)
+    with pytest.raises(UnsupportedArgumentError, match="batches are not dispatched"):
+        engine.prepare_data_loader([1, 2], slice_fn_for_dispatch=len)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("thing", [3, nn.Linear, object(), TensorDataset(torch.zeros(2))])

@@ -10,6 +10,7 @@ from trainkit.console import speaks
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
+_IN_ORDER = "in_order=True"
 _LEVELS = ("TRAINKIT_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
 
 
@@ -19,7 +20,48 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     ``main_process_only`` (default ``True``): the main process logs alone. ``in_order`` (default ``False``): each process logs,
     one after the other in the order of their ranks. That is for all processes, whatever the level is, and
     ``main_process_only`` has no effect then. Of several processes each says which it is: ``[RANK 1] …``.
+
+    Args:
+        logger: of :mod:`logging`.
+        extra: of ``logging.LoggerAdapter``.
     """
+
+    def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
+        super().__init__(logger, extra)
+        self._said: set[str] = set()
+
+    # Each of these by itself, and not as the base class has them: the frame of the user's is two above _say everywhere.
+
+    def debug(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """:meth:`log` at level ``DEBUG``."""
+        self._say(logging.DEBUG, msg, args, kwargs)
+
+    def info(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """:meth:`log` at level ``INFO``."""
+        self._say(logging.INFO, msg, args, kwargs)
+
+    def warning(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """:meth:`log` at level ``WARNING``."""
+        self._say(logging.WARNING, msg, args, kwargs)
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """:meth:`warning`, of the same message and arguments once only."""
+        what = repr((msg, args))
+        if what not in self._said:
+            self._said.add(what)
+            self._say(logging.WARNING, msg, args, kwargs)
+
+    def error(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """:meth:`log` at level ``ERROR``."""
+        self._say(logging.ERROR, msg, args, kwargs)
+
+    def exception(self, msg: object, *args: Any, exc_info: Any = True, **kwargs: Any) -> None:
+        """:meth:`error`, with the exception that is being handled."""
+        self._say(logging.ERROR, msg, args, {"exc_info": exc_info, **kwargs})
+
+    def critical(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """:meth:`log` at level ``CRITICAL``."""
+        self._say(logging.CRITICAL, msg, args, kwargs)
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a message, if this process is to.
@@ -34,42 +76,28 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             ConfigurationError: ``in_order``, and this process has not joined the others yet.
             CollectiveError: ``in_order``, and not all processes have come to it.
         """
-        alone, ordered = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        kwargs.setdefault("stacklevel", 2)  # the caller is behind this method
-        if ordered:
-            self._in_order(level, msg, *args, **{**kwargs, "stacklevel": kwargs["stacklevel"] + 1})
-            return
-        if not self.isEnabledFor(level):
-            return
-        rank, size = _place()
-        if not alone or (rank == 0 and speaks()):
-            text, options = self.process(msg, kwargs)
-            self.logger.log(level, _marked(text, rank, size), *args, **options)
+        self._say(level, msg, args, kwargs)
 
-    def _in_order(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+    def _say(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        alone, ordered = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2
+        enabled = self.isEnabledFor(level)
+        if not ordered and not enabled:
+            return
+        text, options = self.process(msg, kwargs)
+        if not ordered:
+            rank, size = _place()
+            if not alone or (rank == 0 and speaks()):
+                self.logger.log(level, _marked(text, rank, size), *args, **options)
+            return
         from trainkit.accelerator.current import gathering
 
-        verbs = gathering("in_order=True")
+        verbs = gathering(_IN_ORDER)
         world = verbs.strategy.world
         for rank in range(world.size):
-            if rank == world.rank and self.isEnabledFor(level):
-                text, options = self.process(msg, kwargs)
+            if rank == world.rank and enabled:
                 self.logger.log(level, _marked(text, rank, world.size), *args, **options)
-            verbs.meeting.wait("log")
-
-    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """``warning``, of the same message and arguments once only.
-
-        Args:
-            msg: with places for ``args``.
-            *args: for these places.
-            **kwargs: of :meth:`log`.
-        """
-        said: set[str] = self.__dict__.setdefault("_said", set())
-        what = repr((msg, args))
-        if what not in said:
-            said.add(what)
-            self.log(logging.WARNING, msg, *args, **{"stacklevel": 3, **kwargs})
+            verbs.meeting.wait(_IN_ORDER)
 
 
 def _marked(msg: object, rank: int, size: int) -> object:

@@ -150,7 +150,7 @@ def test_what_the_type_checker_sees() -> None:
     assert {*utils.__all__} <= {*dir(utils)}
 
 
-@pytest.mark.parametrize("package", ["trainkit", "trainkit.utils"])
+@pytest.mark.parametrize("package", ["trainkit", "trainkit.utils", "trainkit.state"])
 def test_what_is_not_there_says_what_to_use(package: str) -> None:
     assert not {*INSTEAD} & {*utils.__all__, *trainkit.__all__}
     for name, use in INSTEAD.items():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -94,6 +96,8 @@ def on_two(folder: str) -> dict[str, Any]:
     logger.setLevel("WARNING" if rank else "INFO")  # a process that is silent keeps nobody waiting
     logger.info("one alone", in_order=True)
     logger.logger.removeHandler(ordered)
+    with pytest.raises(CollectiveError, match=r"rank 0: in_order=True \(test_operations.py:\d+\); rank 1: wait_for_everyone"):
+        wait_for_everyone() if rank else logger.error("for all", in_order=True)
     logger.logger.addHandler(Appending(Path(folder, "late")))
     for _ in range(2):
         logger.warning_once("the main process, once")
@@ -110,6 +114,11 @@ def on_two(folder: str) -> dict[str, Any]:
     split, parts = Accelerator(split_batches=True).prepare(
         DataLoader(list(range(20)), 6), DataLoader([0] * 8, batch_sampler=Odd())
     )
+    accelerator.save_state(f"{folder}/state")
+    with torch.no_grad():
+        teacher.weight.zero_()
+    accelerator.load_state(f"{folder}/state")
+    assert teacher.weight.tolist() == found["weights"], "a part of the checkpoint"
     found["sizes"] = [each.total_batch_size for each in (loader, split, parts)]
     return found
 
@@ -139,9 +148,13 @@ def test_on_two_processes(tmp_path: Path) -> None:
     assert sorted(rest) == [f"[RANK 0] all of them {here}", f"[RANK 1] all of them {here}"]
 
 
-def test_a_process_that_is_alone_needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "_last", None)
+def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current, "_by_all", WeakValueDictionary())
     monkeypatch.setattr(current, "_made", current._Made())
+
+
+def test_a_process_that_is_alone_needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_all(monkeypatch)
     x = torch.tensor([1.0, 2.0])
     assert gather(x) is x
     assert broadcast((x,))[0] is x
@@ -155,14 +168,25 @@ def test_a_process_that_is_alone_needs_no_accelerator(monkeypatch: pytest.Monkey
         broadcast(x, from_process=1)
 
 
-def test_the_accelerator_that_was_made_last_and_none_is_kept() -> None:
+def test_of_several_accelerators_the_one_that_is_worked_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_all(monkeypatch)
     first, second = Accelerator(cpu=True), Accelerator(cpu=True)
     assert current.latest() is second
-    assert current.gathering("gather") is second
-    del second
+    first.prepare(nn.Linear(1, 1))
+    assert Accelerator(cpu=True).process_index == 0  # made for a word
+    assert current.gathering("gather") is first
+    second.prepare([1, 2])
+    assert current.latest() is second
+    second.free_memory()
+    assert current.latest() is first
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(current.latest()))
+    thread.start()
+    thread.join()
+    assert seen.pop() is first
+    del first, second
     gc.collect()
-    assert current.latest() is None
-    assert first.gather(torch.ones(1)).tolist() == [1.0]
+    assert current.latest() is None, "none is kept from being forgotten"
 
 
 def test_send_to_device() -> None:

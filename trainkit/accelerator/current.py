@@ -1,11 +1,12 @@
-"""The ``Accelerator`` that was made last, for functions that are called without one, as scripts for Accelerate do."""
+"""The ``Accelerator`` of a process, for functions that are called without one, as scripts for Accelerate do."""
 
 from __future__ import annotations
 
 import sys
 import threading
-import weakref
+from itertools import count
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from trainkit.accelerator.gathering import GatherVerbs
 from trainkit.accelerator.meeting import Meeting
@@ -24,23 +25,30 @@ __all__ = ["gathering", "latest", "remember"]
 class _Made(threading.local):
     """By this thread: on XLA threads may be what processes are elsewhere."""
 
-    last: weakref.ref[Accelerator] | None = None
+    def __init__(self) -> None:
+        self.alive: WeakValueDictionary[int, Accelerator] = WeakValueDictionary()  # in the order in which they were made
 
 
-_made = _Made()
-_last: weakref.ref[Accelerator] | None = None  # by any
+_made, _number = _Made(), count()
+_by_all: WeakValueDictionary[int, Accelerator] = WeakValueDictionary()
 
 
 def remember(accelerator: Accelerator) -> None:
     """An own loop's has been made. It is not kept from being forgotten, with all that it holds."""
-    global _last
-    _made.last = _last = weakref.ref(accelerator)
+    number = next(_number)
+    _made.alive[number] = _by_all[number] = accelerator
 
 
 def latest() -> Accelerator | None:
-    """The one that this thread has made last, else the last one of the process; ``None``: there is none any more."""
-    found = None if _made.last is None else _made.last()
-    return found if found is not None or _last is None else _last()
+    """The one that this thread has made last, else the process; ``None``: there is none any more.
+
+    One that has prepared something comes before one that was made for a word, as in ``Accelerator().process_index``.
+    """
+    for alive in (_made.alive, _by_all):
+        found = list(alive.values())
+        if found:
+            return next((one for one in reversed(found) if one._models or one._loaders), found[-1])
+    return None
 
 
 class _Alone(GatherVerbs):
@@ -64,5 +72,5 @@ def gathering(verb: str) -> GatherVerbs:
         return _Alone()
     raise ConfigurationError(
         f"{verb} is for all processes, and works through the Accelerator: make it before, and keep it: accelerator = "
-        f"Accelerator(). In a TrainModule there is self.all_gather."
+        "Accelerator(). In a TrainModule there is self.all_gather."
     )

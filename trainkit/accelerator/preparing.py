@@ -164,8 +164,15 @@ class PrepareVerbs:
         """:meth:`prepare` for an optimizer."""
         return self._prepared_as(Optimizer, optimizer, device_placement)
 
-    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
-        """:meth:`prepare` for a loader."""
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: None = None
+    ) -> PreparedLoader:
+        """:meth:`prepare` for a loader; ``slice_fn_for_dispatch`` can only be ``None``."""
+        if slice_fn_for_dispatch is not None:
+            raise UnsupportedArgumentError(
+                "prepare_data_loader(slice_fn_for_dispatch=...): batches are not dispatched. Leave it out: each process reads "
+                "what it works on."
+            )
         prepared: PreparedLoader = self._prepared_as(object, data_loader, device_placement)
         return prepared
 

@@ -5,4 +5,14 @@ Nothing here knows of files: :mod:`trainkit.checkpoint` writes and reads what th
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__: list[str] = []
+
+
+def __getattr__(name: str) -> Any:
+    """Say what to use to who imports from here what Accelerate has in its ``state``."""
+    from trainkit.utils.instead import refuse
+
+    refuse(name)
+    raise AttributeError(f"module 'trainkit.state' has no attribute {name!r}")

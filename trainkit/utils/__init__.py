@@ -153,10 +153,9 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(import_module(PLACES[name]), name)
         return value
     from trainkit.errors import nearest
-    from trainkit.utils.instead import INSTEAD
+    from trainkit.utils.instead import refuse
 
-    if name in INSTEAD:
-        raise ImportError(f"trainkit has no {name}. Use: {INSTEAD[name]}")  # which `from … import` does not hide
+    refuse(name)
     raise AttributeError(f"module 'trainkit.utils' has no attribute {name!r}.{nearest(name, __all__)}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["INSTEAD"]
+__all__ = ["INSTEAD", "refuse"]
 
 _ZERO = "parameters are divided by ZeRO: Accelerator(strategy='zero3')"
 _FP8 = "FP8 is not offered: Accelerator(mixed_precision='bf16')"
@@ -128,3 +128,13 @@ INSTEAD = {name: use for use, names in _FAMILIES.items() for name in names.split
     "set_module_tensor_to_device": "parameter.data = value.to(device)",
 }
 """Name → what to write."""
+
+
+def refuse(name: str) -> None:
+    """Refuse to import a name of Accelerate's that we have not.
+
+    Raises:
+        ImportError: it is one; not an ``AttributeError``, whose text ``from … import`` hides.
+    """
+    if name in INSTEAD:
+        raise ImportError(f"trainkit has no {name}. Use: {INSTEAD[name]}")

@@ -1,6 +1,7 @@
 """What scripts call without an ``Accelerator`` at hand: ``gather``, ``reduce``, ``broadcast`` and their kin.
 
-They are the verbs of the :class:`trainkit.Accelerator` that was made last. A process that is alone needs none.
+They are the verbs of the process's :class:`trainkit.Accelerator`: of several the one that was made last, if it has prepared
+something. A process that is alone needs none.
 """
 
 from __future__ import annotations
