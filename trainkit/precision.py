@@ -92,6 +92,7 @@ class Precision:
         self.device_type = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
         self.several_optimizers = False  # that share the loss scale
+        self.entered = False  # a forward has been computed in it
         self._unscaled: set[int] = set()  # optimizers whose gradients have lost the scale and wait for their update
         self._over: set[int] = set()  # optimizers whose update is over since the scale was last updated
 
@@ -120,6 +121,7 @@ class Precision:
 
     def reset(self) -> None:
         """The loss scale as it is at the start of a run."""
+        self.entered = False
         self._unscaled.clear()
         self._over.clear()
         if self._scaled:
@@ -149,6 +151,7 @@ class Precision:
         Args:
             **autocast: options of ``torch.autocast``: ``enabled``, ``cache_enabled``.
         """
+        self.entered = True
         if self.autocast_dtype is not None:
             return torch.autocast(self.device_type, dtype=self.autocast_dtype, **autocast)
         return self.init_context()

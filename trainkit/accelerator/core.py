@@ -6,7 +6,6 @@ import secrets
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +24,11 @@ from trainkit.accelerator.preparing import PrepareVerbs
 from trainkit.accelerator.processes import ProcessVerbs
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.state import StateVerbs
+from trainkit.accelerator.stepping import StepVerbs
 from trainkit.accelerator.tracking import TrackerVerbs
 from trainkit.accelerator.weighing import Weighing
 from trainkit.checkpoint.saver import Saver
+from trainkit.console import warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.window import Window
 from trainkit.distributed import World
@@ -39,7 +40,9 @@ from trainkit.strategy import Strategy
 __all__ = ["Accelerator"]
 
 
-class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVerbs, ContextVerbs, TrackerVerbs, StateVerbs):
+class Accelerator(
+    PrepareVerbs, GradientVerbs, StepVerbs, ProcessVerbs, GatherVerbs, FactVerbs, ContextVerbs, TrackerVerbs, StateVerbs
+):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
     Its arguments are Accelerate's; those after ``fsdp_plugin`` are given by name. What is not given is as
@@ -142,6 +145,7 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
     def _begin(self, options: Options) -> None:
         self.options, self.strategy = options, options.strategy
         self._own = self._compares = self._watches = self._begun = False
+        self._begin_stepping()
         self._watchdog = None
         self._even = options.even_batches
         self.project = options.project
@@ -149,13 +153,7 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         self.window = self.strategy.window = Window(options.steps)
         self._seed: int | None = None
         self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
-        self.optimizer_step_was_skipped = False
-        self.updates = 0
-        self.updating = False
         self.before_step: Callable[[Optimizer], None] | None = None
-        self.skip_asked = False
-        self.unspent = False  # gradients of a whole window wait for a step
-        self._updated: dict[int, bool] = {}
         self._averaged: set[int] = set()  # ids of optimizers whose gradients are averaged already
         self._models: list[nn.Module] = []
         self._bare: list[nn.Module] = []  # the user's own, without what is wrapped around them
@@ -169,6 +167,7 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         self.meeting = Meeting.of(self.world)
         self.reading = Reading(self.window, self._bare, self.strategy.data_world.devices)
         self._weighing: Weighing | None = None
+        self._watched = ExitStack()  # the optimizers that were given to prepare
         self._building = ExitStack()  # what models of transformers are made in
         self._trigger = False
 
@@ -260,6 +259,9 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
             self._check_begun("backward")
             self._check_spent()
             self.reading.working()
+            self._backwards += 1
+            if not self.strategy.precision.entered:
+                self._check_precision()
             if self._compares and self.window.full:
                 self._compare("backward", None if loss is None else [loss])
             if weight is not None or self._weighing is not None:
@@ -275,13 +277,14 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         if self._weighing is not None and self.window.full:
             self._weighing.settle(self._bare, self.optimizers)
 
-    def _check_spent(self) -> None:
-        """ZeRO begins anew with each window: gradients of one that has had no step would be lost without a word."""
-        if self.unspent and self.window.first and self.strategy.sharded_state and len(self._optimizers) == 1:
-            raise ConfigurationError(
-                "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "
-                "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "
-                "all but the last; of two losses make one: accelerator.backward(loss1 + loss2)."
+    def _check_precision(self) -> None:
+        """Whoever calls his own model, and not what ``prepare`` returned, computes in float32."""
+        precision = self.strategy.precision
+        precision.entered = True  # it is said once
+        if self._models and precision.autocast_dtype is not None:
+            warn(
+                f"the loss was not computed in {precision.name}: no prepared model has been called. Call what prepare "
+                "returned: model, optimizer = accelerator.prepare(model, optimizer); or compute within accelerator.autocast()."
             )
 
     def _weighed(self, weight: float | Tensor | None) -> float:
@@ -307,59 +310,6 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         check_place(self.project, self.world)
         self._begun = True
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Update the parameters if the window is full.
-
-        Args:
-            optimizer: a prepared one, or torch's own of it.
-            closure: computes the loss anew and its gradients (LBFGS).
-
-        Returns:
-            Whether the update happened: not inside a window, nor if it was skipped because a scaled gradient overflowed,
-            :meth:`skip_update` was called, or the window's weight is 0.
-        """
-        if not self.window.full:
-            return False
-        self.unspent = False
-        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
-        if self._compares:
-            self._compare("step", [p for group in own.param_groups for p in group["params"]])
-        if closure is None:
-            self._average([own])
-        elif self.world.size > 1:
-            closure = partial(self._averaged_closure, own, closure)
-        if self.before_step is not None:
-            self.before_step(own)
-        if self.skip_asked or self.window.empty:
-            self.strategy.precision.discard(own)
-            self.strategy.sync_buffers()
-            updated = False
-            self.skip_asked = self.skip_asked and self._own  # by a Trainer it is said for each step
-        else:
-            self.updating = True  # stays so if an error leaves the parameters between two steps
-            updated = self.strategy.optimizer_step(own, closure)
-            self.updating = False
-            if self.strategy.precision.autocast_dtype is not None:
-                torch.clear_autocast_cache()  # else a forward in the same step would use copies of what was before
-        self._averaged.discard(id(own))
-        self._updated[id(own)] = updated
-        # of several optimizers, in a loop of the user's, whether any was
-        self.optimizer_step_was_skipped = not (all(self._updated.values()) if self._own else updated)
-        self.updates += updated
-        return updated
-
-    def has_updated(self, optimizer: Any) -> bool:
-        """Whether the last step of a prepared optimizer, or of torch's own of it, was an update and not skipped."""
-        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
-        return self._updated.get(id(own), not self.optimizer_step_was_skipped)
-
-    def skip_update(self) -> None:
-        """Skip the update of the current window, by all optimizers: it changes neither parameters nor optimizer state.
-
-        To be called on all processes or on none: one that goes by its own loss asks the others first.
-        """
-        self.skip_asked = True
-
     def clear(self, *objects: Any) -> Any:
         """:meth:`free_memory`."""
         return self.free_memory(*objects)
@@ -373,10 +323,11 @@ class Accelerator(PrepareVerbs, GradientVerbs, ProcessVerbs, GatherVerbs, FactVe
         for loader in self._loaders:
             loader.close()
         held: list[Any] = [self._models, self._bare, self._optimizers, self._schedulers, self._loaders, self._given]
-        for each in (*held, self._updated):
+        for each in held:
             each.clear()
-        self._weighing, self._begun, self.updates = None, False, 0
-        self.skip_asked = self.optimizer_step_was_skipped = self.unspent = False
+        self._watched.close()
+        self._weighing, self._begun = None, False
+        self._begin_stepping()
         self.window.reset()
         if self._own:  # a Trainer does so when it begins
             self.strategy.precision.reset()

@@ -114,7 +114,8 @@ class FactVerbs:
     def __getattr__(self, name: str) -> Any:
         fix = INSTEAD.get(name)
         text = f" Use {fix}." if fix else nearest(name, [one for one in dir(type(self)) if not one.startswith("_")])
-        raise AttributeError(f"an Accelerator has no {name!r}.{text}")
+        # Python would add another "Did you mean", if it knew the object
+        raise AttributeError(f"an Accelerator has no {name!r}.{text}", name=name, obj=None)
 
 
 _ONLY_ZERO = "ZeRO-3: Accelerator(strategy='zero3'); parameters are divided in no other way, and sequences are not"

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainkit.accelerator.meeting import Meeting, described
 from trainkit.data.window import Window
+from trainkit.errors import ConfigurationError
 from trainkit.strategy import Strategy
 
 __all__ = ["GradientVerbs"]
@@ -58,7 +59,7 @@ class GradientVerbs:
         self._check_begun("clip_grad_norm_")
         if not self.window.full:
             return None
-        listed = _listed(parameters)
+        listed = _listed("clip_grad_norm_", parameters)
         if self._compares:
             self._compare("clip_grad_norm_", listed)
         self._complete(listed)
@@ -68,7 +69,7 @@ class GradientVerbs:
         """Clamp each element of the gradients to [-clip_value, clip_value]; nothing inside a window."""
         self._check_begun("clip_grad_value_")
         if self.window.full:
-            listed = _listed(parameters)
+            listed = _listed("clip_grad_value_", parameters)
             if self._compares:
                 self._compare("clip_grad_value_", listed)
             self._complete(listed)
@@ -118,5 +119,12 @@ class GradientVerbs:
         return self.strategy.mean(loss.detach() * share if share else torch.zeros_like(loss))
 
 
-def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+def _listed(verb: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    found = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else list(parameters)
+    odd = next((one for one in found if not isinstance(one, Tensor)), None)
+    if odd is not None:
+        raise ConfigurationError(
+            f"{verb} takes parameters, and there is a {type(odd).__name__}. For example: "
+            f"accelerator.{verb}(model.parameters(), 1.0)"
+        )
+    return found

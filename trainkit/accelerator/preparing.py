@@ -236,8 +236,10 @@ class PrepareVerbs:
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         ours = self.strategy.prepare_optimizer(optimizer, self._models[-1] if self._models else None)
-        prepared = PreparedOptimizer(ours, self._accelerator())
+        accelerator = self._accelerator()
+        prepared = PreparedOptimizer(ours, accelerator)
         self._optimizers.append(prepared)
+        accelerator._watch_steps(optimizer)
         self.strategy.precision.several_optimizers = len(self._optimizers) > 1
         return prepared
 

@@ -1,0 +1,178 @@
+"""The update at the end of a window: when it is due, and what must have come before it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.data.window import Window
+from trainkit.distributed import World
+from trainkit.errors import ConfigurationError
+from trainkit.optimizer import PreparedOptimizer
+from trainkit.strategy import Strategy
+
+__all__ = ["StepVerbs"]
+
+
+class StepVerbs:
+    """The verbs of :class:`trainkit.Accelerator` that update parameters.
+
+    Attributes:
+        before_step: called with the optimizer before an update.
+        optimizer_step_was_skipped: whether the last step of any optimizer was no update, though the window was full.
+        skip_asked: the update of the current window is to be skipped.
+        unspent: gradients of a whole window wait for a step.
+        updates: so many were made.
+        updating: one is being made.
+    """
+
+    strategy: Strategy
+    window: Window
+    averages_in_step: bool
+    before_step: Callable[[Optimizer], None] | None
+    optimizer_step_was_skipped: bool
+    skip_asked: bool
+    unspent: bool
+    updates: int
+    updating: bool
+    _averaged: set[int]
+    _compares: bool
+    _optimizers: list[PreparedOptimizer]
+    _own: bool
+    _watched: ExitStack
+
+    def _begin_stepping(self) -> None:
+        """As before the first update."""
+        self.updates = 0
+        self.updating = self.skip_asked = self.unspent = self.optimizer_step_was_skipped = False
+        self._updated: dict[int, bool] = {}  # of each optimizer, by its id, whether its last step was an update
+        self._backwards = 0  # backward passes
+        self._spent: dict[int, int] = {}  # so many there had been at the last step of each optimizer
+
+    @property
+    def world(self) -> World:
+        """The processes of the run."""
+        raise NotImplementedError
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Update the parameters if the window is full.
+
+        Args:
+            optimizer: a prepared one, or torch's own of it.
+            closure: computes the loss anew and its gradients (LBFGS).
+
+        Returns:
+            Whether the update happened: not inside a window, nor if it was skipped because a scaled gradient overflowed,
+            :meth:`skip_update` was called, or the window's weight is 0.
+
+        Raises:
+            ConfigurationError: the gradients are those of ``loss.backward()``, where they are not what an update is made of.
+        """
+        if not self.window.full:
+            return False
+        self.unspent = False
+        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        if self._own:
+            self._check_backward(own, closure)
+        if self._compares:
+            self._compare("step", [p for group in own.param_groups for p in group["params"]])
+        if closure is None:
+            self._average([own])
+        elif self.world.size > 1:
+            closure = partial(self._averaged_closure, own, closure)
+        if self.before_step is not None:
+            self.before_step(own)
+        if self.skip_asked or self.window.empty:
+            self.strategy.precision.discard(own)
+            self.strategy.sync_buffers()
+            updated = False
+            self.skip_asked = self.skip_asked and self._own  # by a Trainer it is said for each step
+        else:
+            self.updating = True  # stays so if an error leaves the parameters between two steps
+            updated = self.strategy.optimizer_step(own, closure)
+            self.updating = False
+            if self.strategy.precision.autocast_dtype is not None:
+                torch.clear_autocast_cache()  # else a forward in the same step would use copies of what was before
+        self._averaged.discard(id(own))
+        self._updated[id(own)] = updated
+        # of several optimizers, in a loop of the user's, whether any was
+        self.optimizer_step_was_skipped = not (all(self._updated.values()) if self._own else updated)
+        self.updates += updated
+        return updated
+
+    def has_updated(self, optimizer: Any) -> bool:
+        """Whether the last step of a prepared optimizer, or of torch's own of it, was an update and not skipped."""
+        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        return self._updated.get(id(own), not self.optimizer_step_was_skipped)
+
+    def skip_update(self) -> None:
+        """Skip the update of the current window, by all optimizers: it changes neither parameters nor optimizer state.
+
+        To be called on all processes or on none: one that goes by its own loss asks the others first.
+        """
+        self.skip_asked = True
+
+    def _compare(self, verb: str, tensors: Iterable[Tensor] | None) -> None:
+        raise NotImplementedError
+
+    def _average(self, optimizers: Iterable[Optimizer]) -> None:
+        raise NotImplementedError
+
+    def _averaged_closure(self, own: Optimizer, closure: Callable[[], Any]) -> Any:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------- what would go wrong without a word
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether an update needs more than torch's own ``loss.backward()`` and ``optimizer.step()``."""
+        strategy = self.strategy
+        return (
+            self.window.size > 1
+            or strategy.precision.scaler is not None
+            or strategy.sharded_state
+            or self.averages_in_step  # by the step
+        )
+
+    def _check_spent(self) -> None:
+        """ZeRO begins anew with each window: gradients of one that has had no step would be lost without a word."""
+        if self.unspent and self.window.first and self.strategy.sharded_state and len(self._optimizers) == 1:
+            raise ConfigurationError(
+                "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "
+                "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "
+                "all but the last; of two losses make one: accelerator.backward(loss1 + loss2)."
+            )
+
+    def _check_backward(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
+        """Gradients of ``loss.backward()`` are not scaled to their share of the window, and ZeRO does not see them."""
+        spent, self._spent[id(own)] = self._spent.get(id(own), 0), self._backwards
+        if closure is None and spent == self._backwards and self._takes_part:
+            raise ConfigurationError(
+                "step: there has been no accelerator.backward(loss) since the last step of this optimizer. Write "
+                "accelerator.backward(loss) in the stead of loss.backward(): it scales the loss and lets the strategy have the "
+                "gradients. Where there is nothing to learn from: accelerator.backward(None)."
+            )
+
+    def _watch_steps(self, given: Optimizer) -> None:
+        """Refuse ``step`` of an optimizer that was given to ``prepare``, where only that of what it returned is right."""
+        if not self._own:
+            return
+        reference = weakref.ref(self)
+
+        def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            accelerator = reference()
+            if accelerator is not None and not accelerator.updating and accelerator._takes_part:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__}.step() of the optimizer that was given to prepare: it would be done with each "
+                    "micro-batch, or without the loss scale, or past the strategy. Use what prepare returned: model, optimizer "
+                    "= accelerator.prepare(model, optimizer)"
+                )
+
+        self._watched.callback(given.register_step_pre_hook(refuse).remove)
