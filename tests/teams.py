@@ -65,8 +65,17 @@ class _Line:
         self._hub, self._rank = hub, rank
         self.waits = Waits()
 
-    def exchange(self, key: str, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
-        return self._hub.exchange(self._rank, key, value)
+    def exchange(
+        self,
+        key: str,
+        value: Any,
+        looking: Callable[[], None] | None = None,
+        complete: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        found = self._hub.exchange(self._rank, key, value)
+        if complete is not None:
+            complete()
+        return found
 
 
 class ThreadWorld(World):

@@ -216,6 +216,7 @@ class Team:
 
     Attributes:
         beside: it may be used by a thread beside the one that trains.
+        turn: exchanges that are complete, which is the same number on all processes.
     """
 
     beside = True
@@ -223,10 +224,12 @@ class Team:
     def __init__(self, name: str = "", channel: Channel | None = None, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self._name, self._channel = name, channel
-        self._turn = 0
+        self.turn = 0
 
     def exchange(self, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
         """What every process gave, in the order of their ranks; JSON.
+
+        One that an error or a signal has ended before all had given theirs has not been: the next one is in its place.
 
         Args:
             value: of this process.
@@ -234,5 +237,7 @@ class Team:
         """
         if self._channel is None:
             return [value]
-        self._turn += 1
-        return self._channel.exchange(f"{self._name}/{self._turn}", value, looking)
+        return self._channel.exchange(f"{self._name}/{self.turn + 1}", value, looking, self._complete)
+
+    def _complete(self) -> None:
+        self.turn += 1

@@ -145,6 +145,27 @@ def test_who_waits_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) == 3
 
 
+@pytest.mark.parametrize("complete", [False, True])
+def test_who_breaks_off_stays_in_step(complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exchange that it has broken off is the next one, unless all had given theirs by then."""
+    monkeypatch.setattr("trainkit.launch.channel._LOOK", 0.01)
+
+    with star(2) as channels, ThreadPoolExecutor(1) as pool:
+        teams = [Team("team", channels[rank], rank, 2) for rank in range(2)]
+        others: list[Any] = []
+
+        def look() -> None:
+            if complete:
+                others.append(pool.submit(teams[0].exchange, "first").result(PATIENCE))
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            teams[1].exchange("broken off", look)
+        assert others == [["first", "broken off"]] * complete
+        assert [team.turn for team in teams] == [int(complete)] * 2
+        assert all_at_once(2, lambda rank: teams[rank].exchange(rank)) == [[0, 1]] * 2
+
+
 def test_what_all_are_doing() -> None:
     """They answer whatever their main threads are in."""
     nothing = {"begun": 0, "where": None, "turn": 0}

@@ -79,7 +79,8 @@ class Meeting:
             said = self._team.exchange([verb, place, self._waits.begun, value], looking)
         except ProcessFailedError as error:
             raise self._without(error) from error
-        self._waits.turn += 1
+        finally:
+            self._waits.turn = self._team.turn
         self._agree(said)
         return [its for *_, its in said]
 

@@ -37,9 +37,10 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 class _Waiter:
     """Somebody who waits for an exchange."""
 
-    __slots__ = ("done", "values", "why")
+    __slots__ = ("complete", "done", "values", "why")
 
-    def __init__(self) -> None:
+    def __init__(self, complete: Callable[[], None] | None = None) -> None:
+        self.complete = complete
         self.done = threading.Event()
         self.values: list[Any] = []
         self.why: Failure | None = None
@@ -115,13 +116,21 @@ class Channel:
 
     # ------------------------------------------------------------------------------------------------ exchanging
 
-    def exchange(self, key: str, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
+    def exchange(
+        self,
+        key: str,
+        value: Any,
+        looking: Callable[[], None] | None = None,
+        complete: Callable[[], None] | None = None,
+    ) -> list[Any]:
         """What every process gave under a key, in the order of their ranks; waits for as long as that takes.
 
         Args:
             key: the same on all processes; free again when the exchange is complete.
             value: JSON, of at most 16 MiB.
             looking: called now and then while it waits; what it raises ends the wait.
+            complete: called, by another thread, when all have given theirs; that is so on all processes or on none, also if a
+                signal ends this one's wait at that moment.
 
         Raises:
             ProcessFailedError: a process has failed, has died or has left before it gave its value.
@@ -130,25 +139,27 @@ class Channel:
         line = encode({"give": key, "value": value})
         if len(line) > LIMIT:
             raise ValueError(f"an exchange takes at most {LIMIT} bytes a process, and this value has {len(line)}. Use a file.")
-        waiter = _Waiter()
-        with self.changed:
-            if self.closed or self.alone:
-                raise ProcessFailedError(f"exchange {key!r} cannot be: {self.gone.get(0, 'the channel is closed')}.")
-            if key in self._waiters:
-                raise ValueError(f"exchange {key!r} is under way in another thread of this process.")
-            self._waiters[key] = waiter
+        waiter = _Waiter(complete)
         try:
+            with self.changed:
+                if self.closed or self.alone:
+                    raise ProcessFailedError(f"exchange {key!r} cannot be: {self.gone.get(0, 'the channel is closed')}.")
+                if key in self._waiters:
+                    raise ValueError(f"exchange {key!r} is under way in another thread of this process.")
+                self._waiters[key] = waiter
             self._link.say(line)
             pause = _LOOK
             while not waiter.done.wait(None if looking is None else pause):
                 looking()  # type: ignore[misc]
                 pause = min(2 * pause, _SELDOM)
         except BaseException:  # a signal: what was given must not count for a later exchange of this name
-            self._say_and_wait({"take back": key})
+            if self._waiters.get(key) is waiter:
+                self._say_and_wait({"take back": key})  # a result that was faster than that is here by then
             raise
         finally:
             with self.changed:
-                self._waiters.pop(key, None)
+                if self._waiters.get(key) is waiter:
+                    del self._waiters[key]
         if waiter.why is not None:
             raise ProcessFailedError(f"exchange {key!r} cannot be completed: {waiter.why}.")
         return waiter.values
@@ -321,6 +332,8 @@ class Channel:
             if waiter is not None:
                 waiter.values = message.get("values", [])
                 waiter.why = Failure(**message["why"]) if "why" in message else None
+                if waiter.why is None and waiter.complete is not None:
+                    waiter.complete()
                 waiter.done.set()
         elif "asked" in message:
             self._link.say(encode({"answer": self.waits.record()}))
