@@ -386,6 +386,48 @@ def test_evaluation_on_the_main_process_alone_under_zero3() -> None:
             )
 
 
+def test_a_forward_that_breaks_off_is_over() -> None:
+    """Also one by Ctrl-C, or of whose beginning another hook has raised: the next one is noticed again."""
+
+    class Part(nn.Module):
+        fails: BaseException | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails is not None:
+                raise self.fails
+            return x + 1
+
+    def refuse(part: nn.Module, args: Any) -> None:
+        raise ValueError("another hook")
+
+    def work(world: World) -> list[Any]:
+        meeting, waits, seen = Meeting.of(world), world.waits, []
+        model = nn.Sequential(nn.Identity(), part := Part())
+        close = meeting.watch(model)
+        for error in (KeyboardInterrupt(), ValueError("of the forward"), None):
+            part.fails = error
+            hook = model.register_forward_pre_hook(refuse) if error is None else None
+            with torch.no_grad(), pytest.raises((KeyboardInterrupt, ValueError)):
+                model(torch.ones(2))
+            where = waits.record()["where"]  # as others would see it who look now
+            part.fails = None
+            if hook is not None:
+                hook.remove()
+            with torch.no_grad():
+                part(model(torch.ones(2)))
+            seen.append([where, waits.turn, waits.begun, waits.depth, waits.known])
+        part.fails = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt), waits:  # computed anew in a backward pass
+            model(torch.ones(2, requires_grad=True))
+        with waits:
+            seen.append(waits.depth)
+        close()
+        return seen
+
+    expected = [[None, 3 * count, 3 * count, 0, None] for count in (1, 2, 3)]
+    assert values(in_worlds(2, work)) == [[*expected, 1]] * 2
+
+
 # --------------------------------------------------------------------------------------------------------- debug mode
 
 

@@ -95,6 +95,7 @@ class Meeting:
             CollectiveError: they have not.
             ProcessFailedError: as of :meth:`wait`.
         """
+        self._waits.in_forward()  # one that Ctrl-C has ended is none
         if not self.debug or self._waits.depth:  # a part of a collective is compared with the whole
             return
         said = self.exchange(verb, what)
@@ -112,27 +113,21 @@ class Meeting:
             Ends it.
         """
         waits = self._waits
-        outermost: list[nn.Module] = []
 
         # functions of their own, which a copy of the model shares: what they hold cannot be copied
         def begin(part: nn.Module, args: Any) -> None:
-            if outermost:
+            if waits.in_forward():
                 return
             if not torch.is_grad_enabled() and not waits.depth:
                 self.exchange(_FORWARD)
             else:
                 self.compare(_FORWARD)
-            waits.__enter__()
-            if waits.depth == 1:  # else it is computed anew in a backward pass
-                waits.known = _FORWARD, called(sys._getframe())[1]
-            outermost.append(part)
+            here = sys._getframe()
+            assert here.f_back is not None
+            waits.enter_forward(part, here.f_back, (_FORWARD, called(here)[1]))  # torch calls it where it runs the forward
 
         def end(part: nn.Module, args: Any, output: Any) -> None:
-            if outermost and outermost[0] is part:
-                outermost.clear()
-                waits.__exit__()
-                if waits.depth == 0:
-                    waits.known = None
+            waits.leave_forward(part)
 
         if self._world.size == 1:
             return lambda: None

@@ -27,14 +27,17 @@ class Waits:
         known: what is called and where, if a look at the frames of the process would not tell.
     """
 
-    __slots__ = ("begun", "depth", "known", "thread", "turn")
+    __slots__ = ("_forward", "begun", "depth", "known", "thread", "turn")
 
     def __init__(self) -> None:
         self.begun = self.depth = self.turn = 0
         self.known: tuple[str, str] | None = None
         self.thread = threading.get_ident()
+        self._forward: tuple[object, int, FrameType] | None = None
 
     def __enter__(self) -> None:
+        if self._forward is not None:
+            self.in_forward()
         self.begun += 1
         if not self.depth:  # parts may be in other threads, as those of a backward pass are
             self.thread = threading.get_ident()
@@ -43,13 +46,47 @@ class Waits:
     def __exit__(self, *error: object) -> None:
         self.depth -= 1
 
+    def enter_forward(self, part: object, frame: FrameType, known: tuple[str, str]) -> None:
+        """Count a forward whose beginning and end torch tells hooks of.
+
+        Args:
+            part: what is called.
+            frame: one of this thread that is there for as long as the forward runs.
+            known: the attribute, unless the forward is a part of another collective.
+        """
+        thread = threading.get_ident()
+        # no calls in between: nothing that a signal could interrupt
+        if not self.depth:
+            self.known, self.thread = known, thread
+        self.begun += 1
+        self.depth += 1
+        self._forward = (part, thread, frame)
+
+    def leave_forward(self, part: object) -> None:
+        """The forward has ended, if it was the one of that part."""
+        if self._forward is not None and self._forward[0] is part:
+            self._end_forward()
+
+    def in_forward(self) -> bool:
+        """Whether a forward runs. torch tells no hook of one that Ctrl-C has ended: it is ended here."""
+        if self._forward is not None and not _runs(*self._forward[1:]):
+            self._end_forward()
+        return self._forward is not None
+
+    def _end_forward(self) -> None:
+        self._forward = None
+        self.depth -= 1
+        if not self.depth:
+            self.known = None
+
     def record(self) -> dict[str, Any]:
         """What another process may know of it, as JSON; from any thread.
 
         ``where`` is the verb that waits and the place of its call, ``None`` if none does.
         """
-        begun = self.begun
-        where = list(self.known or called(sys._current_frames().get(self.thread))) if self.depth else None
+        begun, forward = self.begun, self._forward
+        waits = self.depth and (forward is None or _runs(*forward[1:]))
+        where = list(self.known or called(sys._current_frames().get(self.thread))) if waits else None
         # last: what had begun when this turn was the latest cannot have come after a later one
         return {"begun": begun, "where": where, "turn": self.turn}
 
@@ -75,6 +112,14 @@ def calling(frame: FrameType | None) -> tuple[str, FrameType | None]:
         verb = frame.f_code.co_name if _package(frame) == _OURS else verb
         frame = frame.f_back
     return verb, frame
+
+
+def _runs(thread: int, frame: FrameType) -> bool:
+    """Whether a frame of a thread is still among those that it is in."""
+    found = sys._current_frames().get(thread)
+    while found is not None and found is not frame:
+        found = found.f_back
+    return found is not None
 
 
 def name_of(frame: FrameType) -> str:
