@@ -43,7 +43,7 @@ class Claims:
         self._config = config or DeepSpeedConfig("config")
         self._values, self._source = self._config.claims, self._config.source
         self._offloaded = offloaded
-        self._of_trainer = False
+        self._of_trainer = self._leads = self._clipping_told = False
 
     @property
     def has_optimizer(self) -> bool:
@@ -97,14 +97,34 @@ class Claims:
         said = f"batch_size × micro-batches × processes = {micro_batch} × {window} × {world.size} = {product}"
         self._compare("train_batch_size", product, said, "sizes that make it so")
 
-    def check_clipping(self, max_norm: float) -> None:
-        """Hold it against what a loop clips by.
+    def lead(self, source: str) -> None:
+        """Clip by what it says, whatever a loop of the user's own clips by, as Accelerate does.
+
+        Args:
+            source: how messages call it.
+        """
+        self._source, self._leads = source, True
+
+    def clipping(self, max_norm: float) -> float | None:
+        """The largest norm of gradients that a loop clips by ``max_norm``; ``None``: any.
 
         Raises:
-            ConfigurationError: they differ; with both values.
+            ConfigurationError: the configuration has another, and does not :meth:`lead`; with both values.
         """
-        if self.clip is not None:
-            self._compare("gradient_clipping", max_norm, f"clip_grad_norm_(..., {max_norm!r})", "the same norm")
+        said = f"clip_grad_norm_(..., {max_norm!r})"
+        if not self._leads or self._values.get("gradient_clipping", max_norm) == max_norm:
+            if self.clip is not None:
+                self._compare("gradient_clipping", max_norm, said, "the same norm")
+            return max_norm if max_norm != math.inf else None
+        if not self._clipping_told:
+            self._clipping_told = True
+            by = "by 0, which is not at all" if self.clip is None else f"by {self.clip!r}, once with each update"
+            notice(
+                f"{self._source} has gradient_clipping: {self._values['gradient_clipping']!r}, and the loop has {said}: "
+                f"gradients are clipped {by}. Write the same number in both places, or gradient_clipping: auto, which is the "
+                "loop's."
+            )
+        return self.clip
 
     def _compare(self, key: str, value: float, said: str, fix: str) -> None:
         claimed = self._values.get(key, value)

@@ -93,7 +93,7 @@ class ZeROStrategy(Strategy):
         super().__init__(device, None if told is None else told.precision)
         if precision is not None:
             self.use_precision(precision)
-        self._claims = Claims(told, self.config.offload_optimizer is not None)
+        self.claims = Claims(told, self.config.offload_optimizer is not None)
         self._membership = Membership("ZeROStrategy", device, process_group_backend, timeout)
         self._setup: Setup | None = None
         self._begin()
@@ -122,20 +122,20 @@ class ZeROStrategy(Strategy):
         """See :meth:`trainkit.Strategy.check_arguments`."""
         if arguments.gradient_clip_algorithm == "value":
             raise ConfigurationError(NO_VALUES)
-        self._claims.check_arguments(arguments)
+        self.claims.check_arguments(arguments)
 
     def check_batches(self, micro_batch: int | None, window: int) -> None:
         """See :meth:`trainkit.Strategy.check_batches`."""
-        self._claims.check_batches(micro_batch, window, self.world)
+        self.claims.check_batches(micro_batch, window, self.world)
 
     @property
     def has_optimizer(self) -> bool:
         """Whether the configuration says how to make one."""
-        return self._claims.has_optimizer
+        return self.claims.has_optimizer
 
     def configure_optimizers(self, module: nn.Module) -> Any:
         """See :meth:`trainkit.Strategy.configure_optimizers`."""
-        return self._claims.configure_optimizers(module, self.device)
+        return self.claims.configure_optimizers(module, self.device)
 
     def join(self, wanted: Wanted) -> None:
         """See :meth:`trainkit.Strategy.join`."""
@@ -226,7 +226,7 @@ class ZeROStrategy(Strategy):
         Raises:
             OptimizerError: one that ZeRO would change, or whose parameters cannot be divided by themselves.
         """
-        self._claims.check_optimizer(optimizer)
+        self.claims.check_optimizer(optimizer)
         if self.config.offload_optimizer is not None:
             warn_of_slow_updates(optimizer, self.device)
         setup = self._start()
@@ -305,7 +305,7 @@ class ZeROStrategy(Strategy):
             engine.discard()
             updated = False
         else:
-            engine.clip = engine.clip or self._claims.clip
+            engine.clip = engine.clip or self.claims.clip
             updated = engine.step()
         self.sync_buffers()
         return updated
@@ -318,13 +318,13 @@ class ZeROStrategy(Strategy):
         """Scale the gradients down in the update to come; returns the norm before.
 
         Raises:
-            ConfigurationError: another norm than the 2-norm, or the parameters of several optimizers or of a part of one.
+            ConfigurationError: another norm than the 2-norm or than the configuration's, or the parameters of several
+                optimizers or of a part of one.
         """
         if norm_type != 2.0:
             raise ConfigurationError(f"ZeRO clips by the 2-norm, and norm_type is {norm_type!r}. Leave it out, or use 'ddp'.")
         engine = self._engine_of(parameters)
-        self._claims.check_clipping(max_norm)
-        engine.clip = max_norm if max_norm != float("inf") else None
+        engine.clip = self.claims.clipping(max_norm)
         return engine.norm()
 
     def _engine_of(self, parameters: Iterable[Tensor]) -> Engine:

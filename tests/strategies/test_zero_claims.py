@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import trainkit
 from trainkit import Accelerator, Callback, Trainer, TrainModule
 from trainkit.errors import ConfigurationError, MissingMethodError
 from trainkit.strategies import ZeROStrategy
+from trainkit.utils import DeepSpeedPlugin
 
 CLIP = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.05}
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "betas": [0.9, 0.98]}}
@@ -214,10 +216,12 @@ def test_a_module_without_an_optimizer_needs_one_somewhere() -> None:
         train(case(WithoutOptimizer), strategy=ZeROStrategy(config=config(), device="cpu"))
 
 
-def own_loop(told: Any, clip: float | None, window: int = 1) -> list[float]:
+def own_loop(told: Any, clip: float | None, plugin: bool = False) -> list[float]:
     trainkit.seed_everything(5)
-    strategy = ZeROStrategy(config=told, device="cpu") if told else ZeROStrategy(2, device="cpu")
-    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=window)
+    if plugin:
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(told), cpu=True)
+    else:
+        accelerator = Accelerator(strategy=ZeROStrategy(config=told, device="cpu") if told else ZeROStrategy(2, device="cpu"))
     net = RegressionModule().net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     model, prepared, loader = accelerator.prepare(net, optimizer, DataLoader(Noisy(16), 2))
@@ -241,12 +245,52 @@ def refused(told: Any, clip: float | None) -> str:
     return str(caught.value)
 
 
+def loops() -> dict[str, list[float]]:
+    """Losses; what is clipped by what."""
+    return {
+        "configuration": own_loop(CLIP, None),
+        "both": own_loop(CLIP, 0.05),
+        "loop": own_loop(None, 0.05),
+        "none": own_loop(None, None),
+    }
+
+
+def plugins() -> tuple[dict[str, list[float]], list[str]]:
+    """Losses, by what the loop clips by where the plugin says 0.05, or 0; and what was said."""
+    texts: list[str] = []
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    logging.getLogger("trainkit").addHandler(said := Said())
+    found = {
+        "configuration": own_loop(CLIP, None, plugin=True),
+        "both": own_loop(CLIP, 0.05, plugin=True),
+        "another": own_loop(CLIP, 1.0, plugin=True),
+        "auto": own_loop({**CLIP, "gradient_clipping": "auto"}, 0.05, plugin=True),
+        "zero": own_loop({**CLIP, "gradient_clipping": 0.0}, 0.05, plugin=True),
+    }
+    logging.getLogger("trainkit").removeHandler(said)
+    return found, [text for text in texts if "clip" in text]
+
+
 def test_an_own_loop_is_clipped_as_the_configuration_says() -> None:
     """Whether it does so itself or leaves it to the configuration; another value is an error."""
-    clipped = run_world(2, own_loop, CLIP, None)
-    assert clipped == run_world(2, own_loop, CLIP, 0.05) == run_world(2, own_loop, None, 0.05)
-    assert clipped != run_world(2, own_loop, None, None)
+    losses, _ = run_world(2, loops)
+    assert losses["configuration"] == losses["both"] == losses["loop"] != losses["none"]
     assert "'gradient_clipping': 0.05, and the run has clip_grad_norm_(..., 1.0)" in run_world(1, refused, CLIP, 1.0)[0]
+    # the plugin's number counts, as in Accelerate: said once, by the main process
+    (found, said), (_, other_said) = run_world(2, plugins)
+    for name in ("configuration", "both", "another", "auto"):
+        assert found[name] == losses["loop"], name
+    assert found["zero"] == losses["none"]
+    assert other_said == []
+    assert said == [
+        f"DeepSpeedPlugin has gradient_clipping: {here}, and the loop has clip_grad_norm_(..., {loop}): gradients are clipped "
+        f"{by}. Write the same number in both places, or gradient_clipping: auto, which is the loop's."
+        for here, loop, by in [(0.05, 1.0, "by 0.05, once with each update"), (0.0, 0.05, "by 0, which is not at all")]
+    ]
 
 
 @pytest.mark.parametrize(

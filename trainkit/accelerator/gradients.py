@@ -53,6 +53,8 @@ class GradientVerbs:
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale the gradients down to a norm of at most ``max_norm``.
 
+        Where a DeepSpeed plugin or a configuration file has a ``gradient_clipping``, that is the norm.
+
         Returns:
             The norm before, a scalar on the device; ``None`` inside a window, where nothing is clipped.
         """

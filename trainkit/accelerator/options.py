@@ -231,6 +231,7 @@ def _strategy(
         if given["deepspeed_plugin"] is None:  # arguments beat what it says
             config.pop("gradient_accumulation_steps", None)
         made = load_strategy("zero2")(config=config, device=wanted.accelerator, **_common(handlers))
+        made.claims.lead("DeepSpeedPlugin" if given["deepspeed_plugin"] is not None else settings.source)
     elif strategy is None or isinstance(strategy, str):
         name = chosen_strategy(strategy or settings.strategy or "auto", wanted)
         made = make_strategy(name, **_named(name, wanted, handlers))

@@ -39,7 +39,8 @@ class DeepSpeedPlugin:
         hf_ds_config: a DeepSpeed configuration: a dict, or the path of a JSON file. The other arguments stand for what is
             ``"auto"`` or missing in it.
         gradient_accumulation_steps: micro-batches in an update; default: what ``Accelerator`` is told.
-        gradient_clipping: largest norm of the gradients; they are clipped by it where the loop does not do so itself.
+        gradient_clipping: largest norm of the gradients. They are clipped by it, once with each update, whatever the loop gives
+            ``clip_grad_norm_``; where that is another number a notice shows both. ``"auto"`` or ``None``: the loop's number.
         zero_stage: 1, 2 or 3; default: 2.
         is_train_batch_min: only ``True``: sizes are compared with the first loader that is given to ``prepare``.
         offload_optimizer_device: ``"cpu"``, or ``"nvme"`` (stage 3): keep the optimizer's state there; ``"none"``.
