@@ -59,7 +59,7 @@ class Precision:
         growth_interval: updates without an overflow before the scale grows.
         growth_factor: by which it is multiplied then.
         backoff_factor: by which it is multiplied after an overflow.
-        enabled: scale the loss in ``16-mixed`` at all.
+        enabled: scale the loss in ``16-mixed``, and in ``16-true`` under ZeRO, at all.
 
     Raises:
         UnknownNameError: the name is none of these.
@@ -82,6 +82,7 @@ class Precision:
             )
         self.name = resolved
         self.parameter_dtype, self.autocast_dtype, self._scaled = PRECISIONS[resolved]
+        self._enabled = enabled
         self._scaled = self._scaled and enabled
         self._scaling: dict[str, Any] = {
             "init_scale": init_scale,
@@ -114,8 +115,8 @@ class Precision:
             self.reset()
 
     def use_scaler(self) -> None:
-        """Scale the loss in this precision too: there are float32 masters for what float16 cannot hold."""
-        self._scaled = True
+        """Scale the loss in this precision too, if it is to be at all: there are float32 masters for what float16 cannot hold."""
+        self._scaled = self._enabled
         if self.scaler is None:
             self.reset()
 

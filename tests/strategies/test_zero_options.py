@@ -75,17 +75,17 @@ def test_its_settings_end_with_the_run() -> None:
     assert {name: getattr(room, name) for name in before} == before
 
 
-def in_float16(kind: str, scale: float) -> tuple[Record, float]:
+def in_float16(kind: str, scale: float, enabled: bool = True) -> tuple[Record, float]:
     """A training on a CPU of which DeepSpeed is told that it computes in float16, as torch does on all of them."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
-        precision = Precision("16-true", init_scale=scale)
+        precision = Precision("16-true", init_scale=scale, enabled=enabled)
         arguments = {"max_epochs": 2, "precision": precision, "gradient_clip_val": 1.0, "log_every_n_steps": 1}
         record = train(Case(samples=40, batch_size=2, window=8, make=Calm, arguments=arguments), strategy=strategy(kind))
-        assert precision.scaler is not None
-        return record, precision.scaler.get_scale()
+        assert (precision.scaler is not None) is enabled
+        return record, 1.0 if precision.scaler is None else precision.scaler.get_scale()
 
 
 @cache
@@ -103,6 +103,13 @@ def test_16_true(kind: str) -> None:
     for record, scale in run_world(2, in_float16, kind, 2.0**24):
         assert scale < 2.0**24
         assert max(update for update, _ in record.losses) < max(update for update, _ in in_float32().losses)
+
+
+def test_16_true_without_a_loss_scale() -> None:
+    """As of ``GradScalerKwargs(enabled=False)``: not even one that would overflow."""
+    (scaled, _), (plain, scale) = in_float16("zero2", 1024.0), in_float16("zero2", 2.0**24, enabled=False)
+    assert scale == 1.0
+    assert plain.losses == pytest.approx(scaled.losses, rel=5e-3)
 
 
 def test_16_true_where_there_is_none() -> None:

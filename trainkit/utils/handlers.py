@@ -146,7 +146,7 @@ class GradScalerKwargs(KwargsHandler):
         growth_factor: by which it is multiplied after ``growth_interval`` updates without an overflow.
         backoff_factor: by which it is multiplied after an overflow.
         growth_interval: updates.
-        enabled: scale the loss at all.
+        enabled: scale the loss at all; under DeepSpeed too.
 
     Raises:
         ConfigurationError: a number that no scale can grow or shrink by.
