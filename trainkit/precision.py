@@ -115,7 +115,7 @@ class Precision:
             self.reset()
 
     def use_scaler(self) -> None:
-        """Scale the loss in this precision too, if it is to be at all: there are float32 masters for what float16 cannot hold."""
+        """Scale the loss in this precision too, unless it is not to be: float32 masters hold what float16 cannot."""
         self._scaled = self._enabled
         if self.scaler is None:
             self.reset()

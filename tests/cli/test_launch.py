@@ -21,7 +21,7 @@ from support import ROOT, run_python
 from trainkit.cli.main import main
 from trainkit.launch import agent, remote
 from trainkit.launch.agent import Job
-from trainkit.settings.carried import VARIABLE, Settings, carried, carry
+from trainkit.settings.carried import VARIABLE, Settings, carried, carry, debugging
 
 Launch = Callable[..., Job]
 
@@ -227,6 +227,14 @@ def test_a_flag_beats_the_file(launch: Launch) -> None:
         "gradient_clipping": 1.0,
         "zero3_init_flag": False,
     }
+
+
+def test_debug_mode_of_the_environment(launch: Launch) -> None:
+    file = ["--config_file", write(MULTI_CPU + "debug: false\n"), "script.py"]
+    for name in ("TRAINKIT_DEBUG_MODE", "ACCELERATE_DEBUG_MODE"):
+        assert debugging(launch(*file, **{name: "yes"}).environment)
+        assert not debugging(launch("--no-debug", *file, **{name: "yes"}).environment)
+    assert not debugging(launch(*file).environment)
 
 
 def test_flags_without_a_file(launch: Launch) -> None:

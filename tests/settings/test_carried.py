@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.console import TrainkitWarning
-from trainkit.settings.carried import VARIABLE, Settings, carried, carry, debugging
+from trainkit.settings.carried import VARIABLE, Settings, carried, carry, debugging, with_environment
 
 SETTINGS = Settings(
     {
@@ -44,7 +44,7 @@ def test_a_process_that_drives_all_devices_knows_how_many() -> None:
 
 def test_nothing_to_say() -> None:
     assert carry(Settings(source="x")) == {}
-    assert carry(Settings({"num_processes": 2, "debug": False})) == {}
+    assert carry(Settings({"num_processes": 2})) == {}
     assert carried({}) == Settings()
     assert not debugging({})
 
@@ -53,6 +53,19 @@ def test_nothing_to_say() -> None:
 def test_debugging(name: str) -> None:
     assert all(debugging({name: value}) for value in ("1", "true", "yes", "YES"))
     assert not any(debugging({name: value}) for value in ("0", "false", "no", ""))
+
+
+def test_what_beats_what_of_debug_mode() -> None:
+    """An option the environment, that a file; ours Accelerate's variable."""
+    both = {"TRAINKIT_DEBUG_MODE": "0", "ACCELERATE_DEBUG_MODE": "yes"}
+    assert not debugging(both)
+    for env, on in ((both, False), ({"ACCELERATE_DEBUG_MODE": "yes"}, True)):
+        for said in (True, False):
+            given = Settings({"debug": said})
+            assert debugging(env | carry(with_environment(given, given, env))) is said
+            assert debugging(env | carry(with_environment(given, Settings(), env))) is on
+            assert debugging(carry(with_environment(given, Settings(), {}))) is said
+        assert debugging(env | carry(with_environment(Settings(), Settings(), env))) is on
 
 
 def test_accelerates_launcher_is_not_taken_for_ours() -> None:

@@ -16,7 +16,7 @@ from trainkit.errors import ConfigurationError, nearest
 from trainkit.launch.hostfile import read_hostfile
 from trainkit.launch.nodes import grace, join_timeout, quietly
 from trainkit.launch.place import is_local
-from trainkit.settings.carried import VARIABLE
+from trainkit.settings.carried import VARIABLE, with_environment
 from trainkit.settings.values import Settings
 
 __all__ = ["add_arguments", "run"]
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the script; returns its exit code."""
     flags, file = flagged(args), of_file(args, os.environ)
-    settings = combined(args, flags, file)
+    settings = with_environment(combined(args, flags, file), flags, os.environ)
     if hostfile(args, settings) is not None:
         return _run_hosts(args, flags, settings)
     alone = [name for name in ("setup", "export", "ssh") if getattr(args, name) is not None]

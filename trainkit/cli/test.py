@@ -14,7 +14,7 @@ from trainkit.cli.launch_place import told
 from trainkit.cli.settings_flags import add_config_file, in_either_spelling, of_file
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
-from trainkit.settings.carried import VARIABLE
+from trainkit.settings.carried import VARIABLE, with_environment
 from trainkit.settings.settled import settled
 from trainkit.settings.values import Settings
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="trainkit-test-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        code = _start(processes, [name, args.strategy, backend], told(settings))
+        code = _start(processes, [name, args.strategy, backend], told(with_environment(settings, Settings(), os.environ)))
         ended = (folder / "ended").read_text("utf-8").split() if (folder / "ended").exists() else []
         checks = (*CHECKS, SETTINGS) if settings else CHECKS
         left = [check for check in checks if check.name not in ended]

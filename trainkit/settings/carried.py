@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from trainkit.console import warn
 from trainkit.settings.values import Settings
 
-__all__ = ["VARIABLE", "Settings", "carried", "carry", "debugging"]
+__all__ = ["VARIABLE", "Settings", "carried", "carry", "debugging", "with_environment"]
 
 VARIABLE = "TRAINKIT_SETTINGS"
 _DEBUG = ("TRAINKIT_DEBUG_MODE", "ACCELERATE_DEBUG_MODE")
@@ -36,7 +37,8 @@ def carry(settings: Settings, always: bool = False) -> dict[str, str]:
         settings: of the launch.
         always: also where nothing is left to be said, for a launcher elsewhere, which would look for a file of its own.
     """
-    found = {_DEBUG[0]: "1"} if settings.get("debug") else {}
+    debug = settings.get("debug")
+    found = {} if debug is None else {_DEBUG[0]: str(int(debug))}
     told = settings.without(*_OF_LAUNCHER, *(() if settings.devices else _COUNTS))
     if told or always:
         parts = {"values": told.values, "deepspeed": told.deepspeed, "dynamo": told.dynamo}
@@ -63,6 +65,27 @@ def carried(env: Mapping[str, str] | None = None) -> Settings:
 
 
 def debugging(env: Mapping[str, str] | None = None) -> bool:
-    """Whether the calls of all processes are to be compared: ``TRAINKIT_DEBUG_MODE=1``, or ``ACCELERATE_DEBUG_MODE=yes``."""
-    env = os.environ if env is None else env
-    return any(env.get(name, "").lower() in _YES for name in _DEBUG)
+    """Whether the calls of all processes are to be compared: ``TRAINKIT_DEBUG_MODE=1``, or ``ACCELERATE_DEBUG_MODE=yes``.
+
+    Where both are set, the first one counts.
+    """
+    return _debugging(os.environ if env is None else env) is True
+
+
+def with_environment(settings: Settings, flags: Settings, env: Mapping[str, str]) -> Settings:
+    """The settings of a launch: of debug mode what an option says, else the environment, else a file.
+
+    Args:
+        settings: of the options and the file.
+        flags: of the options.
+        env: the environment variables.
+    """
+    debug = _debugging(env)
+    if debug is None or "debug" in flags.values:
+        return settings
+    return replace(settings, values={**settings.values, "debug": debug})
+
+
+def _debugging(env: Mapping[str, str]) -> bool | None:
+    """What the environment says of it; ``None``: nothing."""
+    return next((env[name].lower() in _YES for name in _DEBUG if env.get(name)), None)
