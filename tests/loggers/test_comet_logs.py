@@ -6,12 +6,15 @@ import copy
 import gc
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 from trackers import PLAIN, comet_records, needs
 
 from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError
@@ -204,6 +207,40 @@ def test_what_is_left_of_other_experiments_stays(tmp_path: Path) -> None:
     assert archive_unfinished(tmp_path, "b") == []  # killed before it could log
     assert sorted(tmp_path.rglob("*")) == before
     assert steps_in_archives(tmp_path, "b") == {}
+
+
+def test_two_processes_that_go_on_at_the_same_time(tmp_path: Path) -> None:
+    """Each part that was left is in one archive, and neither stumbles over what the other does."""
+    for part in range(40):
+        left = tmp_path / "k.unfinished" / f"tmp{part}"
+        left.mkdir(parents=True)
+        (left / "experiment.json").write_text("{}")
+        (left / "messages.json").write_text(f'{{"part": {part}}}\n')
+    text = (
+        "import sys; from pathlib import Path; from trainkit.loggers.comet_archives import archive_unfinished, kept_in, tidy\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "made = archive_unfinished(folder, 'k')\n"
+        "for _ in range(200):\n"
+        "    with kept_in(folder / 'k.unfinished'):\n"
+        "        import tempfile; Path(tempfile.mkdtemp()).rmdir()\n"
+        "    tidy(folder, 'k')\n"
+        "print(*(path.name for path in made))\n"
+    )
+    command, pipe = [sys.executable, "-c", text], subprocess.PIPE
+    both = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    for one in both:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "ready\n"
+    for one in both:
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+    made = [name for one in both for name in one.communicate(timeout=PATIENCE)[0].split()]
+    assert [one.returncode for one in both] == [0, 0]
+    assert archive_unfinished(tmp_path, "k") == []
+    assert sorted(made) == sorted(path.name for path in tmp_path.iterdir()) == sorted(f"k-part{part}.zip" for part in range(40))
+    assert {ZipFile(tmp_path / name).read("messages.json") for name in made} == {b'{"part": %d}\n' % part for part in range(40)}
 
 
 def test_when_all_is_written(tmp_path: Path) -> None:

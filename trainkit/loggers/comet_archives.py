@@ -19,6 +19,11 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 __all__ = ["archive_unfinished", "is_written", "kept_in", "media", "steps_in_archives", "tidy", "unfinished"]
 
 _MESSAGES, _ABOUT = "messages.json", "experiment.json"
@@ -41,13 +46,43 @@ def unfinished(folder: Path, key: str) -> Path:
 @contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
     """Temporary folders that are made meanwhile are made in this one: comet_ml has no argument that says where."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with _LOCK:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _LOCK, _alone(folder.parent):  # else another process may tidy it away before anything is in it
+        folder.mkdir(exist_ok=True)
         before, tempfile.tempdir = tempfile.tempdir, str(folder)
         try:
             yield
         finally:
             tempfile.tempdir = before
+
+
+@contextmanager
+def _alone(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Within it no other process is within it for this folder, where the system and its file system can do that.
+
+    Args:
+        folder: of the archives.
+        wait: for others.
+
+    Raises:
+        BlockingIOError: another is within it, and it is not to be waited for.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has it open too
+        os.close(descriptor)
 
 
 def is_written(folder: Path, name: str, value: int) -> bool:
@@ -70,7 +105,16 @@ def archive_unfinished(folder: Path, key: str) -> list[Path]:
 
     Archives that are there are called ``<key>-part0.zip``, ``<key>-part1.zip``, … from now on: comet_ml ends their names with
     letters that Python's ``random`` gives, which are the same ones for the same seed, and then writes over them.
+
+    Of several processes that do so at the same time one makes the archives, and the others have none to make.
     """
+    if not folder.is_dir():
+        return []
+    with _alone(folder):
+        return _archive_unfinished(folder, key)
+
+
+def _archive_unfinished(folder: Path, key: str) -> list[Path]:
     for archive in sorted(_archives(folder, key), key=lambda path: path.stat().st_mtime_ns):
         names = _names(archive)
         if not names:
@@ -93,7 +137,7 @@ def archive_unfinished(folder: Path, key: str) -> list[Path]:
         os.replace(partial, archive)
         shutil.rmtree(left)
         made.append(archive)
-    tidy(folder, key)
+    _tidy(folder, key)
     return made
 
 
@@ -103,7 +147,12 @@ def _next(folder: Path, key: str) -> Path:
 
 
 def tidy(folder: Path, key: str) -> None:
-    """Remove the folder of what is unfinished, if nothing is in it."""
+    """Remove the folder of what is unfinished, if nothing is in it; not while another one works there, who may need it."""
+    with suppress(OSError), _alone(folder, wait=False):  # a logger may be dropped, and tidy up, at any moment
+        _tidy(folder, key)
+
+
+def _tidy(folder: Path, key: str) -> None:
     with suppress(OSError):
         unfinished(folder, key).rmdir()
 
