@@ -30,7 +30,7 @@ from trainkit.profiler import Profiler, make_profiler
 from trainkit.resume import begin_resume, check_restore, restore_fit
 from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.running import agree_on_signals, build_hooks, check_sanity, interruptible, plan_evaluation, running
-from trainkit.settings.for_trainer import with_settings
+from trainkit.settings.for_trainer import blamed, with_settings
 from trainkit.setup_run import finish_fit_plan, fit_plan, overrides, train_loader, validate_every
 from trainkit.strategy import Strategy
 from trainkit.where import joined_strategy, read_wanted
@@ -153,11 +153,12 @@ class Trainer(Evaluating):
         given = dict(locals())
         super().__init__()
         refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown", "__class__")])
-        given, said = with_settings(check_switches(given))
+        given, said = with_settings(asked := check_switches(given))
         self.arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         self.accumulate_grad_batches = self.arguments.accumulate_grad_batches
         wanted = read_wanted(given["accelerator"], given["devices"], num_nodes)
-        self.strategy = joined_strategy(given["strategy"], wanted, sync_batchnorm, given["precision"], self.arguments, said)
+        with blamed(asked):
+            self.strategy = joined_strategy(given["strategy"], wanted, sync_batchnorm, given["precision"], self.arguments, said)
         self.accelerator = Accelerator.of_trainer(self.strategy)
         self.seed = self.accelerator.seed = self.strategy.world.from_main(resolve_seed(seed))
         self.seed_given, self.inference_mode = seed_was_given(seed), inference_mode

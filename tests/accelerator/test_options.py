@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit import Accelerator, Precision, Strategy
+from trainkit import Accelerator, Precision, Strategy, Trainer
 from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
 from trainkit.settings.carried import Settings, carry
 from trainkit.strategies import DDPStrategy
@@ -245,6 +245,50 @@ def test_deepspeeds_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), [torch.ones(4, 2)] * 3)
     assert accelerator.gradient_accumulation_steps == 3
     accelerator.free_memory()
+
+
+ZERO = {"distributed_type": "DEEPSPEED", "use_cpu": True}
+SAYS_ZERO = "distributed_type: DEEPSPEED, use_cpu: true"
+
+
+@pytest.mark.parametrize("make", [Accelerator, Trainer])
+@pytest.mark.parametrize(
+    "sections, said",
+    [
+        ({"values": {**ZERO, "mixed_precision": "fp16"}}, [SAYS_ZERO, "mixed_precision: fp16", "precision='16-true' under"]),
+        (
+            {"values": ZERO, "deepspeed": {"zero_stage": 2, "offload_param_device": "cpu"}},
+            [f"({SAYS_ZERO}, zero_stage: 2, offload_param_device: cpu): offload_params='cpu': parameters are divided"],
+        ),
+        ({"values": ZERO, "dynamo": {"dynamo_backend": "eager"}}, [SAYS_ZERO, "dynamo_backend: eager", "does not work with"]),
+        (
+            {"values": {"use_cpu": True}, "dynamo": {"dynamo_backend": "egaer"}},
+            ["dynamo_backend: egaer", "Did you mean 'eager'"],
+        ),
+        pytest.param(
+            {"values": {"distributed_type": "MULTI_GPU"}},
+            ["(distributed_type: MULTI_GPU): device 'cuda': torch sees no"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_what_the_configuration_says_wrong_is_its_own(
+    make: Any, sections: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that of an argument that nobody has written."""
+    told(monkeypatch, **sections)
+    with pytest.raises(ConfigurationError) as raised:
+        make()
+    text = str(raised.value)
+    assert text.startswith("there.yaml (")
+    assert [part for part in said if part not in text] == []
+
+
+def test_what_arguments_say_wrong_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, values={**ZERO, "mixed_precision": "bf16"}, dynamo={"dynamo_backend": "no"})
+    assert refused(ConfigurationError, mixed_precision="half").startswith("mixed_precision must be one of")
+    assert refused(ConfigurationError, strategy="ddp", dynamo_backend="egaer").startswith("dynamo_backend='egaer': ")
+    assert refused(ConfigurationError, strategy=Strategy("cpu"), precision="64-tru").startswith("unknown precision '64-tru'")
 
 
 def test_the_trainers_engine_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

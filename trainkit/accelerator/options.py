@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from trainkit.accelerator.tracking import check_trackers
 from trainkit.arguments import refuse_unknown
-from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
+from trainkit.device import find_device
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.wanted import Wanted
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import load_strategy, make_strategy
 from trainkit.settings.carried import Settings, carried, debugging
+from trainkit.settings.compiling import known_backend, refuse_compiled
 from trainkit.strategy import Strategy
 from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
@@ -83,12 +83,10 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
     handlers = sorted_handlers(given["kwargs_handlers"])
     loaders, project = _loaders(given), _project(given)
     strategy, plugin, watched = _strategy(given, settings, handlers)
-    compiled = _compile(given, settings)
-    if compiled is not None and (strategy.sharded_state or strategy.lazy_tensors):
-        raise UnsupportedArgumentError(
-            f"dynamo_backend={compiled['backend']!r} does not work with {type(strategy).__name__}, whose hooks and tensors are "
-            "not for code that torch.compile has made. Leave it out, or use strategy='ddp'."
-        )
+    with settings.blamed(*(("dynamo_backend", *settings.of_place) if given["dynamo_backend"] is None else ())):
+        compiled = _compile(given, settings)
+        if compiled is not None:
+            refuse_compiled(compiled["backend"], strategy)
     return Options(
         strategy=strategy,
         steps=_steps(given, settings, plugin),
@@ -200,10 +198,7 @@ def _compile(given: Mapping[str, Any], settings: Settings) -> Mapping[str, Any] 
     backend = settings.get("dynamo_backend") if backend is None else getattr(backend, "value", backend)
     if backend is None or str(backend).lower() == "no":
         return None
-    name, known = str(backend).lower(), torch._dynamo.list_backends(exclude_tags=None)
-    if name not in known:
-        raise ConfigurationError(f"dynamo_backend={backend!r}: torch has {', '.join(known)}.{nearest(name, known)}")
-    return {**settings.compiling, "backend": name}
+    return {**settings.compiling, "backend": known_backend(backend)}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -223,31 +218,50 @@ def _strategy(
     if strategy is not None and plugin is not None:
         raise ConfigurationError("strategy= and deepspeed_plugin= were given. Give one of them.")
     wanted = Wanted(_kind(given, settings), as_started=True)
+    # what the script leaves open
+    place = settings.of_place if strategy is None and plugin is None else ()
+    dtype = ("mixed_precision",) if given["precision"] is None and given["mixed_precision"] is None else ()
+    _precision(given, settings, handlers, masters=False)  # what is wrong with the arguments themselves
+    with settings.blamed(*place):
+        made, plugin = _made(given, settings, handlers, wanted)
+    precision = _precision(given, settings, handlers, masters=made.owns_masters)
+    watched = isinstance(strategy, str | None) or not made.joined
+    with settings.blamed(*dtype, *place):
+        if precision is not None:
+            made.check_precision(precision)
+        if place and wanted.accelerator == "cuda":
+            find_device("cuda")
+    if not made.joined:
+        made.join(wanted)
+    with settings.blamed(*dtype, *place):
+        if precision is not None:
+            made.use_precision(precision)
+    return made, plugin, watched
+
+
+def _made(
+    given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], wanted: Wanted
+) -> tuple[Strategy, DeepSpeedPlugin | None]:
+    """The strategy, and the plugin that it is made of."""
+    strategy, plugin = given["strategy"], given["deepspeed_plugin"]
     if strategy is None and plugin is None:
         plugin = settings.plugin()
     if plugin is not None:
         precision = _precision(given, settings, handlers, masters=True)
         config = plugin.config_for(short=precision is not None and is_short(precision))
-        if given["deepspeed_plugin"] is None:  # arguments beat what it says
-            config.pop("gradient_accumulation_steps", None)
+        source = "DeepSpeedPlugin"
+        if given["deepspeed_plugin"] is None:
+            config.pop("gradient_accumulation_steps", None)  # arguments beat what it says
+            source = settings.source
         made = load_strategy("zero2")(config=config, device=wanted.accelerator, **_common(handlers))
-        made.claims.lead("DeepSpeedPlugin" if given["deepspeed_plugin"] is not None else settings.source)
+        made.claims.lead(plugin.hf_ds_config if isinstance(plugin.hf_ds_config, str) else source)
     elif strategy is None or isinstance(strategy, str):
         name = chosen_strategy(strategy or settings.strategy or "auto", wanted)
         made = make_strategy(name, **_named(name, wanted, handlers))
     else:
         made = make_strategy(strategy)
         refuse_handlers(handlers)
-    if plugin is None:
-        precision = _precision(given, settings, handlers, masters=made.owns_masters)
-    watched = isinstance(strategy, str | None) or not made.joined
-    if precision is not None:
-        made.check_precision(precision)
-    if not made.joined:
-        made.join(wanted)
-    if precision is not None:
-        made.use_precision(precision)
-    return made, plugin, watched
+    return made, plugin
 
 
 def _kind(given: Mapping[str, Any], settings: Settings) -> str:

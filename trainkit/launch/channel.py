@@ -30,6 +30,7 @@ _SELDOM = 8.0  # seconds between two such looks at most
 _ANSWER = 2.0  # seconds in which all must have said it
 
 _QUESTION = "what all are doing"
+_Call = Callable[[], None]
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -116,21 +117,14 @@ class Channel:
 
     # ------------------------------------------------------------------------------------------------ exchanging
 
-    def exchange(
-        self,
-        key: str,
-        value: Any,
-        looking: Callable[[], None] | None = None,
-        complete: Callable[[], None] | None = None,
-    ) -> list[Any]:
+    def exchange(self, key: str, value: Any, looking: _Call | None = None, complete: _Call | None = None) -> list[Any]:
         """What every process gave under a key, in the order of their ranks; waits for as long as that takes.
 
         Args:
             key: the same on all processes; free again when the exchange is complete.
             value: JSON, of at most 16 MiB.
             looking: called now and then while it waits; what it raises ends the wait.
-            complete: called, by another thread, when all have given theirs; that is so on all processes or on none, also if a
-                signal ends this one's wait at that moment.
+            complete: called by another thread when all have given theirs, on all processes or on none, whatever ends the wait.
 
         Raises:
             ProcessFailedError: a process has failed, has died or has left before it gave its value.
@@ -157,9 +151,8 @@ class Channel:
                 self._say_and_wait({"take back": key})  # a result that was faster than that is here by then
             raise
         finally:
-            with self.changed:
-                if self._waiters.get(key) is waiter:
-                    del self._waiters[key]
+            if self._waiters.get(key) is waiter:
+                del self._waiters[key]
         if waiter.why is not None:
             raise ProcessFailedError(f"exchange {key!r} cannot be completed: {waiter.why}.")
         return waiter.values
@@ -177,8 +170,7 @@ class Channel:
             self._waiters[_QUESTION] = waiter
         self._link.say(encode({"ask": _QUESTION}))
         waiter.done.wait(_ANSWER)
-        with self.changed:
-            self._waiters.pop(_QUESTION, None)
+        self._waiters.pop(_QUESTION, None)
         return waiter.values if waiter.done.is_set() and waiter.why is None else None
 
     # --------------------------------------------------------------------------------------------------- failing
@@ -387,7 +379,7 @@ class Channel:
 
     def _release(self, why: Failure) -> None:
         """Nobody will complete an exchange any more."""
-        for waiter in self._waiters.values():
+        for waiter in list(self._waiters.values()):
             if not waiter.done.is_set():
                 waiter.why = why
                 waiter.done.set()

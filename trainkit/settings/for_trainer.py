@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.errors import ConfigurationError
 from trainkit.module import TrainModule
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
 from trainkit.settings.carried import Settings, carried
+from trainkit.settings.compiling import known_backend, refuse_compiled
 from trainkit.where import read_wanted
 
 if TYPE_CHECKING:
     from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
 
-__all__ = ["compiled", "with_settings"]
+__all__ = ["blamed", "compiled", "with_settings"]
 
 _CLAIMS = ("gradient_accumulation_steps", "gradient_clipping")
 
@@ -40,7 +42,8 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     made: dict[str, Any] = {}
     if plugin is not None and by_deepspeed:
         short = is_short(given["precision"] or OVER_MASTERS[mixed or "no"])
-        made["strategy"] = _zero(plugin, {**given, **taken}, short)
+        with settings.blamed(*settings.of_place):
+            made["strategy"] = _zero(plugin, {**given, **taken}, short)
         taken |= _named(plugin)
     if given["precision"] is None and mixed is not None:
         precision = (OVER_MASTERS if by_deepspeed else MIXED)[mixed]
@@ -50,11 +53,26 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
             given["strategy"].use_precision(precision, given=False)
     said = [f"{name}={value!r}" for name, value in taken.items()]
     if settings.get("dynamo_backend") is not None:
+        with settings.blamed("dynamo_backend", *settings.of_place):
+            known_backend(settings.get("dynamo_backend"))
+            if "strategy" in made:
+                refuse_compiled(settings.get("dynamo_backend"), made["strategy"])
         said.append(f"steps compiled by {settings.get('dynamo_backend')!r}")
     complete = {**given, **{name: value for name, value in taken.items() if name in given}, **made}
     if complete["accumulate_grad_batches"] is None:
         complete["accumulate_grad_batches"] = 1
     return complete, f"by {settings.source}: {', '.join(said)}." if said else ""
+
+
+def blamed(given: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Within it an error names the settings, where they say what a ``Trainer`` was not told.
+
+    Args:
+        given: its arguments.
+    """
+    settings = carried()
+    names = settings.of_place if (given["strategy"], given["accelerator"]) == ("auto", "auto") else ()
+    return settings.blamed(*names, *(() if given["precision"] is not None else ("mixed_precision",)))
 
 
 def _place(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
@@ -99,12 +117,7 @@ def _zero(plugin: DeepSpeedPlugin, arguments: dict[str, Any], short: bool) -> An
     """ZeRO; of accumulation and clipping its configuration says nothing, as the Trainer's count."""
     device = read_wanted(arguments["accelerator"], arguments["devices"], arguments["num_nodes"]).accelerator
     config = {name: value for name, value in plugin.config_for(short).items() if name not in _CLAIMS}
-    try:
-        return load_strategy("zero2")(config=config, device=device)
-    except ConfigurationError as error:
-        if not isinstance(plugin.hf_ds_config, str):
-            raise
-        raise type(error)(f"{plugin.hf_ds_config}: {str(error).removeprefix('config: ')}") from error
+    return load_strategy("zero2")(config=config, device=device)
 
 
 def _named(plugin: DeepSpeedPlugin) -> dict[str, Any]:

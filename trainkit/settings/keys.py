@@ -152,7 +152,11 @@ DEEPSPEED: dict[str, Key] = {
 
 DYNAMO: dict[str, Key] = {
     "dynamo_backend": _BACKEND,
-    "dynamo_mode": Key(_text, "mode of torch.compile: default, reduce-overhead or max-autotune", "NAME"),
+    "dynamo_mode": Key(
+        _one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"),
+        "mode of torch.compile: default, reduce-overhead or max-autotune",
+        "NAME",
+    ),
     "dynamo_use_fullgraph": Key(_truth, "refuse to compile in parts", switch=True),
     "dynamo_use_dynamic": Key(_truth, "compile for any shape", switch=True),
 }

@@ -34,7 +34,8 @@ def settled(settings: Settings) -> Settings:
     if values.get("distributed_type") == "MULTI_CPU":
         values["use_cpu"] = True
     found = Settings(values, deepspeed, _dynamo(settings), settings.source)
-    found.plugin()  # its own checks
+    with found.blamed(*found.of_place):
+        found.plugin()  # its own checks
     return found
 
 

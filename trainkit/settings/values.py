@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,27 @@ class Settings:
         values, deepspeed, dynamo = ({name: part[name] for name in part if name not in names} for part in parts)
         return replace(self, values=values, deepspeed=deepspeed, dynamo=dynamo)
 
+    @contextmanager
+    def blamed(self, *names: str) -> Iterator[None]:
+        """Within it an error says that what it is about is said here, and not by arguments that the user has written.
+
+        Args:
+            *names: the keys.
+        """
+        values = ((name, self.get(name)) for name in names)
+        said = ", ".join(f"{name}: {_written(value)}" for name, value in values if value is not None)
+        try:
+            yield
+        except ConfigurationError as error:
+            if not said or str(error).startswith(self.source):
+                raise
+            raise type(error)(f"{self.source} ({said}): {str(error).removeprefix('config: ')}") from error
+
+    @property
+    def of_place(self) -> tuple[str, ...]:
+        """The keys that say where and under what processes run."""
+        return ("distributed_type", "use_cpu", *self.deepspeed)
+
     @property
     def strategy(self) -> str | None:
         """What the strategy "auto" is by the configuration; ``None`` where it leaves that open or :meth:`plugin` says it."""
@@ -118,3 +140,8 @@ class Settings:
             return DeepSpeedPlugin(hf_ds_config=file, **told)
         steps = self.values.get("gradient_accumulation_steps")
         return DeepSpeedPlugin(gradient_accumulation_steps=None if steps == "auto" else steps, **told)
+
+
+def _written(value: Any) -> str:
+    """As it is written in YAML."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

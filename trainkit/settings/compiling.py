@@ -1,0 +1,39 @@
+"""``torch.compile`` as a configuration or an argument asks for it, held against what there is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
+
+if TYPE_CHECKING:
+    from trainkit.strategy import Strategy
+
+__all__ = ["known_backend", "refuse_compiled"]
+
+
+def known_backend(backend: Any) -> str:
+    """The name of a backend of ``torch.compile``.
+
+    Raises:
+        ConfigurationError: torch has none of that name.
+    """
+    name, known = str(backend).lower(), torch._dynamo.list_backends(exclude_tags=None)
+    if name not in known:
+        raise ConfigurationError(f"dynamo_backend={backend!r}: torch has {', '.join(known)}.{nearest(name, known)}")
+    return name
+
+
+def refuse_compiled(backend: str, strategy: Strategy) -> None:
+    """Refuse to compile for a strategy that works with nothing that is compiled.
+
+    Raises:
+        UnsupportedArgumentError: it is one.
+    """
+    if strategy.sharded_state or strategy.lazy_tensors:
+        raise UnsupportedArgumentError(
+            f"dynamo_backend={backend!r} does not work with {type(strategy).__name__}, whose hooks and tensors are not for "
+            "code that torch.compile has made. Leave it out, or use strategy='ddp'."
+        )
