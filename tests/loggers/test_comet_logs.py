@@ -17,6 +17,7 @@ import pytest
 from patience import PATIENCE
 from trackers import PLAIN, comet_records, needs
 
+from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError
 from trainkit.loggers import CometLogger, CSVLogger
 from trainkit.loggers.attach import attach
@@ -147,7 +148,7 @@ def test_a_killed_process_loses_nothing_and_nothing_comes_twice(at: int, last: i
         file.write('{"payload":{"torn')
     key = str(first.version)
     killed(first)
-    assert len(list((tmp_path / f"{key}.unfinished").iterdir())) == 1
+    assert len([path for path in (tmp_path / f"{key}.unfinished").iterdir() if path.is_dir()]) == 1
 
     second = offline(tmp_path)
     second.load_state_dict(copy.deepcopy(state))
@@ -210,7 +211,9 @@ def test_what_is_left_of_other_experiments_stays(tmp_path: Path) -> None:
 
 
 def test_two_processes_that_go_on_at_the_same_time(tmp_path: Path) -> None:
-    """Each part that was left is in one archive, and neither stumbles over what the other does."""
+    """Each part that was left is in one archive, but for one that a third process still logs to, and neither stumbles over
+    what the other does.
+    """
     for part in range(40):
         left = tmp_path / "k.unfinished" / f"tmp{part}"
         left.mkdir(parents=True)
@@ -218,16 +221,22 @@ def test_two_processes_that_go_on_at_the_same_time(tmp_path: Path) -> None:
         (left / "messages.json").write_text(f'{{"part": {part}}}\n')
     text = (
         "import sys; from pathlib import Path; from trainkit.loggers.comet_archives import archive_unfinished, kept_in, tidy\n"
+        "from trainkit.loggers.comet_archives import claim\n"
         f"folder = Path({str(tmp_path)!r})\n"
+        "if len(sys.argv) > 1:\n"
+        "    claim(folder / 'k.unfinished' / 'tmp0')\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "made = archive_unfinished(folder, 'k')\n"
-        "for _ in range(200):\n"
+        "for _ in range(50):\n"
         "    with kept_in(folder / 'k.unfinished'):\n"
         "        import tempfile; Path(tempfile.mkdtemp()).rmdir()\n"
         "    tidy(folder, 'k')\n"
         "print(*(path.name for path in made))\n"
     )
     command, pipe = [sys.executable, "-c", text], subprocess.PIPE
+    owner = subprocess.Popen([*command, "claims"], stdin=pipe, stdout=pipe, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "ready\n"
     both = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
     for one in both:
         assert one.stdout is not None
@@ -238,7 +247,11 @@ def test_two_processes_that_go_on_at_the_same_time(tmp_path: Path) -> None:
         one.stdin.flush()
     made = [name for one in both for name in one.communicate(timeout=PATIENCE)[0].split()]
     assert [one.returncode for one in both] == [0, 0]
-    assert archive_unfinished(tmp_path, "k") == []
+    with pytest.warns(TrainkitWarning, match=f"process {owner.pid} logs to the experiment k too"):
+        assert archive_unfinished(tmp_path, "k") == []
+    owner.kill()
+    owner.communicate()
+    made += [path.name for path in archive_unfinished(tmp_path, "k")]
     assert sorted(made) == sorted(path.name for path in tmp_path.iterdir()) == sorted(f"k-part{part}.zip" for part in range(40))
     assert {ZipFile(tmp_path / name).read("messages.json") for name in made} == {b'{"part": %d}\n' % part for part in range(40)}
 

@@ -13,20 +13,25 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
+from trainkit.checkpoint.process_identity import ProcessIdentity
+from trainkit.console import warn
+
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["archive_unfinished", "is_written", "kept_in", "media", "steps_in_archives", "tidy", "unfinished"]
+__all__ = ["archive_unfinished", "claim", "is_written", "kept_in", "media", "steps_in_archives", "tidy", "unfinished"]
 
 _MESSAGES, _ABOUT = "messages.json", "experiment.json"
+_OWNER = ".owner"  # beside the folder of an experiment: whose it is
 _TAIL = 4096  # bytes at the end of the messages in which a message just logged is looked for
 _PART = re.compile(r"-part(\d+)\.zip$")
 _LOCK = threading.Lock()
@@ -85,6 +90,22 @@ def _alone(folder: Path, wait: bool = True) -> Iterator[None]:
         os.close(descriptor)
 
 
+def claim(experiment: Path) -> None:
+    """Say that an experiment's folder is this process's, so that no other takes it for what a killed one has left."""
+    experiment.with_name(experiment.name + _OWNER).write_text(json.dumps(ProcessIdentity.this().to_json()), encoding="utf-8")
+
+
+def _owner(experiment: Path) -> ProcessIdentity | None:
+    """Another process, which logs to it still."""
+    try:
+        owner = ProcessIdentity.from_json(json.loads(experiment.with_name(experiment.name + _OWNER).read_text("utf-8")))
+    except (OSError, ValueError):
+        return None
+    while owner is not None and owner.state() == "dying":
+        time.sleep(0.01)
+    return owner if owner is not None and owner.state() == "live" and owner != ProcessIdentity.this() else None
+
+
 def is_written(folder: Path, name: str, value: int) -> bool:
     """Whether comet_ml's thread has written what was logged as ``log_other(name, value)``, and so all before it."""
     try:
@@ -106,7 +127,8 @@ def archive_unfinished(folder: Path, key: str) -> list[Path]:
     Archives that are there are called ``<key>-part0.zip``, ``<key>-part1.zip``, … from now on: comet_ml ends their names with
     letters that Python's ``random`` gives, which are the same ones for the same seed, and then writes over them.
 
-    Of several processes that do so at the same time one makes the archives, and the others have none to make.
+    Of several processes that do so at the same time one makes the archives, and the others have none to make. What a process of
+    this machine logs to that is alive is left to it.
     """
     if not folder.is_dir():
         return []
@@ -125,6 +147,12 @@ def _archive_unfinished(folder: Path, key: str) -> list[Path]:
     for left in sorted(unfinished(folder, key).glob("*"), key=lambda path: path.stat().st_mtime_ns):
         if not (left / _MESSAGES).is_file() or not (left / _ABOUT).is_file():
             continue  # killed before anything could be logged
+        if (owner := _owner(left)) is not None:
+            warn(
+                f"CometLogger: process {owner.pid} logs to the experiment {key} too, in {folder}. What it logs is not looked "
+                "at here, and may come twice. End that process, or give this one another save_dir or experiment_key."
+            )
+            continue
         archive = _next(folder, key)
         partial = archive.with_suffix(".partial")
         with ZipFile(partial, "w") as file:
@@ -153,8 +181,12 @@ def tidy(folder: Path, key: str) -> None:
 
 
 def _tidy(folder: Path, key: str) -> None:
+    kept = unfinished(folder, key)
     with suppress(OSError):
-        unfinished(folder, key).rmdir()
+        for owner in kept.glob(f"*{_OWNER}"):
+            if not owner.with_name(owner.name.removesuffix(_OWNER)).is_dir():
+                owner.unlink()
+        kept.rmdir()
 
 
 def steps_in_archives(folder: Path, key: str) -> dict[str, list[int]]:

@@ -17,7 +17,16 @@ from typing import Any, ClassVar
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, UnknownNameError, missing_package, nearest
 from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.comet_archives import archive_unfinished, is_written, kept_in, media, steps_in_archives, tidy, unfinished
+from trainkit.loggers.comet_archives import (
+    archive_unfinished,
+    claim,
+    is_written,
+    kept_in,
+    media,
+    steps_in_archives,
+    tidy,
+    unfinished,
+)
 from trainkit.loggers.folder import check_save_dir
 from trainkit.loggers.repeats import Repeats
 from trainkit.loggers.values import flatten
@@ -185,6 +194,7 @@ class CometLogger(Logger):
         config = comet_ml.ExperimentConfig(offline_directory=str(folder), **config)
         with kept_in(unfinished(folder, key)):
             experiment = comet_ml.start(online=False, experiment_key=key, experiment_config=config, **given)
+            claim(Path(experiment.tmpdir))
         describe = getattr(experiment, "_write_experiment_meta_file", None)
         if describe is None:
             warn("CometLogger: with this version of comet_ml, what a process logs that is killed cannot be uploaded")
