@@ -60,7 +60,7 @@ def test_frames_from_fit_to_the_optimizers_step(arguments: dict[str, Any]) -> No
         "trainer.py:fit",
         "loop.py:fit",
         "loop.py:train_epoch",
-        "core.py:step",
+        "stepping.py:step",
         "strategy.py:optimizer_step",
         "precision.py:optimizer_step",
     ]

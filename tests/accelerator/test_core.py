@@ -121,9 +121,9 @@ def test_clipping_under_a_loss_scale_sees_the_gradient_without_it() -> None:
     engine = accelerator(precision="16-mixed")
     models = Slope(), Slope()
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    engine.prepare(*models, *optimizers)
+    ready = engine.prepare(*models, *optimizers)
     for _ in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):  # each loss is clipped and stepped for itself
+        for model, optimizer in zip(ready[:2], optimizers, strict=True):  # each loss is clipped and stepped for itself
             optimizer.zero_grad()
             engine.backward(model(torch.tensor([4.0])))
             assert engine.clip_grad_norm_(model.parameters(), 1.0).item() == 4.0

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from trainkit import Accelerator
-from trainkit.errors import ConfigurationError
 from trainkit.strategies._transformers import divided_by
 from trainkit.utils import DeepSpeedPlugin, set_seed
 
@@ -32,26 +31,6 @@ def tiny() -> Any:
 def is_divided(model: nn.Module) -> bool:
     (found,) = {hasattr(parameter, "ds_id") for parameter in model.parameters()}
     return found
-
-
-def test_gradients_that_zero_would_lose_are_told() -> None:
-    accelerator = Accelerator(cpu=True, strategy="zero1")
-    model = nn.Linear(1, 1, bias=False)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    before = accelerator.unwrap_model(model).weight.item()
-    with accelerator.no_sync(model):
-        accelerator.backward(model(torch.ones(1, 1)).sum())
-    accelerator.backward(model(torch.full((1, 1), 10.0)).sum())
-    optimizer.step()
-    assert accelerator.unwrap_model(model).weight.item() == pytest.approx(before - 11.0)
-    accelerator.backward(model(torch.ones(1, 1)).sum())
-    with pytest.raises(ConfigurationError, match=r"no step since the last one.*gradient_accumulation_steps=n"):
-        accelerator.backward(model(torch.ones(1, 1)).sum())
-    optimizer.zero_grad()
-    accelerator.backward(model(torch.ones(1, 1)).sum())
-    optimizer.step()
-    assert accelerator.unwrap_model(model).weight.item() == pytest.approx(before - 12.0)
-    accelerator.free_memory()
 
 
 def check_initialised(model: Any) -> None:

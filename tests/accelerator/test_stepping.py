@@ -1,0 +1,151 @@
+"""Updates; and that torch's own calls, in the stead of the accelerator's, are told where they are wrong."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainkit import Accelerator
+from trainkit.console import TrainkitWarning
+from trainkit.errors import ConfigurationError
+
+
+def line() -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def begun(**arguments: Any) -> tuple[Accelerator, nn.Linear, Any, Any, torch.optim.Optimizer]:
+    """An accelerator, the model, what was made of it and its optimizer, and that as it was."""
+    accelerator, model = Accelerator(cpu=True, **arguments), line()
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    return accelerator, model, *accelerator.prepare(model, own), own
+
+
+def once(model: Any) -> Tensor:
+    return model(torch.ones(1, 1)).sum()
+
+
+DELICATE: list[dict[str, Any]] = [{"gradient_accumulation_steps": 2}, {"mixed_precision": "fp16"}, {"strategy": "zero1"}]
+
+
+@pytest.mark.parametrize("arguments", DELICATE, ids=["windows", "scale", "zero"])
+def test_gradients_of_torchs_own_backward_are_refused(arguments: dict[str, Any]) -> None:
+    if "strategy" in arguments:
+        pytest.importorskip("deepspeed")
+    accelerator, _, prepared, optimizer, _ = begun(**arguments)
+    for _ in range(2):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(once(prepared))
+            optimizer.step()  # as it should be
+            optimizer.zero_grad()
+    assert accelerator.updates > 0
+    while True:
+        with accelerator.accumulate(prepared):
+            once(prepared).backward()
+            if accelerator.sync_gradients:
+                break
+            optimizer.step()  # within the window
+    with pytest.raises(ConfigurationError, match=r"no accelerator.backward\(loss\) since the last step.*in the stead of loss"):
+        optimizer.step()
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("arguments", DELICATE, ids=["windows", "scale", "zero"])
+def test_steps_of_the_optimizer_as_it_was_are_refused(arguments: dict[str, Any]) -> None:
+    if "strategy" in arguments:
+        pytest.importorskip("deepspeed")
+    accelerator, model, prepared, _, own = begun(**arguments)
+    with accelerator.accumulate(prepared):
+        accelerator.backward(once(prepared))
+        with pytest.raises(
+            ConfigurationError, match=r"SGD.step\(\) of the optimizer that was given to prepare.*Use what prepare"
+        ):
+            own.step()
+    accelerator.free_memory()
+    assert model.weight.item() == 0.0
+    model.weight.grad = torch.ones(1, 1)
+    own.step()  # it is the user's again
+    assert model.weight.item() == -1.0
+
+
+def test_where_they_are_right_they_work() -> None:
+    accelerator, model, prepared, optimizer, own = begun()
+    once(prepared).backward()
+    optimizer.step()
+    assert model.weight.item() == -1.0
+    own.step()
+    assert model.weight.item() == -2.0
+    model.weight.grad = torch.full((1, 1), 3.0)  # which a user has computed in another way
+    optimizer.step()
+    assert model.weight.item() == -5.0
+    accelerator.gradient_accumulation_steps = 2
+    del accelerator, prepared, optimizer
+    gc.collect()
+    own.step()  # nobody holds the accelerator any more
+    assert model.weight.item() == -8.0
+
+
+def test_gradients_that_nobody_has_computed_are_no_reason_to_refuse_the_next() -> None:
+    accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
+    for _ in range(2):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(None)
+            optimizer.step()
+    for _ in range(2):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(once(prepared))
+            optimizer.step()
+    assert model.weight.item() == -1.0
+
+
+def test_each_of_two_optimizers_has_its_step() -> None:
+    accelerator, first, second = Accelerator(cpu=True, gradient_accumulation_steps=2), line(), line()
+    models = accelerator.prepare(first, second)
+    optimizers = accelerator.prepare(*(torch.optim.SGD(model.parameters(), lr=1.0) for model in (first, second)))
+    for _ in range(2):
+        with accelerator.accumulate(*models):
+            accelerator.backward(once(models[0]) + once(models[1]))
+            for optimizer in optimizers:
+                optimizer.step()
+    assert first.weight.item() == second.weight.item() == -1.0
+
+
+def test_a_model_that_is_called_as_it_was_is_told_once() -> None:
+    accelerator, model, prepared, *_ = begun(mixed_precision="bf16")
+    with pytest.warns(TrainkitWarning, match=r"not computed in bf16-mixed: no prepared model has been called"):
+        accelerator.backward(once(model))
+    accelerator.backward(once(model))  # warnings are errors here
+    accelerator, model, prepared, *_ = begun(mixed_precision="bf16")
+    with accelerator.autocast():
+        loss = once(model)
+    accelerator.backward(loss)  # computed in bf16, as it was asked for
+    accelerator, model, prepared, *_ = begun(mixed_precision="bf16")
+    accelerator.backward(once(prepared))
+    accelerator.backward(once(model))  # parts of a loss may be computed in float32
+
+
+def test_gradients_that_zero_would_lose_are_told() -> None:
+    pytest.importorskip("deepspeed")
+    accelerator = Accelerator(cpu=True, strategy="zero1")
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = accelerator.unwrap_model(model).weight.item()
+    with accelerator.no_sync(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    accelerator.backward(model(torch.full((1, 1), 10.0)).sum())
+    optimizer.step()
+    assert accelerator.unwrap_model(model).weight.item() == pytest.approx(before - 11.0)
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    with pytest.raises(ConfigurationError, match=r"no step since the last one.*gradient_accumulation_steps=n"):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    assert accelerator.unwrap_model(model).weight.item() == pytest.approx(before - 12.0)
+    accelerator.free_memory()
