@@ -141,7 +141,9 @@ def test_call_sites_and_tensors_are_compared_in_debug_mode(debug: bool) -> None:
 def test_tensors_in_a_few_words() -> None:
     assert described([torch.zeros(2, 3)]) == "float32[2, 3]"
     assert described([torch.zeros(())]) == "float32[]"
-    assert described([torch.zeros(2), torch.zeros(3, 2).bfloat16()]) == "2 tensors of 8 elements (bfloat16, float32)"
+    several = described([torch.zeros(2), torch.zeros(3, 2).bfloat16()])
+    assert re.fullmatch(r"2 tensors of 8 elements \(bfloat16, float32; shapes [0-9a-f]{8}\)", several)
+    assert described([torch.zeros(2), torch.zeros(2, 3).bfloat16()]) != several
 
 
 # ----------------------------------------------------------------------------------------------- what the others are in

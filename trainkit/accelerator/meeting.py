@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -196,12 +197,13 @@ class Meeting:
 
 
 def described(tensors: Iterable[Tensor]) -> str:
-    """Tensors in a few words: how many, of which dtypes, how large."""
+    """Tensors in a few words: how many, of which dtypes, how large, and a number that other shapes do not have."""
     listed = list(tensors)
     if len(listed) == 1:
         return f"{_dtype(listed[0])}{list(listed[0].shape)}"
     dtypes = ", ".join(sorted({_dtype(tensor) for tensor in listed}))
-    return f"{len(listed)} tensors of {sum(tensor.numel() for tensor in listed)} elements ({dtypes})"
+    forms = zlib.crc32(repr([(_dtype(tensor), *tensor.shape) for tensor in listed]).encode())
+    return f"{len(listed)} tensors of {sum(tensor.numel() for tensor in listed)} elements ({dtypes}; shapes {forms:08x})"
 
 
 def _dtype(tensor: Tensor) -> str:
