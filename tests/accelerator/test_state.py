@@ -167,6 +167,16 @@ def test_parts() -> None:
         loop.accelerator.save_state("there", exclude_frozen_parameters=True)
 
 
+class Begun(TinyModule):
+    """Notes what its training begins with; by itself it would have another learning rate."""
+
+    def on_train_start(self) -> None:
+        self.found, self.rate = parameters_of(self), self.optimizers().param_groups[0]["lr"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=7.0)
+
+
 def test_a_checkpoint_of_a_trainer() -> None:
     trainer = make_trainer()
     trainer.fit(TinyModule(), tiny_loader())
@@ -179,7 +189,10 @@ def test_a_checkpoint_of_a_trainer() -> None:
     accelerator.save_state("mine")
     with pytest.raises(CheckpointError, match="own loop"):
         make_trainer().fit(TinyModule(), tiny_loader(), ckpt_path="mine")
-    make_trainer().fit(TinyModule(), tiny_loader(), ckpt_path="mine", restore={"model", "optimizer"})
+    begun = Begun()
+    make_trainer().fit(begun, tiny_loader(), ckpt_path="mine", restore={"model", "optimizer"})
+    assert same(begun.found, parameters_of(model))
+    assert begun.rate == 0.1
     with pytest.raises(CheckpointError, match="own loop"):
         TinyModule.load_from_checkpoint("mine")
 
