@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, STARTUP
 
 from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.commit import commit
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # For the environment of another process: it can import trainkit and what tests share.
-IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(STARTUP)])}
 
 
 def about(**changes: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy
 import pytest
 import torch
 from process_state import ProcessState
-from support import ROOT
+from support import ROOT, STARTUP
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 from worlds import run_test
 
@@ -35,8 +35,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# A process that a test starts finds the checkout too, installed or not, whatever its working directory.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+# A process that a test starts finds the checkout too, installed or not, whatever its working directory; and starts sooner.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(STARTUP), os.environ.get("PYTHONPATH")]))
 
 hypothesis.settings.register_profile("house", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("house")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+STARTUP = ROOT / "tests" / "startup"  # on the path of every Python that a test starts
 
 _OF_GLOO = re.compile(
     r"(\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : |\s)*"
@@ -40,7 +41,7 @@ def run_python(
         timeout: seconds after which the process is ended and ``subprocess.TimeoutExpired`` raised.
     """
     arguments = ["-c", *command] if len(command) == 1 else list(command)
-    variables = {**os.environ, "PYTHONPATH": str(installed_in or ROOT), **(env or {})}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed_in or ROOT), str(STARTUP)]), **(env or {})}
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -40,7 +40,14 @@ def test_elements() -> None:
 
 
 @pytest.mark.parametrize(
-    "precision, size", [("32-true", 1), ("bf16-true", 1), ("32-true", 2), ("bf16-true", 2), ("bf16-mixed", 2)]
+    "precision, size",
+    [
+        ("32-true", 1),
+        ("bf16-true", 2),
+        ("bf16-mixed", 2),
+        pytest.param("bf16-true", 1, marks=pytest.mark.slow),
+        pytest.param("32-true", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_as_measured(precision: str, size: int) -> None:
     """On one device and under DDP: in the optimizer's step, and in all that torch allocates, buckets among it."""

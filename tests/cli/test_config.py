@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support import ROOT
 
 from trainkit.cli.main import main
 from trainkit.launch import tpu
@@ -242,7 +241,7 @@ class Terminal:
         self.shown = b""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainkit", "config", "--config_file", "conf.yaml"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PJRT_DEVICE": "CPU"},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PJRT_DEVICE": "CPU"},
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

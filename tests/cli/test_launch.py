@@ -16,7 +16,7 @@ import pytest
 import torch
 from agents import wait_until
 from configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, TWO_MACHINES, ZERO2
-from support import ROOT, run_python
+from support import run_python
 
 from trainkit.cli.main import main
 from trainkit.launch import agent, remote
@@ -516,7 +516,6 @@ def test_ctrl_c_in_a_terminal(script: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "trainkit", "launch", "--nproc-per-node", "2", script, "wait"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

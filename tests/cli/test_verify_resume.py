@@ -134,6 +134,7 @@ def test_hidden_state_shows_in_the_first_loss(verify: Verify) -> None:
     assert lines[4].startswith("The batch and the learning rates are the same. Something that the loss depends on is not in")
 
 
+@pytest.mark.slow
 def test_an_unkeyed_generator_shows_in_the_batch(verify: Verify) -> None:
     code, lines, _ = verify("unkeyed")
     assert code == 1

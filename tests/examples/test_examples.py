@@ -172,7 +172,8 @@ def reopened(pairs: int) -> tuple[float, list[str]]:
     return perplexity, example.decode(model.generate(**batch, max_new_tokens=example.LONGEST, do_sample=False))
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.zero)])
+@pytest.mark.zero
+@pytest.mark.parametrize("size", [1, 2])
 def test_the_adapter_learns_and_opens_elsewhere(size: int, run_dir: Path) -> None:
     """Under ZeRO-3 with offload, which each of these processes is told by the example itself."""
     results = run_world(size, adapt, 48)

@@ -117,7 +117,7 @@ def with_launchers(others: Iterable[Any], *usual: tuple[str, Any]) -> list[Any]:
     return [pytest.param(*pair, marks=() if pair in usual else SLOW) for pair in pairs]
 
 
-@pytest.mark.parametrize("launcher, rank", with_launchers([0, 1], ("script", 0), ("trainkit launch", 1), ("spawn", 1)))
+@pytest.mark.parametrize("launcher, rank", with_launchers([0, 1], ("script", 0), ("trainkit launch", 1)))
 def test_one_raises(launcher: str, rank: int, run_dir: Path) -> None:
     with job(launcher, "raise", rank, run_dir) as running:
         running.until(f"failing on rank {rank}")
@@ -134,7 +134,6 @@ def test_one_raises(launcher: str, rank: int, run_dir: Path) -> None:
         ["kill", "exit", "leave"],
         ("script", "kill"),
         ("trainkit launch", "leave"),
-        ("torchrun", "exit"),
     ),
 )
 def test_one_goes_away(launcher: str, kind: str, run_dir: Path) -> None:
@@ -147,7 +146,8 @@ def test_one_goes_away(launcher: str, kind: str, run_dir: Path) -> None:
         assert re.search(rf"(rank|process) {rank}\b", said), running.output  # mp.spawn calls it process
 
 
-@pytest.mark.parametrize("launcher, rank", [("trainkit launch", 0), pytest.param("script", 1, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("launcher, rank", [("trainkit launch", 0), ("script", 1)])
 def test_one_hangs(launcher: str, rank: int, run_dir: Path) -> None:
     """Within the set timeout all end, and the stacks of all lie in the run's folder."""
     with job(launcher, "hang", rank, run_dir) as running:
@@ -160,9 +160,8 @@ def test_one_hangs(launcher: str, rank: int, run_dir: Path) -> None:
         assert "train_epoch" in stacks[f"rank-{1 - rank}.txt"]
 
 
-@pytest.mark.parametrize(
-    "kind, words", [("validation", "fails in validation"), pytest.param("setup", "fails in setup", marks=SLOW)]
-)
+@SLOW
+@pytest.mark.parametrize("kind, words", [("validation", "fails in validation"), ("setup", "fails in setup")])
 def test_one_raises_elsewhere(kind: str, words: str, run_dir: Path) -> None:
     with job("script", kind, 1, run_dir) as running:
         running.ends_within(PATIENCE)

@@ -65,6 +65,7 @@ def test_a_script_trains(parse: str, tmp_path: Path) -> None:
     assert done.stderr.count("2 processes, started by deepspeed (LOCAL_SIZE, CROSS_RANK and CROSS_SIZE are set).") == 1
 
 
+@pytest.mark.zero
 def test_the_exit_code_is_that_of_the_script(tmp_path: Path) -> None:
     """Without the argument, which a user may turn off."""
     (tmp_path / "script.py").write_text(JOIN)
@@ -73,6 +74,7 @@ def test_the_exit_code_is_that_of_the_script(tmp_path: Path) -> None:
     assert "trainkit: 2 processes, started by deepspeed" in done.stderr
 
 
+@pytest.mark.zero
 def test_an_argument_that_is_wrong(tmp_path: Path) -> None:
     """One that was left in a command line wins over the launcher's, which comes first."""
     (tmp_path / "script.py").write_text(JOIN)

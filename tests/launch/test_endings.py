@@ -303,7 +303,7 @@ def write_script(start: str = "main()", fail: bool = True) -> str:
 @pytest.mark.parametrize("fail", [True, False])
 def test_bare_processes(fail: bool) -> None:
     script, port = write_script(fail=fail), str(free_port())
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with open("terminal.txt", "w") as file:
         ranks = [
             subprocess.Popen([sys.executable, script], stdout=file, stderr=file, env={**env, "RANK": str(rank)})

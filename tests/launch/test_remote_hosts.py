@@ -23,7 +23,6 @@ from elastic import journal
 from hosts import ADDRESSES, Hosts, Program
 from parity import trained
 from patience import PATIENCE
-from support import ROOT
 from two_hosts import CASE, Task
 from worlds import free_port
 
@@ -189,7 +188,6 @@ def launch(ssh: list[str], argument: str) -> subprocess.Popen[str]:
     options = ["--hostfile", "hosts", "--ssh", " ".join(ssh), "--export", "PYTHONPATH"]
     return subprocess.Popen(
         [sys.executable, "-m", "trainkit", "launch", *options, "script.py", argument, "it's"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,7 +10,7 @@ import zipapp
 from pathlib import Path
 
 import pytest
-from support import ROOT, run_python, without_gloo
+from support import run_python, without_gloo
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch import self_start
@@ -51,7 +51,7 @@ def test_the_same_command_line_is_run(arguments: list[str], tmp_path: Path) -> N
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "script.py").write_text(SCRIPT)
     (tmp_path / "sub" / "__init__.py").touch()
-    done = run_python(*arguments, cwd=tmp_path, env={"FOLDER": str(tmp_path), "PYTHONPATH": str(ROOT)})
+    done = run_python(*arguments, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
     assert (done.returncode, done.stdout, done.stderr) == (3, "not flushed, at exit\n", "")
     first, second = ranks(tmp_path)
     assert first == second
@@ -66,7 +66,7 @@ def test_a_script_that_goes_elsewhere_before_it_uses_trainkit(arguments: list[st
     """``import trainkit`` alone loads nothing. The workers find the folder that the script makes, and make none in it."""
     head = 'import os, trainkit\nos.makedirs("run", exist_ok=True)\nos.chdir("run")\n'
     (tmp_path / "script.py").write_text(head + SCRIPT)
-    done = run_python(*arguments, cwd=tmp_path, env={"FOLDER": str(tmp_path), "PYTHONPATH": str(ROOT)})
+    done = run_python(*arguments, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
     assert [(rank[0], rank[2]) for rank in ranks(tmp_path)] == [(arguments, str(tmp_path / "run"))] * 2
     assert list((tmp_path / "run").iterdir()) == []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, ZERO2, accelerates
-from support import ROOT, run_python
+from support import ROOT, STARTUP, run_python
 from tiny import TinyModule, tiny_loader
 
 from trainkit import Trainer
@@ -204,7 +204,7 @@ def test_real_processes(tmp_path: Path) -> None:
     """The default file counts, a flag beats it, an argument beats both; the run is that of the same arguments, bit for bit."""
     Path("script.py").write_text(SCRIPT)
     Path("default.yaml").write_text(ZERO2.replace("offload_optimizer_device: cpu", "offload_optimizer_device: none"))
-    found_there = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    found_there = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(STARTUP)])
     done = run_python(
         *("-m", "trainkit", "launch", "--gradient-accumulation-steps", "2", "--debug", "script.py"),
         env={"TRAINKIT_CONFIG_FILE": "default.yaml", "PYTHONPATH": found_there},

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT
 
 from trainkit.errors import ConfigurationError
 from trainkit.strategies._nvme import Folder, check_path, check_room
@@ -45,7 +44,6 @@ def child(base: Path, what: str) -> tuple[subprocess.Popen[str], Path]:
         [sys.executable, "-c", CHILD, str(base), what],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None
     path = Path(process.stdout.readline().strip())

@@ -18,6 +18,8 @@ from zero_resume import ADAMW, assert_portable, case, save, tensors
 from trainkit import Callback, Trainer
 from trainkit.errors import ConfigurationError, ModuleError
 
+pytestmark = pytest.mark.zero  # they take long
+
 
 class Built(RegressionModule):
     """Makes its layers in ``configure_model``; one initialises itself, one is initialised by ``apply``."""
@@ -178,7 +180,6 @@ class BuiltWide(RegressionModule):
             self.net = nn.Sequential(nn.Linear(6, 728), nn.Tanh(), *inner, nn.Linear(728, 6))
 
 
-@pytest.mark.zero
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["zero3-both-nvme", "zero3-params-nvme"])
 def test_nvme(kind: str, size: int) -> None:
@@ -186,7 +187,6 @@ def test_nvme(kind: str, size: int) -> None:
     assert trained(which, size, strategy=strategy(kind)).losses == pytest.approx(trained(which, 1).losses, rel=2e-6)
 
 
-@pytest.mark.zero
 def test_what_is_left_of_a_disk() -> None:
     """The values, in memory, when the folder is gone."""
     for values in run_world(2, gone):

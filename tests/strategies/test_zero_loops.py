@@ -21,6 +21,8 @@ from trainkit.callbacks import NonFiniteGuard
 from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import ConfigurationError, NonFiniteError
 
+pytestmark = pytest.mark.zero  # they take long
+
 SOME = ["zero1", "zero2", "zero2-cpu", "zero3", "zero3-both-cpu"]
 
 
@@ -95,8 +97,8 @@ def of_ddp(size: int, precision: str, clip: bool) -> list[list[float]]:
     "size, precision, clip",
     [
         (2, "bf16-mixed", True),
-        pytest.param(1, "32-true", True, marks=pytest.mark.zero),
-        pytest.param(2, "32-true", False, marks=pytest.mark.zero),
+        (1, "32-true", True),
+        (2, "32-true", False),
     ],
 )
 def test_own_loop(kind: str, size: int, precision: str, clip: bool) -> None:
@@ -156,8 +158,8 @@ def gan(kind: str, precision: str) -> list[tuple[float, float]]:
     "size, precision",
     [
         (2, "32-true"),
-        pytest.param(1, "32-true", marks=pytest.mark.zero),
-        pytest.param(2, "16-mixed", marks=pytest.mark.zero),
+        (1, "32-true"),
+        (2, "16-mixed"),
     ],
 )
 def test_a_gan(kind: str, size: int, precision: str) -> None:
@@ -188,7 +190,7 @@ def evaluate(kind: str, samples: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-both-cpu"])
-@pytest.mark.parametrize("samples", [1, 9, pytest.param(7, marks=pytest.mark.zero)])
+@pytest.mark.parametrize("samples", [1, 9, 7])
 def test_evaluation(kind: str, samples: int) -> None:
     """Exact on any data, also where a process has a batch less than another, or none."""
     (expected,) = run_world(1, evaluate, "auto", samples)
@@ -326,7 +328,7 @@ def saved_and_loaded(kind: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SOME)
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.zero)])
+@pytest.mark.parametrize("size", [2, 1])
 def test_save_state_and_save_model(kind: str, size: int, run_dir: Path) -> None:
     run_world(size, saved_and_loaded, kind, str(run_dir / "state"))
     weights = load_file(run_dir / "state-weights" / "model.safetensors")

@@ -22,6 +22,8 @@ from trainkit.errors import ConfigurationError
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies._zero_optimizer import warn_of_slow_updates
 
+pytestmark = pytest.mark.zero  # they take long
+
 
 def test_parameters_once_more_on_each_machine() -> None:
     record = run("zero3", 2, 4, 1.0, "32-true", hpz_partition_size=2)

@@ -18,11 +18,15 @@ from trainkit import Callback
 UNDER = [("auto", 1), ("ddp", 2), *((kind, 2) for kind in STAGES if kind != "zero1-cpu"), ("zero3", 1), ("zero2", 3)]
 
 
+ZERO = pytest.mark.zero
+
 # Each precision once; each stage in all of them is in test_zero_grid.py.
 PRECISIONS = {"zero1": "32-true", "zero2-cpu": "16-mixed", "zero3": "bf16-mixed", "zero3-both-cpu": "bf16-true"}
 
 
-@pytest.mark.parametrize("kind, precision", [*PRECISIONS.items()])
+@pytest.mark.parametrize(
+    "kind, precision", [pytest.param(*pair, marks=() if pair[0] == "zero3" else ZERO) for pair in PRECISIONS.items()]
+)
 def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
     """Killed by SIGKILL and gone on with, bit for bit: losses, samples, augmentation, parameters."""
     whole, broken = run_dir / "whole", run_dir / "broken"
@@ -35,6 +39,7 @@ def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(parameters(broken), parameters(whole), strict=True))
 
 
+@ZERO
 @pytest.mark.parametrize("kind, size", UNDER)
 def test_portability(kind: str, size: int, run_dir: Path) -> None:
     """Saved under one configuration, resumed under another one; under all in ``test_zero_grid.py``."""
@@ -48,7 +53,7 @@ def test_portability(kind: str, size: int, run_dir: Path) -> None:
     "kind, other",
     [
         ("zero3-cpu", "zero2"),
-        *(pytest.param(*pair, marks=pytest.mark.zero) for pair in (("zero1", "zero3"), ("zero2", "zero3-both-cpu"))),
+        *(pytest.param(*pair, marks=ZERO) for pair in (("zero1", "zero3"), ("zero2", "zero3-both-cpu"))),
     ],
 )
 def test_masters(kind: str, other: str, run_dir: Path) -> None:
@@ -88,6 +93,7 @@ class OnDisk(Callback):
         self.look()
 
 
+@ZERO
 @pytest.mark.parametrize("kind", ["auto", "zero1", "zero3"])
 def test_no_process_reads_the_whole_checkpoint(kind: str, run_dir: Path) -> None:
     """Where each takes its part, the rest stays on the disk; nothing of it is left when training begins."""
