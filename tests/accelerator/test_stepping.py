@@ -104,6 +104,18 @@ def test_gradients_that_nobody_has_computed_are_no_reason_to_refuse_the_next() -
     assert model.weight.item() == -1.0
 
 
+def test_a_step_before_there_are_gradients_does_no_harm() -> None:
+    """As scripts do, so that torch does not warn of a scheduler's step before it."""
+    accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
+    optimizer.zero_grad()
+    optimizer.step()
+    for _ in range(2):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(once(prepared))
+            optimizer.step()
+    assert model.weight.item() == -1.0
+
+
 def test_each_of_two_optimizers_has_its_step() -> None:
     accelerator, first, second = Accelerator(cpu=True, gradient_accumulation_steps=2), line(), line()
     models = accelerator.prepare(first, second)

@@ -153,7 +153,10 @@ class StepVerbs:
     def _check_backward(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
         """Gradients of ``loss.backward()`` are not scaled to their share of the window, and ZeRO does not see them."""
         spent, self._spent[id(own)] = self._spent.get(id(own), 0), self._backwards
-        if closure is None and spent == self._backwards and self._takes_part:
+        if closure is not None or spent < self._backwards or not self._takes_part:
+            return
+        # where there are none it does no harm; under ZeRO nobody knows
+        if self.strategy.sharded_state or any(p.grad is not None for group in own.param_groups for p in group["params"]):
             raise ConfigurationError(
                 "step: there has been no accelerator.backward(loss) since the last step of this optimizer. Write "
                 "accelerator.backward(loss) in the stead of loss.backward(): it scales the loss and lets the strategy have the "
