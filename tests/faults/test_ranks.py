@@ -134,6 +134,7 @@ def test_one_raises(launcher: str, rank: int, run_dir: Path) -> None:
         ["kill", "exit", "leave"],
         ("script", "kill"),
         ("trainkit launch", "leave"),
+        ("torchrun", "exit"),
     ),
 )
 def test_one_goes_away(launcher: str, kind: str, run_dir: Path) -> None:

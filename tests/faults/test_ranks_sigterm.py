@@ -231,7 +231,7 @@ LAUNCH = ("-m", "trainkit", "launch", "--nproc-per-node", "2", "--max-restarts",
     "launcher, number, to",
     [
         (LAUNCH, SIGTERM, "everybody"),
-        pytest.param((), SIGINT, "the group", marks=SLOW),
+        ((), SIGINT, "the group"),
         pytest.param(LAUNCH, SIGTERM, "the agent", marks=SLOW),
         pytest.param((), SIGTERM, "everybody", marks=SLOW),
         pytest.param((), SIGTERM, "the agent", marks=SLOW),

@@ -299,7 +299,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_a_script(run_dir: Path) -> None:
     """It is not run again; what it defines, its arguments, its folder and where it finds modules are as in it."""
     (run_dir / "lib").mkdir()

@@ -206,8 +206,7 @@ def test_a_short_interruption_harms_nobody(hosts: Hosts, tmp_path: Path, expecte
 # -------------------------------------------------------------------------------------------------------- a killed host
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("host", [1, 0])
+@pytest.mark.parametrize("host", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_host_comes_back(hosts: Hosts, tmp_path: Path, host: int, expected: dict[tuple[int, int], str]) -> None:
     """The other one waits for it, also for the first, which keeps what the agents know of each other."""
     job = Job(hosts, tmp_path / "run", restarts=1, gate=3).start_both()
