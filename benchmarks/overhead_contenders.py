@@ -154,8 +154,7 @@ def own_loop(model: nn.Module, batches: Batches) -> None:
     from trainkit import Accelerator
 
     accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(model, adamw(model))
-    loader = accelerator.prepare_loader(batches, window=True)  # prepare itself looks into a list, which would start the clock
+    model, optimizer, loader = accelerator.prepare(model, adamw(model), batches)
     for x, y in loader:
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(x), y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -192,6 +193,21 @@ def test_batches_in_a_list_and_several_loaders_in_one_are_loaders() -> None:
     engine = accelerator()
     assert [x.item() for x in engine.prepare([torch.tensor(1.0), torch.tensor(2.0)])] == [1.0, 2.0]
     assert [sorted(batch) for batch in engine.prepare(CombinedLoader({"a": loader(), "b": loader()}))] == [["a", "b"]] * 2
+
+
+def test_a_long_list_of_batches_is_not_read_to_see_what_it_is() -> None:
+    class Read(list[Any]):
+        most = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for number, batch in enumerate(super().__iter__(), 1):
+                self.most = max(self.most, number)
+                yield batch
+
+    batches = Read(torch.arange(1000.0))
+    prepared = accelerator().prepare(batches)
+    assert 0 < batches.most < 100
+    assert len(list(prepared)) == batches.most == 1000
 
 
 def test_a_prepared_loader_has_what_the_users_has() -> None:

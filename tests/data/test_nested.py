@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from trainkit.data.nested import batch_size, first_tensor, leaves, map_tensors, move, rebuild
+from trainkit.data.nested import batch_size, copied, first_tensor, leaves, map_tensors, move, rebuild
 
 META = torch.device("meta")
 
@@ -232,6 +232,42 @@ def test_tensors_are_mapped_at_any_depth() -> None:
     assert twin["a"][1][0].right == "text"
     assert (twin[3], twin["n"]) == (None, 7)
     assert [leaf.item() for leaf in leaves(value) if isinstance(leaf, Tensor)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [ones(1), ones(2)],
+        {"a": ones(1), "b": ones(2)},
+        (ones(1), {"a": ones(2)}),
+        [[ones(1)], 7],
+        {"a": [ones(1)], "b": "text"},
+        OrderedDict(b=ones(1), a=ones(2)),
+        Encoding({"input_ids": ones(2, 3)}, lengths=[3, 1]),
+    ],
+    ids=["list", "dict", "nested tuple", "nested list", "nested dict", "another kind of dict", "a mapping with attributes"],
+)
+def test_a_copy_has_containers_of_its_own_and_the_same_tensors(value: Any) -> None:
+    twin = copied(value)
+    assert type(twin) is type(value)
+    before = list(leaves(value))
+    assert all(one is other for one, other in zip(before, leaves(twin), strict=True))
+    take_apart(value)
+    assert all(one is other for one, other in zip(before, leaves(twin), strict=True))
+
+
+def take_apart(value: Any) -> None:
+    """As a loop does that has no use for the rest of a batch."""
+    for item in list(value.values()) if isinstance(value, Mapping) else list(value):
+        if not isinstance(item, Tensor | str | int):
+            take_apart(item)
+    if not isinstance(value, tuple):
+        value.clear()
+
+
+@pytest.mark.parametrize("value", [ones(1), (ones(1), ones(2)), None, "text"], ids=["tensor", "tuple", "None", "text"])
+def test_what_cannot_be_taken_apart_needs_no_copy(value: Any) -> None:
+    assert copied(value) is value
 
 
 def test_a_parameter_is_a_tensor() -> None:

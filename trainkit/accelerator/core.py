@@ -39,6 +39,8 @@ from trainkit.strategy import Strategy
 
 __all__ = ["Accelerator"]
 
+_NULL = nullcontext()
+
 
 class Accelerator(
     PrepareVerbs, GradientVerbs, StepVerbs, ProcessVerbs, GatherVerbs, FactVerbs, ContextVerbs, TrackerVerbs, StateVerbs
@@ -234,7 +236,7 @@ class Accelerator(
         if not window.driven and not self.reading.active:  # else it is called again for the same batch
             window.count()
         window.driven = False
-        return nullcontext()
+        return _NULL
 
     def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's mean loss, scaled to its share of the window.
@@ -256,8 +258,10 @@ class Accelerator(
         if self._own:
             if self.window.first:
                 self.skip_asked = False  # of a window that is over
-            self._check_begun("backward")
-            self._check_spent()
+            if not self._begun:  # asked here: at every step, a call counts
+                self._check_begun("backward")
+            if self.unspent:
+                self._check_spent()
             self.reading.working()
             self._backwards += 1
             if not self.strategy.precision.entered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
 
 __all__ = ["PrepareVerbs"]
+
+_LOOKED_AT = 16  # of a list, which may be one of all batches: whether it is one of objects to prepare shows at its beginning
 
 
 class PrepareVerbs:
@@ -357,7 +360,8 @@ def _is_loader(item: Any, place: int) -> bool:
     """
     if item is None or isinstance(item, nn.Module | Optimizer) or (hasattr(item, "step") and hasattr(item, "state_dict")):
         return False
-    several = isinstance(item, list | tuple) and any(isinstance(o, nn.Module | Optimizer | DataLoader) for o in item)
+    first = islice(item, _LOOKED_AT) if isinstance(item, list | tuple) else ()
+    several = any(isinstance(one, nn.Module | Optimizer | DataLoader) for one in first)
     if several or isinstance(item, str | bytes | Mapping):
         raise ConfigurationError(
             f"prepare: argument {place} is a {type(item).__name__}. Give the objects one by one, prepare(model, optimizer, "

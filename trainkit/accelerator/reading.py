@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from trainkit.data.nested import batch_size, map_tensors
+from trainkit.data.nested import batch_size, copied
 from trainkit.data.sources import batch_size_of
 from trainkit.data.window import NOTHING, Window
 from trainkit.errors import ConfigurationError
@@ -62,9 +62,8 @@ class Reading:
                 if batch is NOTHING:
                     if not any(model.training for model in self._models):
                         continue
-                    batch = loader.filler() if place.batch is None else map_tensors(place.batch, lambda tensor: tensor)
-                # a copy of the containers, which the loop may take apart
-                place.batch, place.filler = map_tensors(batch, lambda tensor: tensor), window.filler
+                    batch = loader.filler() if place.batch is None else copied(place.batch)
+                place.batch, place.filler = copied(batch), window.filler  # the loop may take its own apart
                 place.ahead += 1
                 place.odd = place.odd or window.share != 1.0
                 if places[-1] is not place:

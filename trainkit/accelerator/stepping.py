@@ -143,7 +143,7 @@ class StepVerbs:
 
     def _check_spent(self) -> None:
         """ZeRO begins anew with each window: gradients of one that has had no step would be lost without a word."""
-        if self.unspent and self.window.first and self.strategy.sharded_state and len(self._optimizers) == 1:
+        if self.window.first and self.strategy.sharded_state and len(self._optimizers) == 1:
             raise ConfigurationError(
                 "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "
                 "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainkit.data.assembling import Filled, each_joined, joined, side_by_side
 from trainkit.data.combined import CombinedLoader, CombinedStream
-from trainkit.data.nested import batch_size, map_tensors, move
+from trainkit.data.nested import batch_size, copied, move
 from trainkit.data.position import Positions
 from trainkit.data.prefetch import to_device
 from trainkit.data.shared_window import Piece, collected, planned
@@ -303,7 +303,7 @@ class PreparedLoader(Positions):
             seed_generators(keys(m), generators)
             batch = batch if finish is None else finish(batch)
             if self.repeat_filler:
-                self._last = map_tensors(batch, _itself)
+                self._last = copied(batch)
             yield batch
 
     def _in_shared_windows(self, window: Window, raw: Iterator[Any], keys: KeyStream, start: int, begin: int) -> Iterator[Any]:
@@ -335,7 +335,7 @@ class PreparedLoader(Positions):
             elif self._finish is not None:
                 batch = self._finish(batch)
             if self.repeat_filler:
-                self._last = map_tensors(batch, _itself)
+                self._last = copied(batch)
             yield batch
             for row in fillers:
                 window.deal(False, row == end - 1, 0.0, empty=empty, uneven=True, filler=True)
@@ -361,7 +361,7 @@ class PreparedLoader(Positions):
             DataError: this process has no batch at all.
         """
         if self._last is not NOTHING:
-            return map_tensors(self._last, _itself)
+            return copied(self._last)
         batch = self._stream.spare(self._epoch)
         if batch is None:
             raise DataError(
@@ -388,8 +388,3 @@ class PreparedLoader(Positions):
 
 def _as_it_is(batch: Any, m: int) -> Any:
     return batch
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    """For copies of containers, which a loop may take apart: ``batch.pop("labels")``."""
-    return tensor

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["batch_size", "first_tensor", "leaves", "map_tensors", "move", "rebuild"]
+__all__ = ["batch_size", "copied", "first_tensor", "leaves", "map_tensors", "move", "rebuild"]
 
 
 def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -63,6 +63,18 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     return rebuild(value, lambda item: map_tensors(item, function))
+
+
+def copied(value: Any) -> Any:
+    """``value`` with containers of its own and the same tensors: the other may be taken apart, ``batch.pop("labels")``."""
+    kind = type(value)
+    if kind is tuple or kind is list or kind is dict:  # written out: the common batch, and this runs at every step
+        for item in value.values() if kind is dict else value:
+            if not isinstance(item, Tensor):
+                break
+        else:
+            return kind(value)
+    return map_tensors(value, lambda tensor: tensor)
 
 
 def move(value: Any, device: torch.device, non_blocking: bool = False) -> Any:
