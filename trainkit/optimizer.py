@@ -19,7 +19,7 @@ __all__ = ["PreparedOptimizer", "clear_gradients", "toggle", "untoggle"]
 
 
 class PreparedOptimizer(Optimizer):
-    """An optimizer whose ``step`` and ``zero_grad`` act only when the accumulation window is full.
+    """An optimizer whose ``step`` acts only when the accumulation window is full, and ``zero_grad`` then or when one begins.
 
     It is an ``Optimizer`` so that torch's schedulers accept it; parameters, groups, state and defaults are the wrapped one's.
 
@@ -80,8 +80,11 @@ class PreparedOptimizer(Optimizer):
         return self._accelerator.step(self.optimizer, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients to zero, once the window is full."""
-        if self._accelerator.sync_gradients:
+        """Set the gradients to zero, after the last backward pass of a window or before its first.
+
+        So it may be called at the end of the loop's body or at its beginning: inside a window it does nothing.
+        """
+        if self._accelerator.window.clears:
             self._accelerator.unspent = False
             if set_to_none:
                 clear_gradients(self.optimizer)

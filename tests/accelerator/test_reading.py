@@ -45,7 +45,9 @@ def test_loaders_that_are_zipped(lengths: tuple[int, int], ends: bool) -> None:
         with accelerator.accumulate(model):
             seen.append(accelerator.sync_gradients)
     assert seen == [False, True, ends]
-    assert accelerator.window.state() == idle
+    assert accelerator.sync_gradients is ends, "a window that is not full stays open, as in Accelerate"
+    if ends:
+        assert accelerator.window.state() == idle
 
 
 def test_a_loop_that_is_left_early() -> None:

@@ -28,7 +28,7 @@ from trainkit.accelerator.stepping import StepVerbs
 from trainkit.accelerator.tracking import TrackerVerbs
 from trainkit.accelerator.weighing import Weighing
 from trainkit.checkpoint.saver import Saver
-from trainkit.console import warn
+from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.window import Window
 from trainkit.distributed import World
@@ -97,7 +97,8 @@ class Accelerator(
                     optimizer.zero_grad()
 
     The loss is the mean over its micro-batch; it is scaled so that the gradient is the mean over the whole window, also where
-    the last micro-batch or the last window is short. ``step`` and ``zero_grad`` act only when the window is full.
+    the last micro-batch or the last window is short. Within ``accumulate``, ``step`` acts only when the window is full, and
+    ``zero_grad`` then or at the beginning of a window.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Accelerator(
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
         options = resolve(given, unknown)
         self._begin(options)
-        self._own = True
+        self._own = self.window.own = True
         self._compares = options.debug
         self._watchdog = self.world.watchdog if options.watched else None
         self.meeting.debug = options.debug
@@ -233,9 +234,11 @@ class Accelerator(
                 self._check_prepared("accumulate", model)
         window = self.window
         self.reading.working()
-        if not window.driven and not self.reading.active:  # else it is called again for the same batch
+        if window.offered is not None:
+            window.enter()
+        elif not window.driven and not self.reading.active:  # else it is called again for the same batch
             window.count()
-        window.driven = False
+        window.driven, window.fresh, window.by_hand = False, True, False
         return _NULL
 
     def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
@@ -252,11 +255,14 @@ class Accelerator(
         Raises:
             ConfigurationError: nothing has been prepared; or a weight is no number, or given for a part of a window only.
         """
-        share = self.window.share
+        window = self.window
         if self._averaged:
             self._averaged.clear()  # of gradients that were not used
         if self._own:
-            if self.window.first:
+            if window.size > 1 and (window.offered is not None or window.by_hand is not False):
+                self._by_hand()
+            window.fresh = False
+            if window.first:
                 self.skip_asked = False  # of a window that is over
             if not self._begun:  # asked here: at every step, a call counts
                 self._check_begun("backward")
@@ -266,20 +272,34 @@ class Accelerator(
             self._backwards += 1
             if not self.strategy.precision.entered:
                 self._check_precision()
-            if self._compares and self.window.full:
+            if self._compares and window.full:
                 self._compare("backward", None if loss is None else [loss])
-            if weight is not None or self._weighing is not None:
-                share = self._weighed(weight)
+        share = window.share
+        if self._own and (weight is not None or self._weighing is not None):
+            share = self._weighed(weight)
         if loss is None or share == 0.0:
             self.strategy.skip_backward(loss)
         else:
-            self.window.learnt = True
+            window.learnt = True
             if share != 1.0:
                 loss = loss * share
             self.strategy.backward(loss, **kwargs)
-        self.unspent = self.window.full
-        if self._weighing is not None and self.window.full:
+        self.unspent = window.full
+        if self._weighing is not None and window.full:
             self._weighing.settle(self._bare, self.optimizers)
+
+    def _by_hand(self) -> None:
+        """``backward`` outside of ``accumulate``: as in Accelerate its loss is divided all the same, and each step updates."""
+        window = self.window
+        if window.offered is None:  # of a loader that was not prepared
+            window.share = 1.0 / window.size
+        if window.by_hand is None:
+            notice(
+                f"gradient_accumulation_steps={window.size}, and backward is called outside of accumulate(): as in Accelerate "
+                f"each loss is divided by {window.size}, and each optimizer.step() is an update. To accumulate gradients: with "
+                "accelerator.accumulate(model): around the body of the loop."
+            )
+        window.by_hand = True
 
     def _check_precision(self) -> None:
         """Whoever calls his own model, and not what ``prepare`` returned, computes in float32."""

@@ -70,6 +70,7 @@ class Reading:
                     places.remove(place)
                     places.append(place)
                 yield batch
+            loader.exhausted = True
         finally:
             self._end(place)
 
@@ -78,6 +79,8 @@ class Reading:
         if self._places[-1] is place:
             self._window.put_back(place.before)
         self._places.remove(place)
+        if not self._places:
+            self._window.leave()
         later = [other for other in self._places if other.number > place.number]
         if later:  # read side by side: what was before this one was before all of them
             min(later, key=lambda other: other.number).before = place.before

@@ -69,7 +69,8 @@ class Weighing:
             if self._emptied:  # the window may be one that is not begun anew with each micro-batch
                 window.empty = self._emptied = False
             return window.share
-        if window.size > 1 and self._at == window.worked:
+        several = window.size > 1 and window.by_hand is not True
+        if several and self._at == window.worked:
             raise ConfigurationError(
                 "backward(weight=) was called twice for a micro-batch, which can have one weight only. Add the losses: "
                 "accelerator.backward(loss1 + loss2, weight=count)"
@@ -82,10 +83,10 @@ class Weighing:
             total = self._over_all(mine)
             self._expected = (total or 1.0) * window.size
         if window.full:
-            if window.size > 1:
+            if several:
                 total = self._over_all(self._sum)
             window.empty = self._emptied = total <= 0.0
-            self._factor = self._expected / total if total > 0.0 else 1.0
+            self._factor = self._expected / total if total > 0.0 and window.by_hand is not True else 1.0
         return mine * self._world.size / self._expected
 
     def _over_all(self, value: float) -> float:

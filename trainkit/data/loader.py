@@ -134,21 +134,11 @@ class PreparedLoader(Positions):
         """Whether the user says how much a batch counts."""
         return self._weigh is not None
 
-    @property
-    def exact(self) -> bool:
-        """The length is certain; else it is what a dataset or sampler of the user's says of itself."""
-        return self._stream.exact
-
     def __len__(self) -> int:
         length = self.length
         if length is None:
             raise TypeError(f"{type(self.source).__name__} has no length")
         return length
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that is being iterated, or was last."""
-        return self._epoch
 
     @property
     def samples(self) -> int | None:
@@ -164,25 +154,17 @@ class PreparedLoader(Positions):
             )
         return self._filled.mask()
 
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration gives this epoch, from its first batch unless it is the one that a checkpoint was taken in."""
-        if epoch != self._next_epoch:
-            self._next_start = 0
-        self._next_epoch, self._begun = epoch, False
-
-    def begin_at(self, row: int) -> None:
-        """The next iteration gives its epoch from a row on."""
-        self._next_start, self._begun = row, False
-
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self._next_epoch, self._next_start
         self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
+        self.exhausted, self.left_off = False, None
         batches = self.iterate(epoch, start)
         return batches if self._follow is None else self._follow(self, batches)
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch from row ``start`` on; nothing before it is fetched from a map-style dataset."""
         self.given = self._window_start = start
+        self._seen = -1
         keys = KeyStream(self._seed, self._stage, Purpose.FORWARD, epoch)
         if self._world.size > 1:
             return self._in_rows(epoch, start, keys)
@@ -205,15 +187,22 @@ class PreparedLoader(Positions):
         sizes: tuple[int, int] | None,
         transfer: Callable[[Any, int], Any],
     ) -> Iterator[Any]:
-        filled = self._filled
-        if self._window is None or (self._window.size == 1 and self._weigh is None):
+        filled, window = self._filled, self._window
+        if window is None or (window.size == 1 and self._weigh is None and not window.rows):
             return self._one_by_one(raw if filled is None else map(filled.fill, raw), keys, start, transfer)
         items = windows(
-            raw, self._window.size, count=self._count, start=start, length=self.length, sizes=sizes, weigh=self._weigh
+            raw,
+            window.size,
+            count=self._count,
+            start=start,
+            length=self.length,
+            sizes=sizes,
+            weigh=self._weigh,
+            taken=window.rows,
         )
         if filled is not None:
             items = (micro._replace(batch=filled.fill(micro.batch)) for micro in items)
-        return self._in_windows(self._window, items, keys, start, transfer)
+        return self._in_windows(window, items, keys, start, transfer)
 
     def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
         filled, window = self._filled, self._window
@@ -272,15 +261,20 @@ class PreparedLoader(Positions):
         if self._ahead is not None:
             load = self._loads(lambda micro, m: micro._replace(batch=transfer(micro.batch, m)))
             items = self._ahead(items, load, start=start)
+        offers, begin = window.offers, start
         for m, item in enumerate(items, start):
             batch = item.batch if ahead else transfer(item.batch, m)
-            window.take(item)
+            if item.first:
+                begin = m
+            if offers:
+                self._offer(window, item.offer((id(self), begin, m)))
+            else:
+                window.take(item)
+                self._window_start = begin
             self.given = m + 1
-            if window.first:
-                self._window_start = m
             seed_generators(keys(m), self._generators)
             yield batch if self._finish is None else self._finish(batch)
-        window.driven = False
+        window.driven, window.offered = False, None
 
     def _in_rows(self, epoch: int, start: int, keys: KeyStream) -> Iterator[Any]:
         """This process's part of an epoch."""
@@ -308,8 +302,9 @@ class PreparedLoader(Positions):
 
     def _in_shared_windows(self, window: Window, raw: Iterator[Any], keys: KeyStream, start: int, begin: int) -> Iterator[Any]:
         """The micro-batches of this process in windows that all work on; one that counts nothing where it has none."""
-        world = self._world
-        items = self._pieces(window.size, raw, start, begin)
+        world, begun = self._world, start
+        offers = window.offers
+        items = self._pieces(window, raw, start, begin)
         if self._ahead is not None:
             items = self._ahead(items, self._loads(lambda piece, _: self._transferred(piece)), start=0)
         for piece in items:
@@ -317,17 +312,24 @@ class PreparedLoader(Positions):
             shared.settle(world)
             if shared.rows == 0:
                 break
+            row = start + piece.row
             if piece.first:
-                self._window_start = start + piece.row
-            end = self._window_start + shared.rows
+                begun = row
+            end = begun + shared.rows
             # with fillers all processes have as many: users gather at each of them, and so does a forward that is sharded
-            fillers = range(start + piece.row + 1, end) if piece.full and self.repeat_filler else range(0)
+            later = range(row + 1, end) if piece.full else range(0)
+            fillers = later if self.repeat_filler else range(0)
             share = piece.weight * world.size / shared.total if shared.total > 0.0 else 0.0
             empty = shared.total <= 0.0
             full = piece.full and not fillers
-            window.deal(piece.first, full, share, empty=empty, uneven=shared.uneven, filler=piece.filler)
+            if offers:
+                offer = shared.offer(piece.weight, full, world.size, (id(self), begun, row))
+                self._offer(window, offer, uneven=shared.uneven, filler=piece.filler)
+            else:
+                window.deal(piece.first, full, share, empty=empty, uneven=shared.uneven, filler=piece.filler)
+                self._window_start = begun
             window.alike = shared.alike
-            self.given = end if full else start + piece.row + 1
+            self.given = end if full else row + 1
             batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
             seed_generators(keys(piece.m), self._generators)
             if piece.filler:
@@ -337,22 +339,30 @@ class PreparedLoader(Positions):
             if self.repeat_filler:
                 self._last = copied(batch)
             yield batch
+            if later and window.by_hand:  # it updates with each row, as the others do
+                fillers = later
             for row in fillers:
-                window.deal(False, row == end - 1, 0.0, empty=empty, uneven=True, filler=True)
+                if offers:
+                    offer = shared.offer(0.0, row == end - 1, world.size, (id(self), begun, row))
+                    self._offer(window, offer, uneven=True, filler=True)
+                else:
+                    window.deal(False, row == end - 1, 0.0, empty=empty, uneven=True, filler=True)
                 self.given = row + 1
                 seed_generators(keys(begin + (row - start) * world.size + world.rank), self._generators)
-                yield self.filler()
+                yield self.filler() if self.repeat_filler else NOTHING
         window.driven = window.uneven = window.filler = False
+        window.offered = None
 
-    def _pieces(self, size: int, raw: Iterator[Any], start: int, begin: int) -> Iterator[Piece]:
-        sizes, length, world = self._stream.sizes, self.micro_batches, self._world
+    def _pieces(self, window: Window, raw: Iterator[Any], start: int, begin: int) -> Iterator[Piece]:
+        sizes, length, world, size = self._stream.sizes, self.micro_batches, self._world, window.size
+        taken = window.rows if window.offers else None
         if self._weigh is None and sizes is not None and length is not None:
             if length != self._stream.length:
                 sizes = (sizes[0], sizes[0])  # the limit leaves the short last micro-batch out
-            return planned(raw, world, size, begin, length, sizes)
+            return planned(raw, world, size, begin, length, sizes, taken)
         rows = self.length if self.exact else None
         left = None if rows is None else max(0, rows - start)
-        return collected(raw, world, size, begin, rows=left, count=self._count, weigh=self._weigh)
+        return collected(raw, world, size, begin, rows=left, count=self._count, weigh=self._weigh, taken=taken)
 
     def filler(self) -> Any:
         """A batch to take part with in what the others do: the last one again, or the first of the epoch.

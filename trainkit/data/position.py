@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.console import notice, warn
 from trainkit.data.stream import Stream
-from trainkit.data.window import Window
+from trainkit.data.window import Offer, Window
 from trainkit.distributed import World
 from trainkit.errors import StateMismatchError
 
@@ -20,6 +20,11 @@ class Positions:
 
     Rows are what this run counts: a micro-batch for each of its devices. A position is in samples and in micro-batches of
     all, so that a run of another number of processes can go on from it.
+
+    Attributes:
+        exhausted: an own loop has read the epoch to its end.
+        left_off: the position in a checkpoint that was loaded, and its :meth:`start_of` (``None``: inside a micro-batch), until
+            this loader is read: it begins the epoch at its beginning, unless :meth:`go_on` is called.
     """
 
     source: Any
@@ -35,6 +40,16 @@ class Positions:
     _next_start: int
     _begun: bool
     _resumed: tuple[int, int, int]
+    _seen: int = -1  # of what a window had taken when this loader gave a batch last; -1: it does not offer them
+    exhausted: bool = False
+    left_off: tuple[Mapping[str, Any], int | None] | None = None
+
+    def _offer(self, window: Window, offer: Offer, *, uneven: bool = False, filler: bool = False) -> None:
+        """Give a micro-batch to an own loop."""
+        if window.rows == 0:
+            self._window_start = offer.place[2]  # if the loop takes it, a window begins here
+        window.offer(offer, uneven=uneven, filler=filler)
+        self._seen = window.taken
 
     @property
     def micro_batches(self) -> int | None:
@@ -87,6 +102,26 @@ class Positions:
         limit = None if self.limit is None else self.limit * self._world.width
         return limit if self.micro_limit is None else self.micro_limit if limit is None else min(limit, self.micro_limit)
 
+    @property
+    def exact(self) -> bool:
+        """The length is certain; else it is what a dataset or sampler of the user's says of itself."""
+        return self._stream.exact
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being iterated, or was last."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration gives this epoch, from its first batch unless it is the one that a checkpoint was taken in."""
+        if epoch != self._next_epoch:
+            self._next_start = 0
+        self._next_epoch, self._begun = epoch, False
+
+    def begin_at(self, row: int) -> None:
+        """The next iteration gives its epoch from a row on."""
+        self._next_start, self._begun = row, False
+
     def state_dict(self) -> dict[str, Any]:
         """The position of a loop that reads this loader: the epoch, and the samples and micro-batches whose windows are full.
 
@@ -95,11 +130,14 @@ class Positions:
         if not self._begun:
             return self.position(self._next_epoch, self._next_start)
         done = self.given
-        if self._window is not None and done and not self._window.full:
+        if self._window is not None and done and self._window.unfinished(self._seen):
             done = self._window_start
         if done and done == self.length:
             return self.position(self._epoch + 1, 0)
-        return self.position(self._epoch, done)
+        found = self.position(self._epoch, done)
+        if self.exhausted and done == self.given:
+            found["complete"] = True  # also where only the end of the epoch tells its length
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The next iteration goes on where :meth:`state_dict` was.
@@ -114,6 +152,13 @@ class Positions:
         self._next_epoch = self._epoch = int(position["epoch"])
         self._next_start, self._begun = start, False
         self.resume(position, start)
+
+    def begin_again(self, position: Mapping[str, Any]) -> None:
+        """The next iteration gives the epoch of a position from its beginning, or the next one where it was complete."""
+        if position["complete"] and int(position["batches"]):
+            self.resume(position, 0)  # an iterable may have a state from which its next epoch goes on
+        self._next_epoch = self._epoch = int(position["epoch"]) + bool(position["complete"])
+        self._next_start, self._begun, self._resumed = 0, False, (-1, 0, 0)
 
     def position(self, epoch: int, rows: int) -> dict[str, Any]:
         """What a checkpoint keeps of a position: after ``rows`` rows of ``epoch``.

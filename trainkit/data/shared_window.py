@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from trainkit.data.window import NOTHING, weight_of
+from trainkit.data.window import NOTHING, Offer, weight_of
 from trainkit.distributed import World
 from trainkit.errors import DataError
 
@@ -29,12 +29,22 @@ class Shared:
         total: the weight of all micro-batches of the window.
         uneven: the processes have different numbers of micro-batches.
         alike: it is certain that they have as many, all of one size.
+        weights: in an own loop, the weight of each row; before :meth:`settle` that of this process's micro-batch in it.
     """
 
-    __slots__ = ("alike", "rows", "settled", "total", "uneven")
+    __slots__ = ("alike", "rows", "settled", "total", "uneven", "weights")
 
-    def __init__(self, total: float, rows: int, uneven: bool, settled: bool, alike: bool = False) -> None:
+    def __init__(
+        self,
+        total: float,
+        rows: int,
+        uneven: bool,
+        settled: bool,
+        alike: bool = False,
+        weights: list[float] | None = None,
+    ) -> None:
         self.total, self.rows, self.uneven, self.settled, self.alike = total, rows, uneven, settled, alike
+        self.weights = weights
 
     def settle(self, world: World) -> None:
         """Put together what each process has. Collective, unless it is known already.
@@ -43,9 +53,29 @@ class Shared:
         """
         if self.settled:
             return
-        weights, counts = zip(*world.rows([self.total, self.rows]), strict=True)
+        weights, counts, *rows = zip(*world.rows([self.total, self.rows, *(self.weights or ())]), strict=True)
         self.total, self.rows, self.uneven = sum(weights), int(max(counts)), min(counts) != max(counts)
+        if self.weights is not None:
+            self.weights = [sum(row) for row in rows]
         self.settled = True
+
+    def offer(self, weight: float, full: bool, processes: int, place: tuple[int, int, int]) -> Offer:
+        """A micro-batch of this window for an own loop.
+
+        Args:
+            weight: of this process's micro-batch.
+            full: it is the last of the window.
+            processes: number of processes.
+            place: see :class:`trainkit.data.window.Offer`.
+        """
+        assert self.weights is not None
+        row, total = place[2] - place[1], self.total
+        whole = self.weights[row]
+        if total <= 0.0:
+            return Offer(place, full, 0.0, 0.0, 1.0, 0.0)
+        alone = weight * processes / whole if whole > 0.0 else 0.0
+        rest = sum(self.weights[row:]) / total if row else 1.0
+        return Offer(place, full, weight * processes / total, whole / total, rest, alone)
 
 
 class Piece(NamedTuple):
@@ -66,7 +96,13 @@ class Piece(NamedTuple):
 
 
 def planned(
-    batches: Iterator[Any], world: World, size: int, start: int, length: int, sizes: tuple[int, int]
+    batches: Iterator[Any],
+    world: World,
+    size: int,
+    start: int,
+    length: int,
+    sizes: tuple[int, int],
+    taken: int | None = None,
 ) -> Iterator[Piece]:
     """The pieces of an epoch whose micro-batches are known.
 
@@ -77,16 +113,24 @@ def planned(
         start: the micro-batch of the epoch that rank 0 begins with.
         length: micro-batches of the epoch.
         sizes: samples in each micro-batch but the last, and in the last.
+        taken: of an own loop: the first window has so many rows less, as it completes one that was left.
 
     Raises:
         DataError: a micro-batch is missing.
     """
     common, last = sizes
-    for begin in range(start, length, size * world.size):
-        count = min(size * world.size, length - begin)
-        total = count * common + (last - common if begin + count == length else 0)
+    begin = start
+    for rows in _rows_of_windows(size, taken):
+        if begin >= length:
+            return
+        count = min(rows * world.size, length - begin)
+        short = common - last if begin + count == length else 0
+        total = count * common - short
         uneven = count % world.size != 0
         shared = Shared(total, -(-count // world.size), uneven, settled=True, alike=not uneven and total == count * common)
+        if taken is not None:
+            shared.weights = [float(world.size * common)] * shared.rows
+            shared.weights[-1] = float((count - 1) % world.size * common + common - short)
         row, end = (begin - start) // world.size, begin + count
         for m in range(begin + world.rank, end, world.size):
             batch = next(batches, _END)
@@ -97,6 +141,13 @@ def planned(
             row += 1
         if world.rank >= count:
             yield Piece(NOTHING, begin + world.rank, row, True, True, 0.0, shared)
+        begin = end
+
+
+def _rows_of_windows(size: int, taken: int | None) -> Iterator[int]:
+    yield max(1, size - (taken or 0))
+    while True:
+        yield size
 
 
 def collected(
@@ -108,6 +159,7 @@ def collected(
     rows: int | None,
     count: Callable[[Any], int],
     weigh: Callable[[Any], float] | None,
+    taken: int | None = None,
 ) -> Iterator[Piece]:
     """The pieces of an epoch of which only fetching tells what there is; without an end if ``rows`` is not known.
 
@@ -119,12 +171,17 @@ def collected(
         rows: of the epoch from ``start`` on.
         count: the number of samples of a batch.
         weigh: the user's ``batch_weight``; without it a micro-batch counts by the number of its samples.
+        taken: as of :func:`planned`.
     """
     row = 0
-    while rows is None or row < rows:
-        window = list(islice(batches, size))
+    for wanted in _rows_of_windows(size, taken):
+        if rows is not None and row >= rows:
+            return
+        window = list(islice(batches, wanted))
         weights = [float(count(batch)) if weigh is None else weight_of(weigh, batch) for batch in window]
         shared = Shared(sum(weights), len(window), False, settled=False)
+        if taken is not None:
+            shared.weights = weights + [0.0] * (wanted - len(weights))
         m = start + row * world.size + world.rank
         for place, (batch, weight) in enumerate(zip(window, weights, strict=True)):
             full = place == len(window) - 1
@@ -132,4 +189,4 @@ def collected(
         if not window:
             yield Piece(NOTHING, m, row, True, True, 0.0, shared)
         del window, weights
-        row += size
+        row += wanted
