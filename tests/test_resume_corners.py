@@ -236,10 +236,10 @@ def test_a_state_that_was_loaded_and_not_yet_used_is_saved_again() -> None:
         next(reading)
     accelerator.save_state("first")
     accelerator, loader = loop()
-    accelerator.load_state("first")
+    accelerator.load_state("first", resume_loaders=True)
     accelerator.save_state("second")
     accelerator, loader = loop()
-    accelerator.load_state("second")
+    accelerator.load_state("second", resume_loaders=True)
     assert float(next(iter(loader))[0][0, 0]) == 6.0
 
 
@@ -256,7 +256,7 @@ def test_a_position_that_does_not_fit_leaves_an_own_loop_as_it_was() -> None:
     accelerator, model, _ = loop(3)
     before = parameters_of(model)
     with pytest.raises(StateMismatchError, match="lies inside a micro-batch"):
-        accelerator.load_state("there")
+        accelerator.load_state("there", resume_loaders=True)
     assert same(parameters_of(model), before)
 
 

@@ -179,7 +179,7 @@ def loop_and_save() -> None:
 
 def loop_on() -> Any:
     loop = Loop(seed=99)
-    loop.accelerator.load_state("first")
+    loop.accelerator.load_state("first", resume_loaders=True)
     loop.accelerator.save_state("second")
     position = loop.loader.state_dict()
     return position["samples"], loop.accelerator.updates, [p.sum().item().hex() for p in loop.plain.parameters()]

@@ -87,7 +87,9 @@ _UNSUPPORTED_IN_STATES: dict[str, str] = {
 # Those of Accelerate's Accelerator.
 _UNSUPPORTED_IN_ACCELERATOR: dict[str, str] = {
     "deepspeed_plugins": "is not offered. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
+    "bf16": "write mixed_precision='bf16'",
     "dynamo_plugin": "write dynamo_backend='inductor', or compile the model yourself: torch.compile(model, mode=...)",
+    "fp16": "write mixed_precision='fp16'",
     "logging_dir": "write project_config=ProjectConfiguration(project_dir=..., logging_dir=...)",
     "parallelism_config": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
     "torch_tp_plugin": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",

@@ -86,7 +86,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             return
         text, options = self.process(msg, kwargs)
         if not ordered:
-            rank, size = _place()
+            from trainkit.accelerator.current import place
+
+            rank, size = place()
             if not alone or (rank == 0 and speaks()):
                 self.logger.log(level, _marked(text, rank, size), *args, **options)
             return
@@ -102,23 +104,6 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 def _marked(msg: object, rank: int, size: int) -> object:
     return f"[RANK {rank}] {msg}" if size > 1 else msg
-
-
-def _place() -> tuple[int, int]:
-    """Which of how many processes this one is; before it has joined them, as its launcher says."""
-    import torch.distributed
-
-    from trainkit.accelerator.current import latest
-
-    accelerator = latest()
-    if accelerator is not None:
-        return accelerator.world.rank, accelerator.world.size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    from trainkit.launch.environment import read_place
-
-    place = read_place(os.environ)
-    return (0, 1) if place is None else (place.rank, place.size)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

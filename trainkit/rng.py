@@ -179,12 +179,16 @@ def seed_everything(seed: int | None = None, *, workers: bool = True, verbose: b
         )
     chosen = int.from_bytes(random.SystemRandom().randbytes(4), "little") if seed is None else _checked(seed)
     _process_seed = chosen
-    torch.manual_seed(chosen)
-    np.random.seed(chosen & 0xFFFF_FFFF)
-    random.seed(chosen)
+    _seed_global(chosen)
     if verbose:
         print(f"trainkit: seed {chosen}")
     return chosen
+
+
+def _seed_global(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    random.seed(seed)
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -192,10 +196,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: as of it; the same on all processes.
-        device_specific: no effect: each micro-batch has random numbers of its own, whichever process works on it.
+        device_specific: the global generators of process r are seeded with ``seed + r``, so that random numbers differ between
+            processes. Prepared loaders go by ``seed`` all the same: there each micro-batch has random numbers of its own.
         deterministic: ``torch.use_deterministic_algorithms(True)``.
     """
     seed_everything(seed)
+    if device_specific:
+        from trainkit.accelerator.current import place
+
+        _seed_global((seed + place()[0]) & _MASK)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 

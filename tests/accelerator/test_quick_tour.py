@@ -271,7 +271,7 @@ def resumed(folder: str) -> tuple[list[float], list[float]]:
 
     whole = epoch(*parts(), save=2)
     accelerator, counted, *others = parts()
-    accelerator.load_state(folder)
+    accelerator.load_state(folder, resume_loaders=True)
     assert counted.count == 2
     return whole, epoch(accelerator, counted, *others, save=-1)
 

@@ -69,7 +69,8 @@ def ends_of_epochs(even: bool, accumulate: int) -> list[tuple[int, list[float], 
         model.train(training)
         shares, filler = [], False
         for _ in loader:
-            shares.append(accelerator.window.share)
+            with accelerator.accumulate(model):
+                shares.append(accelerator.window.share)
             filler = accelerator.reading.filler
         found.append((len(shares), shares, filler))
     return found

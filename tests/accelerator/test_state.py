@@ -64,7 +64,7 @@ def test_a_loop_goes_on_exactly(accumulation: int, batch: int, precision: str) -
     whole = Loop(accumulation, precision).run(2)
     Loop(accumulation, precision).run(1, save_after=(0, batch))
     resumed = Loop(accumulation, precision)
-    resumed.accelerator.load_state("there")
+    resumed.accelerator.load_state("there", resume_loaders=True)
     resumed.run(2)
     start = batch if batch == 6 else batch // accumulation * accumulation
     assert resumed.losses == whole.losses[start:]

@@ -352,7 +352,7 @@ def test_arguments_of_init_trackers(
 
 @pytest.mark.parametrize("values, step, options, error, words", [
     ({"a": torch.ones(2)}, 0, {}, MetricError, "one real number, got Tensor of shape"),
-    ({"a": None}, 0, {}, MetricError, "one real number"),
+    ({"a": [None]}, 0, {}, MetricError, "one real number"),
     ({3: "x"}, 0, {}, MetricError, "expected a name, got 3"),
     ({"a": "text"}, 0, {}, ConfigurationError, "CSVLogger cannot hold text"),
     ({"step": 3}, 4, {}, ConfigurationError, "csv has a column 'step' already"),

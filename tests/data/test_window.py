@@ -104,7 +104,7 @@ def test_a_batch_may_be_counted_otherwise() -> None:
 
 def test_a_window_of_one_counts_in_full() -> None:
     micros = list(windows(iter(batches_of([4, 1])), 1, length=2, sizes=(4, 1)))
-    assert [micro[1:] for micro in micros] == [(True, True, 1.0)] * 2
+    assert [micro[1:] for micro in micros] == [(True, True, 1.0, 1.0)] * 2
 
 
 class Counting:

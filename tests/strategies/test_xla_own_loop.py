@@ -91,7 +91,7 @@ def saved_and_loaded(kind: str, folder: Path) -> tuple[Trained, Trained]:
     whole.epoch()
     expected = whole.end()
     rest = Loop(kind, Called("adamw", dropout=0.2))
-    rest.accelerator.load_state(folder)
+    rest.accelerator.load_state(folder, resume_loaders=True)
     rest.epoch()
     rest.epoch()
     return expected, rest.end()

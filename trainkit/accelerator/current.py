@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from itertools import count
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+import torch
+
 from trainkit.accelerator.gathering import GatherVerbs
 from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.reading import Reading
 from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError
+from trainkit.launch.environment import read_place
 from trainkit.launch.joining import joined
 from trainkit.strategy import Strategy
 
 if TYPE_CHECKING:
     from trainkit.accelerator.core import Accelerator
 
-__all__ = ["gathering", "latest", "remember"]
+__all__ = ["gathering", "latest", "place", "remember"]
 
 
 class _Made(threading.local):
@@ -49,6 +53,17 @@ def latest() -> Accelerator | None:
         if found:
             return next((one for one in reversed(found) if one._models or one._loaders), found[-1])
     return None
+
+
+def place() -> tuple[int, int]:
+    """Which of how many processes this one is; before it has joined them, as its launcher says."""
+    accelerator = latest()
+    if accelerator is not None:
+        return accelerator.world.rank, accelerator.world.size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = read_place(os.environ)
+    return (0, 1) if found is None else (found.rank, found.size)
 
 
 class _Alone(GatherVerbs):

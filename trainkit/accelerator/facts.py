@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainkit.accelerator.options import Options, mixed_name
+from trainkit.console import notice
 from trainkit.errors import nearest
 from trainkit.strategy import Strategy
 from trainkit.utils.configurations import ProjectConfiguration
@@ -88,6 +89,19 @@ class FactVerbs:
         return mixed_name(self.strategy.precision)
 
     @property
+    def native_amp(self) -> bool:
+        """Whether forwards run under autocast. Setting it has no effect: the precision is an argument of the accelerator."""
+        return self.strategy.precision.autocast_dtype is not None
+
+    @native_amp.setter
+    def native_amp(self, native: bool) -> None:
+        if bool(native) is not self.native_amp:
+            notice(
+                f"accelerator.native_amp = {native} has no effect: the precision is {self.strategy.precision.name}. To choose it: "
+                f"Accelerator(mixed_precision={'bf16' if native else 'no'!r})"
+            )
+
+    @property
     def project_dir(self) -> str | os.PathLike[str] | None:
         """Folder of the project."""
         return self.project.project_dir
@@ -152,7 +166,6 @@ INSTEAD = {
     "maybe_context_parallel": _ONLY_ZERO,
     "msamp_recipe_handler": _NO_FP8,
     "multi_device": "accelerator.num_processes > 1",
-    "native_amp": "accelerator.mixed_precision != 'no'",
     "non_blocking": "nothing: copies out of pinned memory never wait",
     "parallelism_config": _ONLY_ZERO,
     "pipeline_parallel_rank": _ONLY_ZERO,

@@ -41,11 +41,14 @@ class Reading:
         window: the accumulation window, which each of them sets; the outer one finds it as it was.
         models: the user's; while none of them is in training mode, an evaluation is going on.
         devices: that a process drives: its batch is a micro-batch for each, side by side.
+
+    Attributes:
+        loaded: a checkpoint has been loaded since a batch was worked on, so the loop may skip batches by reading them.
     """
 
     def __init__(self, window: Window, models: Sequence[nn.Module], devices: int = 1) -> None:
         self._window, self._models, self._devices = window, models, devices
-        self._numbers = count()
+        self._numbers, self.loaded = count(), False
         self._places: list[_Place] = []  # the one that has given a batch last is the last
 
     def follow(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
@@ -65,7 +68,7 @@ class Reading:
                     batch = loader.filler() if place.batch is None else copied(place.batch)
                 place.batch, place.filler = copied(batch), window.filler  # the loop may take its own apart
                 place.ahead += 1
-                place.odd = place.odd or window.share != 1.0
+                place.odd = place.odd or (window.share if window.offered is None else window.offered.alone) != 1.0
                 if places[-1] is not place:
                     places.remove(place)
                     places.append(place)
@@ -94,13 +97,14 @@ class Reading:
         if not self._places:
             return
         place = self._places[-1]
-        ahead, odd = place.ahead, place.odd
-        place.ahead, place.odd = 0, False
-        if ahead > 1 and (odd or self._window.size > 1):
+        ahead, odd, skips = place.ahead, place.odd, self.loaded
+        place.ahead, place.odd, self.loaded = 0, False, False
+        if ahead > 1 and not skips and (odd or (self._window.size > 1 and self._window.by_hand is not True)):
             raise ConfigurationError(
                 f"{ahead} batches have been read since the last one that was worked on, and how much a loss counts is known of "
                 "the one that was read last. Work on each batch before the next one is read; for one that is to be left out "
-                "call accelerator.backward(None). If batches are read ahead to count what is in them: "
+                "call accelerator.backward(None), and to begin in the middle of an epoch "
+                "accelerator.skip_first_batches(loader, n). If batches are read ahead to count what is in them: "
                 "accelerator.backward(loss, weight=count), or prepare(loader, batch_weight=count)."
             )
 

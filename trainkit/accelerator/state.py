@@ -118,13 +118,17 @@ class StateVerbs(SavingVerbs):
         *,
         restore: Collection[str] | None = None,
         strict: bool = True,
+        resume_loaders: bool = False,
         **unknown: Any,
     ) -> None:
-        """Take back what :meth:`save_state` wrote, into objects that were prepared as they were then.
+        """Restore what :meth:`save_state` wrote, into objects that were prepared as they were then.
 
-        The next iteration over a prepared loader goes on where the loop was: with ``for epoch in range(loader.epoch, n)``
-        nothing is repeated and nothing skipped. Nothing of a map-style dataset is fetched to get there. Of several processes
-        all call it; they may be others in number than those that saved.
+        As in Accelerate, a prepared loader then begins the epoch of the checkpoint at its beginning, in the order that it had: a
+        script skips what it has trained on, by ``accelerator.skip_first_batches(loader, n)`` or by counting. A notice says so
+        where the checkpoint was written inside an epoch. With ``resume_loaders=True`` the next iteration continues exactly where
+        the loop was, and nothing of a map-style dataset is fetched to get there. In both cases
+        ``for epoch in range(loader.epoch, n)`` is the loop to write. All processes call it; there may be more or fewer of them
+        than when it was saved.
 
         Args:
             input_dir: the folder of the checkpoint; one that a ``Trainer`` has written will do for the parts that it has. With
@@ -133,6 +137,8 @@ class StateVerbs(SavingVerbs):
             load_kwargs: of Accelerate's ``torch.load``; only ``None``.
             restore: only these parts, of "model", "optimizer", "scheduler", "scaler", "loaders", "registered".
             strict: names that are missing or not expected in a model are errors.
+            resume_loaders: continue each prepared loader where it was, as :meth:`resume_loaders` does. For loops that do not
+                skip batches themselves.
 
         Raises:
             CheckpointError: missing, damaged, or does not fit; the message lists all that does not.
@@ -141,7 +147,7 @@ class StateVerbs(SavingVerbs):
         """
         accelerator = self._accelerator()
         given = unknown if load_kwargs is None else {"load_kwargs": load_kwargs, **unknown}
-        refuse_unknown("Accelerator.load_state", given, ("input_dir", "restore", "strict"))
+        refuse_unknown("Accelerator.load_state", given, ("input_dir", "restore", "strict", "resume_loaders"))
         wanted = check_names(restore, PARTS)
         naming = _is_naming(accelerator, input_dir, "load_state")
         meet(accelerator.world, "load_state")
@@ -149,9 +155,25 @@ class StateVerbs(SavingVerbs):
             path, loaded = _newest(accelerator)
         else:
             path, loaded = Path(input_dir), _read(accelerator, input_dir)
-        _load(accelerator, path, loaded, wanted, strict)
+        _load(accelerator, path, loaded, wanted, strict, resume_loaders)
         if naming:
             self.project.iteration = number_after(self.project, path, accelerator.world)
+
+    def resume_loaders(self) -> None:
+        """After :meth:`load_state`: let the next iteration over each prepared loader continue where the saved loop was, once.
+
+        Raises:
+            ConfigurationError: no positions were loaded, or the loaders have been read since.
+            CheckpointError: a position lies inside a micro-batch of this loop's loader.
+        """
+        left = [(loader, *loader.left_off) for loader in self._accelerator().loaders if loader.left_off is not None]
+        if not left:
+            raise ConfigurationError(
+                "resume_loaders: no prepared loader has a position of a checkpoint that it has not been read since. Call it "
+                "after load_state and before the loop: accelerator.load_state(folder, resume_loaders=True)"
+            )
+        for loader, position, _ in left:
+            loader.go_on(position, loader.start_of(position))
 
 
 def _is_naming(accelerator: Accelerator, folder: str | PathLike[str] | None, verb: str) -> bool:
@@ -258,7 +280,9 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
     return drafts[0]
 
 
-def _load(accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str], strict: bool) -> None:
+def _load(
+    accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str], strict: bool, resume_loaders: bool
+) -> None:
     """Put a checkpoint's state into what was prepared.
 
     Raises:
@@ -273,7 +297,8 @@ def _load(accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str]
     if "registered" in wanted:
         _same("registered", len(state.get("registered") or []), len(accelerator.registered), path)
     positions = positions if "loaders" in wanted else []
-    starts = [loader.start_of(position) for loader, position in zip(accelerator.loaders, positions, strict=False)]
+    pairs = list(zip(accelerator.loaders, positions, strict=False))
+    starts = [loader.start_of(position) if resume_loaders else 0 for loader, position in pairs]  # what is wrong is said first
     parts = _parts(accelerator)
     restore(parts, loaded.tensors, state, manifest.aliases, wanted=wanted, what=str(path), strict=strict, keep=True)
     if "loaders" in wanted:
@@ -282,8 +307,12 @@ def _load(accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str]
                 f"the seed is {accelerator.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness "
                 f"are others from here on. To go on as before: trainkit.set_seed({manifest.seed}) before prepare."
             )
-        for loader, position, start in zip(accelerator.loaders, positions, starts, strict=True):
-            loader.go_on(position, start)
+        accelerator.window.forget()
+        for (loader, position), start in zip(pairs, starts, strict=True):
+            if resume_loaders:
+                loader.go_on(position, start)
+            else:
+                loader.begin_again(position)
         accelerator.window.counted = int(state.get("window", 0))
     if "optimizer" in wanted:
         accelerator.updates = manifest.step
@@ -292,8 +321,25 @@ def _load(accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str]
     if "registered" in wanted:
         for thing, own in zip(accelerator.registered, state.get("registered") or [], strict=True):
             thing.load_state_dict(own)
+    accelerator.reading.loaded = True
     left = [part for part in PARTS if part not in wanted]
     notice(f"state of {path} (step {manifest.step})" + (f"; not restored: {', '.join(left)}." if left else "."))
+    _tell_where_loaders_begin(accelerator)
+
+
+def _tell_where_loaders_begin(accelerator: Accelerator) -> None:
+    """Say once, for the loader that is trained on, that it does not continue by itself where the checkpoint was written."""
+    for loader in accelerator.loaders:
+        if loader.left_off is not None:
+            epoch, batches = loader.epoch, loader.left_off[1]
+            place = f"batch {batches} of" if batches is not None else "in the middle of"
+            skip = f"accelerator.skip_first_batches(loader, {'n' if batches is None else batches})"
+            notice(
+                f"the checkpoint was saved at {place} epoch {epoch}, and the prepared loader starts epoch {epoch} at its first "
+                "batch, as in Accelerate. To continue exactly: accelerator.load_state(folder, resume_loaders=True), or "
+                f"accelerator.resume_loaders() before the loop. A script that skips batches itself: {skip}."
+            )
+            return
 
 
 def _same(part: str, saved: int, here: int, path: Any) -> None:

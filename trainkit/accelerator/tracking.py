@@ -97,7 +97,8 @@ class TrackerVerbs:
         """Log the values of a step with all trackers. The main process's count; the others do nothing.
 
         Args:
-            values: name → number, tensor of one element, text, or a dict of such; for wandb, also pictures and tables.
+            values: name → number, tensor of one element, text, or a dict of such; for wandb, also pictures and tables. What is
+                ``None`` is not logged.
             step: the number of updates so far, say. None: one more than the last one logged.
             log_kwargs: by the tracker's name, arguments of its ``log``.
 

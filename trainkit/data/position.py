@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from math import gcd
 from typing import Any
 
@@ -128,6 +129,9 @@ class Positions:
         What has been fetched ahead does not count, nor does a window that is being worked on: it is repeated whole.
         """
         if not self._begun:
+            left = None if self.left_off is None else self.left_off[0]
+            if left is not None and left["iterable"] is None and (left["epoch"], 0) == (self._next_epoch, self._next_start):
+                return dict(left)  # nothing has been read since it was loaded
             return self.position(self._next_epoch, self._next_start)
         done = self.given
         if self._window is not None and done and self._window.unfinished(self._seen):
@@ -150,13 +154,24 @@ class Positions:
     def go_on(self, position: Mapping[str, Any], start: int) -> None:
         """The next iteration begins at a position, whose :meth:`start_of` is ``start``."""
         self._next_epoch = self._epoch = int(position["epoch"])
-        self._next_start, self._begun = start, False
+        self._next_start, self._begun, self.left_off = start, False, None
         self.resume(position, start)
 
     def begin_again(self, position: Mapping[str, Any]) -> None:
-        """The next iteration gives the epoch of a position from its beginning, or the next one where it was complete."""
-        if position["complete"] and int(position["batches"]):
-            self.resume(position, 0)  # an iterable may have a state from which its next epoch goes on
+        """The next iteration gives the epoch of a position from its beginning, or the next one where it was complete.
+
+        :attr:`left_off` is what :meth:`go_on` needs to continue in the middle of the epoch after all.
+        """
+        if not position["batches"]:
+            self.go_on(position, 0)
+            return
+        rows = None
+        with suppress(StateMismatchError):
+            rows = -(-self._start_in(position) // self._world.width)
+        if position["complete"]:
+            self.resume(position, rows or 0)  # an iterable may have a state that its next epoch begins with
+        else:
+            self.left_off = position, rows
         self._next_epoch = self._epoch = int(position["epoch"]) + bool(position["complete"])
         self._next_start, self._begun, self._resumed = 0, False, (-1, 0, 0)
 

@@ -140,6 +140,11 @@ class LoaderStream:
         if loader.num_workers > 1 and not loader.in_order:
             changes["in_order"] = True
             notice("in_order=False is not used: which batch came first would be a matter of time, in each run another.")
+        if self._batches is not None and isinstance(getattr(loader.sampler, "generator", None), torch.Generator):
+            notice(
+                "the generator of this DataLoader has no effect on its order: that is a function of the seed and the epoch, so "
+                "that a run can resume anywhere. To choose another order: trainkit.set_seed(n), or Trainer(seed=n)."
+            )
         self.sizes: tuple[int, int] | None = None if self._batches is None else self._batches.sizes
         self.exact: bool = self._batches is not None and self._batches.exact
         self.samples: int | None = None if self._iterable else _length_of(loader.dataset)

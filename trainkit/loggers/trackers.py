@@ -60,6 +60,8 @@ class LoggerTracker(GeneralTracker):
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log the values of a step: numbers, tensors of one element, texts, or dicts of these, named by their path.
 
+        A value that is ``None`` is skipped.
+
         Raises:
             MetricError: a value that is none of these.
             ConfigurationError: a text, and this kind of logger cannot hold any.
@@ -127,7 +129,7 @@ class WandBTracker(LoggerTracker):
         return self.logger.experiment
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log a row: numbers, texts, dicts, ``wandb.Image``, ``wandb.Table`` and lists of such.
+        """Log a row: numbers, texts, dicts, ``wandb.Image``, ``wandb.Table`` and lists of such; not what is ``None``.
 
         Raises:
             UnsupportedArgumentError: ``commit=False``, or another argument.
@@ -138,7 +140,9 @@ class WandBTracker(LoggerTracker):
                 "call, accelerator.log({...}, step=step)"
             )
         self.refuse({name: value for name, value in kwargs.items() if name != "commit"})
-        row = {key: _plain(key, value) for key, value in values.items()}
+        row = {key: _plain(key, value) for key, value in values.items() if value is not None}
+        if not row:
+            return
         prefix = self.logger._prefix
         named = {f"{prefix}-{key}" if prefix and key != "epoch" else key: value for key, value in row.items()}
         cast(WandbLogger, self.logger).log_row(named, step)
@@ -187,7 +191,7 @@ class MLflowTracker(LoggerTracker):
 def _plain(key: str, value: Any) -> Any:
     """Tensors and numpy's scalars as numbers; the rest as it is."""
     if isinstance(value, Mapping):
-        return {name: _plain(f"{key}/{name}", one) for name, one in value.items()}
+        return {name: _plain(f"{key}/{name}", one) for name, one in value.items() if one is not None}
     return number(key, value) if hasattr(value, "item") and hasattr(value, "shape") else value
 
 
@@ -204,6 +208,6 @@ def _sorted(values: Mapping[str, Any]) -> tuple[dict[str, int | float], dict[str
             if not isinstance(key, str):
                 raise MetricError(f"log: expected a name, got {key!r}. Fix: accelerator.log({{'note': {value!r}}})")
             texts[key] = value
-        else:
+        elif value is not None:
             numbers[key] = number(key, value)
     return numbers, texts
