@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -58,6 +60,116 @@ def test_a_loop_that_is_left_early() -> None:
         break
     next(iter(loader))
     assert accelerator.window.state() == idle
+
+
+class Steps:
+    """The weights of the updates of a loop in which each micro-batch has a gradient of 1."""
+
+    def __init__(self, *prepared: Any, batch_weight: Any = None, **options: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, **options)
+        self.plain = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.plain.weight)
+        optimizer = torch.optim.SGD(self.plain.parameters(), lr=1.0)
+        self.model, self.optimizer, *self.loaders = self.accelerator.prepare(
+            self.plain, optimizer, *prepared, batch_weight=batch_weight
+        )
+        self.found: list[float] = []
+
+    def step(self, batch: Any, accumulates: bool = True) -> None:
+        before = self.accelerator.unwrap_model(self.model).weight.item()
+        if accumulates:
+            self.accelerator.accumulate(self.model)
+        self.accelerator.backward(self.model(torch.ones(len(batch[0]), 1)).mean())
+        if self.optimizer.step():
+            after = self.accelerator.unwrap_model(self.model).weight.item()
+            self.found.append(round(before - after, 6))
+        self.optimizer.zero_grad()
+
+
+def left_windows(weighed: bool) -> list[list[float]]:
+    """Epochs of five micro-batches for each process, the last of which is short; all but the last epoch are left early."""
+    size = int(os.environ["WORLD_SIZE"])
+    weigh = (lambda batch: float(len(batch[0]))) if weighed else None
+    loop = Steps(numbers(10 * size - 1), batch_weight=weigh, gradient_accumulation_steps=3)
+    for number in (4, 2, 1, 0, 5):
+        for batch in islice(loop.loaders[0], number):
+            loop.step(batch)
+    return [loop.found, [loop.accelerator.updates]]
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_windows_that_are_left_are_completed(size: int, weighed: bool) -> None:
+    """12 micro-batches in windows of three, the last of which ends with the epoch: each update has weight 1."""
+    for found, updates in run_world(size, left_windows, weighed):
+        assert updates == [4]
+        assert found == pytest.approx([1.0] * 4, abs=1e-6)
+
+
+def test_a_window_that_is_entered_in_its_middle_counts_in_full() -> None:
+    loop = Steps(numbers(14), gradient_accumulation_steps=4)
+    for batch in skip_first_batches(loop.loaders[0], 1):
+        loop.step(batch)
+    assert loop.found == [1.0, 1.0], "batches 1 to 4, 5 and 6"
+    loop.accelerator.reading.loaded = True  # load_state says so
+    loop = Steps(numbers(14), gradient_accumulation_steps=4)
+    loop.accelerator.reading.loaded = True
+    for place, batch in enumerate(loop.loaders[0]):
+        if place >= 3:
+            loop.step(batch)
+    assert loop.found == [1.0, 1.0], "batch 3, which ends the window that begins at 0, and 4 to 6"
+
+
+def test_windows_of_another_size_complete_the_open_one() -> None:
+    loop = Steps(numbers(8), gradient_accumulation_steps=4)
+    for batch in islice(loop.loaders[0], 1):
+        loop.step(batch)
+    assert not loop.accelerator.sync_gradients
+    assert not loop.optimizer.step(), "between epochs too"
+    loop.optimizer.zero_grad()
+    loop.accelerator.gradient_accumulation_steps = 1
+    for batch in loop.loaders[0]:
+        loop.step(batch)
+    assert loop.found == [1.0] * 4
+
+
+def test_an_evaluation_inside_a_window_that_was_left() -> None:
+    loop = Steps(numbers(10), numbers(6), gradient_accumulation_steps=2)
+    for _ in range(2):
+        for batch in islice(loop.loaders[0], 3):
+            for _ in islice(loop.loaders[1], 2):
+                pass
+            loop.step(batch)
+            assert len(list(loop.loaders[1])) == 3
+    assert loop.found == [1.0] * 3
+
+
+def left_under_zero() -> list[float]:
+    loop = Steps(numbers(20), gradient_accumulation_steps=2, strategy="zero1")
+    for _ in range(2):
+        for batch in islice(loop.loaders[0], 3):
+            loop.step(batch)
+    loop.accelerator.free_memory()
+    return loop.found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_under_zero_windows_are_completed_too(size: int) -> None:
+    pytest.importorskip("deepspeed")
+    assert run_world(size, left_under_zero) == [[1.0] * 3] * size
+
+
+def without_accumulate() -> list[float]:
+    loop = Steps(numbers(10), gradient_accumulation_steps=2, even_batches=False)
+    for _ in range(2):
+        for batch in loop.loaders[0]:
+            loop.step(batch, accumulates=False)
+    return loop.found
+
+
+def test_without_accumulate_all_processes_update_as_often() -> None:
+    """Five micro-batches for two processes: each row is an update, also one that a process has nothing in."""
+    assert run_world(2, without_accumulate) == [[0.5] * 6] * 2
 
 
 def ends_of_epochs(even: bool, accumulate: int) -> list[tuple[int, list[float], bool]]:
@@ -120,8 +232,9 @@ def test_batches_that_are_read_ahead_are_told() -> None:
     model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(8, 2), batch_size=2))
     batches = iter(loader)
     first, _ = next(batches), next(batches)
-    with pytest.raises(ConfigurationError, match=r"2 batches have been read since .*backward\(loss, weight=count\)"):
-        accelerator.backward(model(first).sum())
+    with pytest.raises(ConfigurationError, match=r"2 batches have been read since .*skip_first.*backward\(loss, weight=count\)"):
+        accelerator.accumulate(model)
+    assert len(first) == 2
     accelerator = Accelerator(cpu=True)
     model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(8, 2), batch_size=2))
     for place, batch in enumerate(loader):

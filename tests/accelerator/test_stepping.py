@@ -116,6 +116,50 @@ def test_a_step_before_there_are_gradients_does_no_harm() -> None:
     assert model.weight.item() == -1.0
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_at_the_head_clears_at_the_beginning_of_a_window_only(set_to_none: bool) -> None:
+    """It took all but the last micro-batch out of each window. What was left from elsewhere is cleared."""
+    accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=3)
+    model.weight.grad = torch.full((1, 1), 7.0)
+    seen = []
+    for _ in range(6):
+        with accelerator.accumulate(prepared):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            accelerator.backward(once(prepared))
+            seen.append(round(model.weight.grad.item(), 5))
+            optimizer.step()
+    assert seen == [0.33333, 0.66667, 1.0] * 2
+    assert model.weight.item() == pytest.approx(-2.0)
+
+
+def test_zero_grad_after_the_backward_pass_drops_a_window() -> None:
+    accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
+    for place in range(4):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(once(prepared))
+            if place > 1:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert model.weight.item() == -1.0
+
+
+@pytest.mark.parametrize("weight", [None, 3])
+def test_without_accumulate_each_step_is_an_update_and_it_is_told_once(weight: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With a loader that was not prepared, in windows that the loop counts itself."""
+    accelerator, model, prepared, optimizer, _ = begun(gradient_accumulation_steps=2)
+    caplog.clear()
+    for place in range(4):
+        assert accelerator.sync_gradients
+        accelerator.backward(once(prepared), weight=weight)
+        if place % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.weight.item() == -2.0
+    (text,) = (record.getMessage() for record in caplog.records)
+    assert "gradient_accumulation_steps=2, and backward is called outside of accumulate()" in text
+    assert "with accelerator.accumulate(model):" in text
+
+
 def test_each_of_two_optimizers_has_its_step() -> None:
     accelerator, first, second = Accelerator(cpu=True, gradient_accumulation_steps=2), line(), line()
     models = accelerator.prepare(first, second)

@@ -97,8 +97,8 @@ class FactVerbs:
     def native_amp(self, native: bool) -> None:
         if bool(native) is not self.native_amp:
             notice(
-                f"accelerator.native_amp = {native} has no effect: the precision is {self.strategy.precision.name}. To choose it: "
-                f"Accelerator(mixed_precision={'bf16' if native else 'no'!r})"
+                f"accelerator.native_amp = {native} has no effect: the precision is {self.strategy.precision.name}. To choose "
+                f"another: Accelerator(mixed_precision={'bf16' if native else 'no'!r})"
             )
 
     @property

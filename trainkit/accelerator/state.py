@@ -123,12 +123,11 @@ class StateVerbs(SavingVerbs):
     ) -> None:
         """Restore what :meth:`save_state` wrote, into objects that were prepared as they were then.
 
-        As in Accelerate, a prepared loader then begins the epoch of the checkpoint at its beginning, in the order that it had: a
-        script skips what it has trained on, by ``accelerator.skip_first_batches(loader, n)`` or by counting. A notice says so
-        where the checkpoint was written inside an epoch. With ``resume_loaders=True`` the next iteration continues exactly where
-        the loop was, and nothing of a map-style dataset is fetched to get there. In both cases
-        ``for epoch in range(loader.epoch, n)`` is the loop to write. All processes call it; there may be more or fewer of them
-        than when it was saved.
+        As in Accelerate, a prepared loader then begins the epoch of the checkpoint at its beginning, in the order that it had.
+        A script skips what it has trained on, by ``accelerator.skip_first_batches(loader, n)`` or by counting; a notice says so
+        where the checkpoint was saved inside an epoch. With ``resume_loaders=True`` the next iteration continues where the loop
+        was, and nothing of a map-style dataset is fetched to get there. In both cases the loop to write is
+        ``for epoch in range(loader.epoch, n)``. All processes call it; there may be more or fewer than when it was saved.
 
         Args:
             input_dir: the folder of the checkpoint; one that a ``Trainer`` has written will do for the parts that it has. With
@@ -280,9 +279,7 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
     return drafts[0]
 
 
-def _load(
-    accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str], strict: bool, resume_loaders: bool
-) -> None:
+def _load(accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str], strict: bool, resume_loaders: bool) -> None:
     """Put a checkpoint's state into what was prepared.
 
     Raises:
