@@ -33,6 +33,22 @@ def test_what_accelerate_has_and_we_have_not_is_named_with_what_to_use() -> None
     assert accelerator.gradient_accumulation_steps == 3
 
 
+def test_native_amp_is_accepted_and_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    """Scripts turn it off on some devices."""
+    accelerator = Accelerator(cpu=True)
+    caplog.clear()
+    accelerator.native_amp = False
+    assert not accelerator.native_amp
+    assert not caplog.records, "it is off already"
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    caplog.clear()
+    accelerator.native_amp = False
+    assert accelerator.native_amp
+    (record,) = caplog.records
+    assert "native_amp = False has no effect: the precision is bf16-mixed" in record.getMessage()
+    assert "Accelerator(mixed_precision='no')" in record.getMessage()
+
+
 @pytest.mark.world_size(2)
 def test_two_processes() -> None:
     accelerator = Accelerator()

@@ -202,6 +202,12 @@ def test_an_argument_that_nobody_knows() -> None:
     assert "Accelerator has no argument 'mixed_precison'. Did you mean 'mixed_precision'?" in text
 
 
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_a_precision_by_its_old_argument_is_named(name: str) -> None:
+    text = refused(UnsupportedArgumentError, **{name: True})
+    assert f"Accelerator({name}=...): write mixed_precision='{name}'" in text
+
+
 # --------------------------------------------------------------------------------------------------------- a configuration
 
 

@@ -232,7 +232,9 @@ def test_batches_that_are_read_ahead_are_told() -> None:
     model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(8, 2), batch_size=2))
     batches = iter(loader)
     first, _ = next(batches), next(batches)
-    with pytest.raises(ConfigurationError, match=r"2 batches have been read since .*skip_first.*backward\(loss, weight=count\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"2 batches have been read since .*skip_first.*backward\(loss, weight=count\)"
+    ):
         accelerator.accumulate(model)
     assert len(first) == 2
     accelerator = Accelerator(cpu=True)

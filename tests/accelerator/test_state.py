@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,100 @@ def test_a_loop_goes_on_exactly(accumulation: int, batch: int, precision: str) -
     assert resumed.losses == whole.losses[start:]
     assert same(parameters_of(resumed.plain), parameters_of(whole.plain))
     assert resumed.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The notices on where loaders begin."""
+    return [text for text in map(logging.LogRecord.getMessage, caplog.records) if "resume_loaders" in text]
+
+
+def test_without_resume_loaders_the_epoch_begins_at_its_beginning_and_that_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Loop().run(1, save_after=(0, 4))
+    resumed = Loop()
+    caplog.clear()
+    resumed.accelerator.load_state("there")
+    (text,) = told(caplog)
+    assert "saved at batch 4 of epoch 0, and the prepared loader starts epoch 0 at its first batch, as in Accelerate" in text
+    assert "accelerator.load_state(folder, resume_loaders=True), or accelerator.resume_loaders()" in text
+    assert "accelerator.skip_first_batches(loader, 4)" in text
+    assert resumed.loader.epoch == 0
+    orders = [[[targets.tolist() for _, targets in loop.loader] for _ in range(2)] for loop in (resumed, Loop())]
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+    assert len(told(caplog)) == 1
+
+
+def test_resume_loaders_after_load_state_acts_once(caplog: pytest.LogCaptureFixture) -> None:
+    whole = Loop().run(3)
+    Loop().run(1, save_after=(0, 4))
+    resumed = Loop()
+    with pytest.raises(ConfigurationError, match=r"after load_state and before the loop.*resume_loaders=True"):
+        resumed.accelerator.resume_loaders()
+    resumed.accelerator.load_state("there")
+    resumed.accelerator.resume_loaders()
+    assert resumed.run(3).losses == whole.losses[4:]
+    with pytest.raises(ConfigurationError, match="has not been read since"):
+        resumed.accelerator.resume_loaders()
+    late = Loop()
+    late.accelerator.load_state("there")
+    next(iter(late.loader))
+    with pytest.raises(ConfigurationError, match="has not been read since"):
+        late.accelerator.resume_loaders()
+    caplog.clear()
+    Loop().accelerator.load_state("there", resume_loaders=True)
+    assert not told(caplog), "who has asked for it need not be told"
+
+
+def test_a_position_that_was_loaded_and_not_used_is_saved_again() -> None:
+    Loop().run(1, save_after=(0, 4))
+    between = Loop()
+    between.accelerator.load_state("there")
+    between.accelerator.save_state("again")
+    resumed = Loop()
+    resumed.accelerator.load_state("again", resume_loaders=True)
+    assert resumed.run(1).losses == Loop().run(1).losses[4:]
+
+
+def test_a_position_inside_a_micro_batch_is_an_error_only_for_who_continues_there(caplog: pytest.LogCaptureFixture) -> None:
+    def loop(batch_size: int) -> tuple[Accelerator, Any]:
+        set_seed(3)
+        accelerator = Accelerator()
+        return accelerator, accelerator.prepare(nn.Linear(4, 1), tiny_loader(24, batch_size=batch_size))[1]
+
+    accelerator, loader = loop(4)
+    next(iter(loader))
+    accelerator.save_state("there")
+    accelerator, loader = loop(3)
+    accelerator.load_state("there")
+    assert "skip_first_batches(loader, n)" in told(caplog)[0]
+    with pytest.raises(StateMismatchError, match="lies inside a micro-batch"):
+        accelerator.resume_loaders()
+    assert len(list(loader)) == 8
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """Only its end tells how many there are."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_the_end_of_an_epoch_of_unknown_length_is_the_beginning_of_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    def loop() -> tuple[Accelerator, Any]:
+        set_seed(3)
+        accelerator = Accelerator()
+        return accelerator, accelerator.prepare(nn.Linear(4, 1), torch.utils.data.DataLoader(Stream(), batch_size=2))[1]
+
+    accelerator, loader = loop()
+    assert len(list(loader)) == 3
+    accelerator.save_state("there")
+    accelerator, loader = loop()
+    accelerator.load_state("there")
+    assert not told(caplog)
+    assert loader.epoch == 1
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_a_loop_that_saves_after_each_epoch() -> None:

@@ -127,6 +127,17 @@ def test_values_reach_all_trackers(run_dir: Path) -> None:
     assert (run_dir / "runs" / "digits" / "version_1" / "metrics.csv").read_text() == "step,loss\n0,1.0\n"
 
 
+def test_what_is_none_is_not_logged(run_dir: Path) -> None:
+    accelerator = Own(["tensorboard", "csv"], project_dir="runs")
+    accelerator.init_trackers("digits")
+    accelerator.log({"a": 0.5, "b": None, "val": {"c": None, "d": 2.0}}, step=1)
+    accelerator.log({"b": None}, step=2)
+    accelerator.end_training()
+    folder = run_dir / "runs" / "digits" / "version_0"
+    assert only(folder / "metrics.csv") == {"a": [(1, 0.5)], "val/d": [(1, 2.0)]}
+    assert {name: value for name, value in read_metrics(folder).items() if value} == {"a": [(1, 0.5)], "val/d": [(1, 2.0)]}
+
+
 def test_texts_and_images_of_tensorboard(run_dir: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -191,6 +202,7 @@ def test_wandb_offline(run_dir: Path) -> None:
     accelerator.end_training()
     assert wandb.run is None
     rows = history(run_files(run_dir / "runs")[0])
+    assert "none" not in rows[0]
     assert rows[:2] == [{"loss": 0.5, "step": 9, "note": "hi", "v/a": 1, STEP: 3}, {"loss": 0.25, STEP: 4}]
     assert [row[STEP] for row in rows] == [3, 4, 5, 6, 7, 8]
 

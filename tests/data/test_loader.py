@@ -262,6 +262,20 @@ def test_a_limit_that_leaves_the_short_batch_out() -> None:
     assert states(prepare(shuffled(length=13), window=window, limit=4), window)[2:] == [(True, False, 0.8), (False, True, 0.2)]
 
 
+def test_a_generator_of_the_users_has_no_effect_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def order(**options: Any) -> list[Any]:
+        return [batch.tolist() for batch in prepare(DataLoader(Drawing(13), batch_size=4, **options)).iterate(0)]
+
+    plain = order(shuffle=True)
+    assert not caplog.records
+    assert order(shuffle=True, generator=torch.Generator().manual_seed(5)) == plain
+    (record,) = caplog.records
+    assert "the generator of this DataLoader has no effect on its order" in record.getMessage()
+    assert "trainkit.set_seed(n)" in record.getMessage()
+    order(generator=torch.Generator())
+    assert len(caplog.records) == 1, "nothing is shuffled"
+
+
 def test_a_window_of_one_says_so_once() -> None:
     window = Window(1)
     assert states(prepare(shuffled(), window=window), window) == [(True, True, 1.0)] * 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from dealt import Alike
 
-from trainkit.data.shared_window import Shared, collected, planned
+from trainkit.data.shared_window import Piece, Shared, collected, planned
 from trainkit.data.window import NOTHING, MicroBatch, Window
 from trainkit.distributed import World
 from trainkit.errors import DataError
@@ -49,6 +49,46 @@ def test_a_window_that_begins_with_a_row_that_is_not_full() -> None:
     found = [list(planned(iter("ab"), Alike(rank, 2), 2, 2, 5, (4, 4))) for rank in range(2)]
     assert [[(p.m, p.row, p.full) for p in own] for own in found] == [[(2, 0, False), (4, 1, True)], [(3, 0, True)]]
     assert found[0][0].shared.uneven
+
+
+def offered(pieces: list[Piece]) -> list[tuple[Any, ...]]:
+    """Of two processes: the row, and the parts that it and this process's micro-batch have."""
+    found = []
+    for piece in pieces:
+        begun = next(p.row for p in pieces if p.shared is piece.shared)
+        offer = piece.shared.offer(piece.weight, piece.full, 2, (0, begun, piece.row))
+        found.append((piece.row, offer.full, offer.share, offer.part, offer.rest, offer.alone))
+    return found
+
+
+@pytest.mark.parametrize("way", ["planned", "collected"])
+def test_rows_of_an_own_loop(way: str) -> None:
+    """5 micro-batches of 4 samples and one of 2; the first window completes one that two of three rows were taken of."""
+    found = []
+    for rank in range(2):
+        sizes = [4, 4, 4] if rank == 0 else [4, 4, 2]
+        if way == "planned":
+            pieces = list(planned(iter(sizes), Alike(rank, 2), 3, 0, 6, (4, 2), 2))
+        else:
+            pieces = list(collected(iter(sizes), Alike(rank, 2), 3, 0, rows=3, count=lambda size: size, weigh=None, taken=2))
+            others = Telling([[4, 1, 4], [8, 2, 4, 4, 0] if rank else [6, 2, 4, 2, 0]])
+            assert [piece.shared.weights for piece in pieces[:2]] == [[4], [*sizes[1:], 0.0]]
+            for piece in pieces:
+                piece.shared.settle(others)
+        found.append(offered(pieces))
+    assert found[0] == [
+        (0, True, 1.0, 1.0, 1.0, 1.0),
+        (1, False, 8 / 14, 8 / 14, 1.0, 1.0),
+        (2, True, 8 / 14, 6 / 14, 6 / 14, 8 / 6),
+    ]
+    assert [row[2:] for row in found[1]] == [(1.0, 1.0, 1.0, 1.0), (8 / 14, 8 / 14, 1.0, 1.0), (4 / 14, 6 / 14, 6 / 14, 4 / 6)]
+
+
+def test_rows_that_weigh_nothing() -> None:
+    shared = Shared(0.0, 1, False, settled=True, weights=[0.0])
+    assert shared.offer(0.0, True, 2, (0, 0, 0))[1:] == (True, 0.0, 0.0, 1.0, 0.0)
+    shared = Shared(3.0, 2, False, settled=True, weights=[0.0, 3.0])
+    assert shared.offer(0.0, False, 2, (0, 0, 0))[1:] == (False, 0.0, 0.0, 1.0, 0.0)
 
 
 def test_a_loader_that_ends_too_early() -> None:

@@ -102,6 +102,22 @@ def test_a_batch_may_be_counted_otherwise() -> None:
     assert [micro.share for micro in micros] == [0.75, 0.25]
 
 
+@given(epochs(), st.integers(0, 12))
+def test_the_first_window_completes_one_that_was_left(epoch: tuple[int, int, int, int, int], taken: int) -> None:
+    length, common, last, size, start = epoch
+    samples, taken = sizes_of(length, common, last)[start:], min(taken, size - 1)
+    sizes = (common, last)
+    found = list(windows(iter(batches_of(samples)), size, start=start, length=length, sizes=sizes, taken=taken))
+    assert [len(group) for group in grouped(found)][:1] == [min(size - taken, len(samples))][: len(samples)]
+    gathered = list(windows(iter(batches_of(samples)), size, taken=taken))
+    assert [micro[1:3] for micro in found] == [micro[1:3] for micro in gathered]
+    for ours, theirs in zip(found, gathered, strict=True):
+        assert (ours.share, ours.rest) == pytest.approx((theirs.share, theirs.rest))
+    for group in grouped(found):
+        assert [micro.rest for micro in group] == pytest.approx([sum(m.share for m in group[n:]) for n in range(len(group))])
+        assert group[0].rest == 1.0, "exactly: so what is worked on from there on is scaled by nothing"
+
+
 def test_a_window_of_one_counts_in_full() -> None:
     micros = list(windows(iter(batches_of([4, 1])), 1, length=2, sizes=(4, 1)))
     assert [micro[1:] for micro in micros] == [(True, True, 1.0, 1.0)] * 2
