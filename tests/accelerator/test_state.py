@@ -15,7 +15,7 @@ from tiny import TinyModule, tiny_loader
 from torch import nn
 from trainers import make_trainer, parameters_of, same
 
-from trainkit import Accelerator, set_seed
+from trainkit import Accelerator, DataLoaderConfiguration, set_seed
 from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import (
     CheckpointError,
@@ -30,9 +30,11 @@ from trainkit.errors import (
 class Loop:
     """An own loop with dropout, accumulation and a schedule, which can save after a micro-batch and go on."""
 
-    def __init__(self, accumulation: int = 1, precision: str = "32-true", seed: int = 3) -> None:
+    def __init__(self, accumulation: int = 1, precision: str = "32-true", seed: int = 3, configuration: Any = None) -> None:
         set_seed(seed)
-        self.accelerator = Accelerator(gradient_accumulation_steps=accumulation, precision=precision)
+        self.accelerator = Accelerator(
+            gradient_accumulation_steps=accumulation, precision=precision, dataloader_config=configuration
+        )
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -114,6 +116,9 @@ def test_resume_loaders_after_load_state_acts_once(caplog: pytest.LogCaptureFixt
     with pytest.raises(ConfigurationError, match="has not been read since"):
         late.accelerator.resume_loaders()
     caplog.clear()
+    stateful = Loop(configuration=DataLoaderConfiguration(use_stateful_dataloader=True))
+    stateful.accelerator.load_state("there")
+    assert stateful.run(3).losses == whole.losses[4:], "as with Accelerate's stateful loaders"
     Loop().accelerator.load_state("there", resume_loaders=True)
     assert not told(caplog), "who has asked for it need not be told"
 

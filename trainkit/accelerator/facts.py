@@ -183,6 +183,6 @@ INSTEAD = {
     "torch_tp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
     "trigger_sync_in_backward": "accelerator.accumulate(model), where the last micro-batch of a window lets gradients travel",
     "use_seedable_sampler": "nothing: the order of an epoch always is a function of the seed and its number",
-    "use_stateful_dataloader": "nothing: save_state keeps where each prepared loader is",
+    "use_stateful_dataloader": "load_state(folder, resume_loaders=True), which continues each prepared loader where it was",
     "verify_device_map": "nothing: a model is on one device in each process, or divided by ZeRO-3",
 }

@@ -43,6 +43,7 @@ class Options:
         steps: micro-batches in an update.
         split_batches: a loader's ``batch_size`` is that of all processes together.
         even_batches: all processes are given as many batches.
+        resume_loaders: ``load_state`` continues loaders where they were, where it is not told otherwise.
         step_scheduler_with_optimizer: a scheduler advances with updates, once for each process.
         device_placement: models, optimizers and batches are put on the device.
         project: where the loop writes.
@@ -59,6 +60,7 @@ class Options:
     steps: int = 1
     split_batches: bool = False
     even_batches: bool = True
+    resume_loaders: bool = False
     step_scheduler_with_optimizer: bool = True
     device_placement: bool = True
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
@@ -92,6 +94,7 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
         steps=_steps(given, settings, plugin),
         split_batches=loaders.split_batches,
         even_batches=loaders.even_batches,
+        resume_loaders=bool(loaders.use_stateful_dataloader),
         step_scheduler_with_optimizer=bool(given["step_scheduler_with_optimizer"]),
         device_placement=bool(given["device_placement"]),
         project=project,

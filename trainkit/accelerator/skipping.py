@@ -15,8 +15,9 @@ __all__ = ["SkippedLoader", "skip_first_batches"]
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """A loader whose iterations begin after so many batches, to go on in the middle of an epoch.
 
-    Of a prepared loader nothing of a map-style dataset is fetched to get there. ``Accelerator.load_state`` needs no help of it:
-    a loader goes on by itself where the saved loop was.
+    Of a prepared loader nothing of a map-style dataset is fetched to get there. After ``accelerator.load_state(folder)`` the
+    batches are counted from the beginning of the checkpoint's epoch; ``load_state(folder, resume_loaders=True)`` needs no
+    skipping.
 
     Args:
         dataloader: prepared or not.

@@ -118,7 +118,7 @@ class StateVerbs(SavingVerbs):
         *,
         restore: Collection[str] | None = None,
         strict: bool = True,
-        resume_loaders: bool = False,
+        resume_loaders: bool | None = None,
         **unknown: Any,
     ) -> None:
         """Restore what :meth:`save_state` wrote, into objects that were prepared as they were then.
@@ -137,7 +137,7 @@ class StateVerbs(SavingVerbs):
             restore: only these parts, of "model", "optimizer", "scheduler", "scaler", "loaders", "registered".
             strict: names that are missing or not expected in a model are errors.
             resume_loaders: continue each prepared loader where it was, as :meth:`resume_loaders` does. For loops that do not
-                skip batches themselves.
+                skip batches themselves. Default: only with ``DataLoaderConfiguration(use_stateful_dataloader=True)``.
 
         Raises:
             CheckpointError: missing, damaged, or does not fit; the message lists all that does not.
@@ -154,7 +154,8 @@ class StateVerbs(SavingVerbs):
             path, loaded = _newest(accelerator)
         else:
             path, loaded = Path(input_dir), _read(accelerator, input_dir)
-        _load(accelerator, path, loaded, wanted, strict, resume_loaders)
+        resumes = accelerator.options.resume_loaders if resume_loaders is None else resume_loaders
+        _load(accelerator, path, loaded, wanted, strict, resumes)
         if naming:
             self.project.iteration = number_after(self.project, path, accelerator.world)
 

@@ -101,7 +101,7 @@ class DataLoaderConfiguration:
         use_seedable_sampler: no effect: the order of an epoch always is a function of the seed and its number.
         data_seed: only ``None``: the order has the run's seed.
         non_blocking: no effect: batches always travel to a GPU while it works.
-        use_stateful_dataloader: no effect: ``save_state`` keeps the position in any loader.
+        use_stateful_dataloader: ``load_state`` continues each prepared loader where it was, as with ``resume_loaders=True``.
 
     Raises:
         UnsupportedArgumentError: a ``data_seed``.
