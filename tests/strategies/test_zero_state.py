@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from elastic import killed, parameters, resumed, undisturbed
-from parity import Case, train
+from parity import Case, RegressionModule, train
 from replicas import together
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from zero_cases import STAGES, strategy
 from zero_resume import ADAMW, assert_portable, case, go_on, save, tensors
 
@@ -101,3 +102,25 @@ def test_no_process_reads_the_whole_checkpoint(kind: str, run_dir: Path) -> None
     seen = OnDisk()
     train(case(), seen, strategy=strategy(kind), ckpt_path=str(run_dir / "saved"))
     assert seen.mapped == [set() if kind == "auto" else {"model.safetensors", "optimizer.safetensors"}, set()]
+
+
+class Checkpointed(RegressionModule):
+    """With activations recomputed in the backward, by what torch wraps a layer in."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.net[0] = checkpoint_wrapper(self.net[0])
+
+
+@pytest.mark.parametrize(
+    "before, kind, after, other",
+    [
+        (Checkpointed, "zero3", RegressionModule, "zero2"),
+        (RegressionModule, "zero2", Checkpointed, "zero3"),
+        pytest.param(Checkpointed, "zero3-both-cpu", Checkpointed, "zero1", marks=ZERO),
+    ],
+)
+def test_activation_checkpointing_leaves_no_trace(before: type, kind: str, after: type, other: str, run_dir: Path) -> None:
+    together(2, {"save": (save, case(make=before), kind, run_dir / "saved")})
+    assert not [name for name in tensors(run_dir / "saved") if "_checkpoint_wrapped_module" in name]
+    assert_portable(run_dir / "saved", other, 2, make=after)
