@@ -32,6 +32,7 @@ from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.running import agree_on_signals, build_hooks, check_sanity, interruptible, plan_evaluation, running
 from trainkit.settings.for_trainer import blamed, with_settings
 from trainkit.setup_run import finish_fit_plan, fit_plan, overrides, train_loader, validate_every
+from trainkit.state.hyper import logged
 from trainkit.strategy import Strategy
 from trainkit.where import joined_strategy, read_wanted
 
@@ -355,16 +356,17 @@ class Trainer(Evaluating):
         """Give the loggers their folders and the hyper-parameters."""
         owners = [o for o in (self.datamodule, self.lightning_module) if o is not None and o._log_hyperparams]
         values = {name: value for owner in owners for name, value in owner.hparams.items()}
-        differing = [name for owner in owners for name, value in owner.hparams.items() if repr(value) != repr(values[name])]
+        differing = [str(n) for owner in owners for n, value in owner.hparams.items() if repr(value) != repr(values[n])]
         if differing:
             raise ConfigurationError(
                 f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "
                 "Rename one, or leave it out: save_hyperparameters(logger=False)"
             )
         _make_log_folders(self.loggers)
-        if values:
+        if values and self.loggers:
+            kept = {name: value for owner in owners for name, value in logged(owner).items()}
             for logger in self.loggers:
-                logger.log_hyperparams(values)
+                logger.log_hyperparams(kept)
 
 
 def _make_log_folders(loggers: list[Logger]) -> None:
