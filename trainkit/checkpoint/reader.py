@@ -150,7 +150,7 @@ class Checkpoint:
     def _stems(self) -> dict[str, list[str]]:
         return _stems(self.manifest, self._what(MANIFEST))
 
-    def _load(self, wanted: Collection[str], fetch: Callable[[str], memoryview], unregistered: bool) -> Loaded:
+    def _load(self, wanted: Collection[str], fetch: Callable[[str], memoryview], unregistered: bool = False) -> Loaded:
         """The content of the stems ``wanted``; ``fetch`` gives the verified content of a file."""
         tensors = {stem: self._tensors(stem, names, fetch) for stem, names in self._stems().items() if stem in wanted}
         for_state = tensors.pop("state", {})

@@ -323,7 +323,7 @@ def _advice(value: Any) -> str:
         return f"it is a {kind}; store list(…) of it"
     return (
         f"it is a {kind}; store what it consists of: numbers, text, tensors, lists, dicts; or register its type: "
-        f"trainkit.checkpoint.register({type(value).__qualname__}, encode, decode)"
+        f"trainkit.checkpoint.register({type(value).__name__}, encode, decode)"
     )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.tagged import unsavable
 from trainkit.console import notice
+from trainkit.errors import UnsavableError
 from trainkit.state.hyper import stored
 from trainkit.state.metric_merge import gather_states, merge_states
 from trainkit.state.parts import Parts
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.trainer import Trainer
 
-__all__ = ["Phase", "capture_run", "consumed", "logger_states", "parts_of", "restore_loop", "restore_run"]
+__all__ = ["Phase", "added_by_hooks", "capture_run", "consumed", "logger_states", "parts_of", "restore_loop", "restore_run"]
 
 
 class Phase(str, Enum):
@@ -60,6 +62,26 @@ def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
         state["datamodule"] = datamodule.state_dict()
         state["datamodule_hyper_parameters"] = stored(datamodule)
     return state
+
+
+def added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
+    """What ``on_save_checkpoint`` has added to a checkpoint and cannot be stored, all of it in one error; None if nothing."""
+    added = {f'checkpoint["{name}"]': value for name, value in state.get("user", {}).items()}
+    given = state.get("hyper_parameters", {})  # without those that cannot be stored; what a hook has added is there too
+    added |= {f'checkpoint["hyper_parameters"][{name!r}]': value for name, value in given.items()}
+    refused = {place: problem for place, value in added.items() if (problem := unsavable(value, place)) is not None}
+    if not refused:
+        return None
+    place, (_, kind) = next(iter(refused.items()))
+    return UnsavableError(
+        "on_save_checkpoint added to the checkpoint what cannot be stored:\n  "
+        + "\n  ".join(text for text, _ in refused.values())
+        + "\nA checkpoint holds numbers, text, tensors, numpy arrays, lists and dicts, and no code. There are three ways out:\n"
+        f"  1. store its state, and load that in on_load_checkpoint: {place} = self.thing.state_dict()\n"
+        "  2. register its type, once, where it is defined: "
+        f"trainkit.checkpoint.register({kind.__name__}, encode, decode)\n"
+        f"  3. leave it out, and make it again in setup or on_load_checkpoint: remove the line {place} = ..."
+    )
 
 
 def logger_states(trainer: Trainer) -> list[dict[str, Any]]:
