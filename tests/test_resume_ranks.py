@@ -451,7 +451,8 @@ def otherwise(what: str) -> tuple[str, str]:
     trainer = make(*callbacks, enable_checkpointing=not (other and what == "checkpointing"), max_epochs=2)
     path = None if other and what == "ckpt_path" else FOLDER / "step-00000002" if other and what == "path" else "last"
     restore = {"model"} if other and what == "restore" else None
-    return error_of(lambda: trainer.fit(Wide(), tiny_loader(48, shuffle=True), ckpt_path=path, restore=restore))
+    strict = not (other and what == "strict")
+    return error_of(lambda: trainer.fit(Wide(), tiny_loader(48, shuffle=True), ckpt_path=path, restore=restore, strict=strict))
 
 
 @pytest.mark.parametrize(
@@ -460,6 +461,7 @@ def otherwise(what: str) -> tuple[str, str]:
         ("ckpt_path", "rank 0 has ckpt_path=last, and rank 1 ckpt_path=None"),
         ("path", "rank 0 has ckpt_path=last, and rank 1 ckpt_path=a path"),
         ("restore", "rank 1 restore=['model']"),
+        ("strict", "rank 0 has strict=True, and rank 1 strict=False"),
         ("callbacks", "'every_n_train_steps': 2"),
         ("checkpointing", "rank 1 callbacks=[]"),
     ],

@@ -152,16 +152,16 @@ def _copied(value: Any, depth: int = 0) -> Any:
     if depth > _DEPTH:
         return value
     if isinstance(value, dict):
-        made = copy.copy(value)
+        entries = copy.copy(value)  # of the same class
         for key, item in value.items():
-            made[key] = _copied(item, depth + 1)
-        return made
+            entries[key] = _copied(item, depth + 1)
+        return entries
     if type(value) in (list, tuple):
         return type(value)(_copied(item, depth + 1) for item in value)
     if isinstance(value, set) or is_omegaconf(value):
         return copy.deepcopy(value)
     if isinstance(value, Namespace) or (is_dataclass(value) and not isinstance(value, nn.Module | type)):
-        made = copy.copy(value)
+        made: Any = copy.copy(value)
         if hasattr(made, "__dict__"):
             vars(made).update({name: _copied(item, depth + 1) for name, item in vars(value).items()})
         return made

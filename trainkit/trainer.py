@@ -177,6 +177,7 @@ class Trainer(Evaluating):
         *,
         restore: Collection[str] | None = None,
         overrides: Mapping[str, Any] | None = None,
+        strict: bool = True,
         **unknown: Any,
     ) -> None:
         """Train a module: a new run from step 0 with the module's parameters as they are, or one that goes on.
@@ -195,6 +196,8 @@ class Trainer(Evaluating):
                 data, metrics), "callbacks", "loggers" (default: all).
             overrides: options of the optimizer to be put over the restored ones, such as ``{"lr": 1e-4}``; under a schedule
                 ``lr`` is what the schedule starts from, and what is left of it is scaled.
+            strict: names that are missing in the checkpoint or in the model are an error. ``False``: a notice lists them, and
+                the optimizer starts without state for parameters that were not there. Other shapes are an error always.
 
         Raises:
             ModuleError, DataError, ConfigurationError: something that the module or the data lacks; before training starts.
@@ -203,12 +206,12 @@ class Trainer(Evaluating):
             Preempted: SIGTERM or SIGUSR1 came; the run was saved. It is a ``SystemExit`` with code 143.
             KeyboardInterrupt: Ctrl-C; the step was finished and the run saved.
         """
-        known = ["model", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "restore", "overrides"]
+        known = ["model", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "restore", "overrides", "strict"]
         refuse_unknown("Trainer.fit", unknown, known)
         if isinstance(train_dataloaders, DataModule) and datamodule is None:
             train_dataloaders, datamodule = None, train_dataloaders
-        wanted = check_restore(ckpt_path, restore, overrides)
-        first = partial(begin_resume, self, ckpt_path, wanted, chosen=restore is not None)
+        wanted = check_restore(ckpt_path, restore, overrides, strict)
+        first = partial(begin_resume, self, ckpt_path, wanted, chosen=restore is not None, strict=strict)
         with interruptible(self), running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders, first=first):
             self._given = train_dataloaders, val_dataloaders
             loader = train_loader(self, train_dataloaders)
@@ -219,7 +222,7 @@ class Trainer(Evaluating):
             self.val_plan = plan_evaluation(self, "validation", val_dataloaders)
             build_hooks(self)
             finish_fit_plan(self)
-            resumed = restore_fit(self, wanted, overrides or {})
+            resumed = restore_fit(self, wanted, overrides or {}, strict)
             self._loaded_in = self.current_epoch
             self._start_loggers()
             self.checkpointing.begin()

@@ -133,7 +133,7 @@ class Checkpoint:
         if unknown := sorted(wanted.difference(self.stems)):
             raise StateMismatchError(
                 f"{self.path}: expected a checkpoint with {', '.join(unknown)}, this one has {', '.join(self.stems)}. "
-                "Fix: restore what it has: fit(..., restore={...})."
+                f"Fix: read what it has: checkpoint.read({self.stems})"
             )
         return wanted
 

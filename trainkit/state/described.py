@@ -102,8 +102,7 @@ class Described:
         def need(condition: bool, problem: str) -> None:
             if not condition:
                 raise CorruptCheckpointError(
-                    f"{what}: the description of optimizer {index} is malformed: {problem}. Use another checkpoint, or restore "
-                    "the rest without it: leave 'optimizer' out of restore={...}."
+                    f"{what}: the description of optimizer {index} is malformed: {problem}. Use another checkpoint."
                 )
 
         need(isinstance(described, dict), "it is no map")
