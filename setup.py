@@ -92,6 +92,7 @@ setup(
             "ipykernel",
             "mypy",
             "nbclient",
+            "omegaconf",
             "peft",
             "pytest>=9",
             "pytest-xdist",

@@ -246,6 +246,5 @@ def _refuse_differing(slot: str, values: list[Any]) -> None:
     if len(said) > 1:
         raise StateMismatchError(
             f"the optimizer's {slot!r} differs from parameter to parameter ({', '.join(map(str, sorted(said, key=str)[:4]))}), "
-            "and ZeRO has one for all of a group. Put the parameters into groups by it, or leave 'optimizer' out of "
-            "restore={...}."
+            "and ZeRO has one for all of a group. Put the parameters into groups by it."
         )

@@ -167,7 +167,7 @@ def train(case: Case, *callbacks: Callback, **arguments: Any) -> Record:
     """Train in this process, which may be one of several."""
     recorder = Recorder()
     module = (RaggedModule if case.ragged else case.make)(**case.options)
-    ckpt_path = arguments.pop("ckpt_path", None)
+    resume = {"ckpt_path": arguments.pop("ckpt_path", None), "strict": arguments.pop("strict", True)}
     given = {"max_epochs": 2, "precision": "64-true", "seed": 5, **case.arguments, **arguments}
     given.setdefault("enable_checkpointing", False)
     given.setdefault("global_batch_size", case.batch_size * case.window)
@@ -181,7 +181,7 @@ def train(case: Case, *callbacks: Callback, **arguments: Any) -> Record:
         **given,
     )
     loader = DataLoader(Noisy(case.samples, case.ragged), case.batch_size, shuffle=True, num_workers=case.workers)
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    trainer.fit(module, loader, **resume)
     return recorder.record
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from tiny import TinyModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 import trainkit as pl
+from trainkit import Accelerator
 from trainkit.callbacks import EarlyStopping, LearningRateMonitor
-from trainkit.errors import ConfigurationError, MissingMetricError, TrainkitError, UnsupportedArgumentError
+from trainkit.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    MissingMetricError,
+    TrainkitError,
+    UnsupportedArgumentError,
+)
 from trainkit.loggers import CSVLogger, TensorBoardLogger
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -340,3 +350,41 @@ def test_what_is_not_there_says_what_to_use(name: str) -> None:
     model = type("Old", (Regression,), {name: method})()
     with pytest.raises(TrainkitError, match=rf"Old\.{name} is never called by trainkit\. Use "):
         pl.Trainer(**QUIET, max_epochs=1).fit(model, loader())
+
+
+VERBS = {
+    "fit": lambda trainer, module, path: trainer.fit(module, LOADER, ckpt_path=path),
+    "validate": lambda trainer, module, path: trainer.validate(module, LOADER, ckpt_path=path),
+    "test": lambda trainer, module, path: trainer.test(module, LOADER, ckpt_path=path),
+    "predict": lambda trainer, module, path: trainer.predict(module, LOADER, ckpt_path=path),
+    "load_from_checkpoint": lambda trainer, module, path: type(module).load_from_checkpoint(path),
+    "load_state": lambda trainer, module, path: Accelerator().load_state(path),
+}
+LOADER = [[torch.zeros(2, 4), torch.zeros(2, 1)]]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_checkpoint_of_lightnings(verb: str) -> None:
+    """Its error has the line that loads the weights, as the documentation does."""
+    theirs, module = TinyModule(), TinyModule()
+    torch.save({"state_dict": theirs.state_dict(), "pytorch-lightning_version": "2.6.0", "epoch": 3}, "old.ckpt")
+    with pytest.raises(CheckpointNotFoundError, match="is a checkpoint of Lightning's, a file; expected") as caught:
+        VERBS[verb](pl.Trainer(**QUIET, max_epochs=1), module, "old.ckpt")
+    line = re.search(r"module\.load_state_dict\(.*\['state_dict'\]\)", str(caught.value))
+    assert line is not None
+    exec(line[0], {"module": module, "torch": torch})
+    assert torch.equal(module.layer.weight, theirs.layer.weight)
+
+
+def test_weights_in_a_file_and_sharded_checkpoints(run_dir: Path) -> None:
+    theirs, module = TinyModule(), TinyModule()
+    torch.save(theirs.state_dict(), "old.pt")
+    with pytest.raises(CheckpointNotFoundError, match="is a file that torch.save wrote; expected") as caught:
+        TinyModule.load_from_checkpoint("old.pt")
+    line = re.search(r"module\.load_state_dict\(.*weights_only=True\)\)", str(caught.value))
+    assert line is not None
+    exec(line[0], {"module": module, "torch": torch})
+    assert torch.equal(module.layer.weight, theirs.layer.weight)
+    (run_dir / "old.ckpt").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match=r"sharded checkpoint of Lightning's.*from-lightning\.md#"):
+        TinyModule.load_from_checkpoint("old.ckpt")

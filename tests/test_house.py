@@ -60,7 +60,7 @@ PUBLIC = {
         "ThroughputMonitor",
         "Timer",
     ],
-    "trainkit.checkpoint": ["Checkpoint", "list_checkpoints", "open_checkpoint"],
+    "trainkit.checkpoint": ["Checkpoint", "list_checkpoints", "open_checkpoint", "register"],
     "trainkit.cli.demo": ["ByteGPT", "SourceCode", "add_arguments", "bigram_bits", "run", "unigram_bits"],
     "trainkit.data": ["CombinedLoader", "PreparedLoader"],
     "trainkit.errors": [

@@ -6,6 +6,7 @@ import copy
 from argparse import Namespace
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import nn
 from trainers import Memory, make_trainer
 
 from trainkit import DataModule, TrainModule
-from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, UnknownNameError
 from trainkit.hparams import HyperParameters
 
@@ -143,14 +143,73 @@ def test_the_fields_of_a_dataclass() -> None:
     assert Data(4).hparams == {"batch_size": 4}
 
 
-def test_modules_and_functions_are_left_out_with_a_warning() -> None:
-    with pytest.warns(TrainkitWarning) as caught:
-        module = Given({"net": nn.Linear(1, 1), "act": torch.relu, "kind": nn.ReLU, "lr": 0.5, "dtype": torch.float32})
-    assert module.hparams == {"kind": nn.ReLU, "lr": 0.5, "dtype": torch.float32}
-    assert [str(warning.message).split(" is ")[0] for warning in caught] == ["hyper-parameter 'net'", "hyper-parameter 'act'"]
-    assert "Say so with save_hyperparameters(ignore=['net'])" in str(caught[0].message)
-    assert caught[0].filename == __file__
-    assert Given({"net": nn.Linear(1, 1)}, ignore="net").hparams == {}  # said so: no warning
+def test_what_was_given_stays() -> None:
+    net, act, make = nn.Linear(1, 1), torch.relu, partial(torch.optim.SGD, lr=0.5)
+    given = {"net": net, "act": act, "make": make, "kind": nn.ReLU, "lr": 0.5, "sizes": [net], "stream": (n for n in [1])}
+    module = Given(given)
+    assert module.hparams == given
+    assert all(module.hparams[name] is value for name, value in given.items())
+    assert module.hparams_initial == given
+    assert module.hparams_initial.sizes is not module.hparams.sizes
+    assert module.hparams_initial.net is net, "no second copy in memory"
+    assert not list(module.parameters()), "a hyper-parameter is no submodule"
+    twin = copy.deepcopy(Base(lr=0.5, net=net))
+    assert twin.hparams.net is not net
+
+
+@dataclass
+class Optim:
+    lr: float = 0.5
+
+
+def test_a_dataclass_inside_stays_one() -> None:
+    module = Given({"optim": Optim(0.25)})
+    module.hparams.optim.lr = 1.0
+    assert module.hparams_initial.optim == Optim(0.25)
+
+
+def test_ignore_in_a_subclass_removes_what_the_base_saved() -> None:
+    class Child(Base):
+        def __init__(self, lr: float, net: Any, **others: Any) -> None:
+            super().__init__(lr, **others)
+            self.save_hyperparameters(ignore=["net", "flag"])
+
+    assert Child(1.0, nn.Identity(), extra=2).hparams == {"lr": 1.0, "width": 2, "extra": 2}
+    assert Child(1.0, nn.Identity()).hparams_initial == {"lr": 1.0, "width": 2}
+
+
+def test_fields_that_init_does_not_take() -> None:
+    @dataclass
+    class Data(DataModule):
+        batch_size: int = 8
+        seen: int = field(default=0, init=False)
+
+        def __post_init__(self) -> None:
+            self.seen = 3
+            self.save_hyperparameters()
+
+    assert Data(4).hparams == {"batch_size": 4}
+
+
+def test_keys_that_are_no_strings() -> None:
+    module = Given({1: "one", (2, 3): "two", "lr": 0.5})
+    assert module.hparams == {1: "one", (2, 3): "two", "lr": 0.5}
+    with pytest.raises(
+        AttributeError, match=r"no hyper-parameter 'lrr'; there are \['\(2, 3\)', '1', 'lr'\]\. Did you mean 'lr'"
+    ):
+        module.hparams.lrr
+
+
+def test_omegaconf() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"optim": {"lr": 0.5, "betas": [0.9, 0.95]}, "lr": "${optim.lr}"})
+    module = Given(config)
+    assert module.hparams.optim.lr == module.hparams.lr == 0.5
+    assert omegaconf.OmegaConf.is_config(module.hparams.optim)
+    config.optim.lr = 1.0
+    assert module.hparams_initial.optim.lr == 0.5
+    missing = omegaconf.OmegaConf.create({"lr": "???", "wrong": "${nowhere}"})
+    assert Given(missing).hparams == {"lr": "???", "wrong": "${nowhere}"}
 
 
 # What is wrong

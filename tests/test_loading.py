@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from tiny import TinyModule, tiny_loader
 from torch import nn
-from trainers import make_trainer, parameters_of, same
+from trainers import Memory, make_trainer, parameters_of, same
 
 from trainkit import Trainer
+from trainkit.checkpoint import open_checkpoint
+from trainkit.cli.main import main
 from trainkit.errors import CheckpointError, StateMismatchError, UnknownNameError
+from trainkit.loggers import CSVLogger
 
 
 class Sized(TinyModule):
@@ -78,10 +84,105 @@ def test_classes_among_the_hyper_parameters_are_left_out() -> None:
             super().__init__()
             self.save_hyperparameters()
 
-    with pytest.warns(UserWarning, match="activation, options.norm are classes"):
+    with pytest.warns(UserWarning, match="checkpoints leave them out.*: activation, options.norm. Give them again"):
         trainer = saved(Activated(nn.Tanh, {"norm": nn.LayerNorm, "depth": 2}))
     again = Activated.load_from_checkpoint(trainer.checkpoint_callback.last_model_path, activation=nn.Tanh)
     assert again.hparams == {"activation": nn.Tanh, "options": {"depth": 2}}
+
+
+class Backbone(TinyModule):
+    """Is given what no checkpoint can hold."""
+
+    def __init__(self, net: nn.Module, act: Any, optimizer: Any, rate: float = 0.1, config: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = net
+
+    def configure_optimizers(self) -> Any:
+        return self.hparams.optimizer(self.parameters(), lr=self.hparams.rate)
+
+
+def test_what_cannot_be_stored_is_there_in_the_run_and_given_again_afterwards() -> None:
+    given = {"net": nn.Linear(4, 1), "act": nn.functional.relu, "optimizer": partial(torch.optim.SGD, momentum=0.9)}
+    config = {"nested": {"norm": nn.Identity(), "depth": 2}, "layers": [nn.Identity(), 3], "object": object(), 5: "five"}
+    module, memory = Backbone(**given, rate=0.25, config=config), Memory()
+    trainer = make_trainer(enable_checkpointing=True, logger=memory)
+    said = (
+        "leave them out.*: net, act, optimizer, config.nested.norm, config.layers, config.object. Give them again when you load"
+    )
+    with pytest.warns(UserWarning, match=said) as caught:
+        trainer.fit(module, tiny_loader())
+    assert len(caught) == 1
+    assert trainer.optimizers[0].param_groups[0]["momentum"] == 0.9
+    assert module.hparams.net is module.layer
+    path = trainer.checkpoint_callback.last_model_path
+    assert open_checkpoint(path).read().state["hyper_parameters"] == {
+        "rate": 0.25,
+        "config": {"nested": {"depth": 2}, 5: "five"},
+    }
+    assert memory.hyperparameters == {
+        "act": "torch.nn.functional.relu",
+        "optimizer": "partial(torch.optim.sgd.SGD, momentum=0.9)",
+        "rate": 0.25,
+        "config": {"nested": {"depth": 2}, "5": "five"},
+    }
+    with pytest.raises(
+        CheckpointError, match=r"Backbone\.load_from_checkpoint\(path, net=\.\.\., act=\.\.\., optimizer=\.\.\.\)"
+    ):
+        Backbone.load_from_checkpoint(path)
+    again = Backbone.load_from_checkpoint(path, **given)
+    assert again.hparams.rate == 0.25
+    assert same(parameters_of(again), parameters_of(module))
+    with warnings.catch_warnings():  # said once
+        warnings.simplefilter("error")
+        trainer.save_checkpoint("again")
+
+
+def test_nothing_is_said_where_nothing_is_stored() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_trainer().fit(Backbone(nn.Linear(4, 1), nn.functional.relu, torch.optim.SGD), tiny_loader())
+
+
+def test_keys_that_are_no_strings() -> None:
+    class Configured(TinyModule):
+        def __init__(self, config: Any = None, rate: float = 0.1, **rest: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters({"rate": rate, 1: "one", "sizes": {2: "two"}, (3, 4): nn.Identity()})
+
+    trainer = make_trainer(enable_checkpointing=True, logger=CSVLogger("logs"))
+    with pytest.warns(UserWarning, match=r"leave them out.*: \(3, 4\)\. Give"):
+        trainer.fit(Configured(rate=0.5), tiny_loader())
+    again = Configured.load_from_checkpoint(trainer.checkpoint_callback.last_model_path)
+    assert again.hparams == {"rate": 0.5, 1: "one", "sizes": {2: "two"}, (3, 4): again.hparams[3, 4]}
+    assert main(["checkpoint", "show", str(trainer.checkpoint_callback.last_model_path)]) == 0
+
+
+def test_omegaconf() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    create = omegaconf.OmegaConf.create
+
+    class Hydra(TinyModule):
+        def __init__(self, config: Any, extra: Any = None) -> None:
+            super().__init__()
+            config = create(config)  # a checkpoint gives dicts and lists
+            self.save_hyperparameters()
+            self.layer = nn.Linear(4, config.net.width)
+            self.learning_rate = config.lr
+
+    config = create({"net": {"width": 1, "layers": [1, {"a": 2}]}, "lr": "${base}", "base": 0.125})
+    memory = Memory()
+    trainer = make_trainer(enable_checkpointing=True, logger=memory)
+    trainer.fit(Hydra(config, create([1, 2])), tiny_loader())
+    path = trainer.checkpoint_callback.last_model_path
+    plain = {"config": {"net": {"width": 1, "layers": [1, {"a": 2}]}, "lr": 0.125, "base": 0.125}, "extra": [1, 2]}
+    held = open_checkpoint(path).read().state["hyper_parameters"]
+    assert held == plain
+    assert [type(held["config"]), type(held["config"]["net"]["layers"]), type(held["extra"])] == [dict, list, list]
+    assert memory.hyperparameters == plain
+    again = Hydra.load_from_checkpoint(path)
+    assert again.learning_rate == 0.125
+    assert same(parameters_of(again), parameters_of(trainer.model))
 
 
 def test_a_model_built_late() -> None:

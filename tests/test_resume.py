@@ -18,7 +18,7 @@ from trainers import Recorder, Watching, make_trainer, parameters_of, same
 
 from trainkit import Callback, DataModule
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint
-from trainkit.checkpoint import open_checkpoint
+from trainkit.checkpoint import open_checkpoint, register, registered
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -399,6 +399,62 @@ def test_what_cannot_be_saved_fails_at_the_start() -> None:
     with pytest.raises(UnsavableError, match=re.escape("""["outer"]["inner"]""")):
         saving(Bad(), recorder).fit(Adam(), tiny_loader())
     assert recorder.batches == []
+
+
+class Average:
+    """Something that no checkpoint can store by itself."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+
+def test_what_a_hook_adds_and_nobody_can_store_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three ways out, each of which works."""
+
+    class Adding(Adam):
+        way = 0
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["fine"] = {"a": 1}
+            checkpoint["average"] = {"slow": Average(0.5)} if self.way in (0, 2) else Average(0.5).state_dict()
+            checkpoint["hyper_parameters"]["act"] = torch.relu
+            if self.way:
+                del checkpoint["hyper_parameters"]["act"]
+            if self.way == 3:
+                del checkpoint["average"]
+
+    recorder = Recorder()
+    with pytest.raises(UnsavableError) as caught:
+        saving(recorder).fit(Adding(), tiny_loader())
+    assert recorder.batches == []
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "on_save_checkpoint added to the checkpoint what cannot be stored:"
+    assert lines[1].startswith('  checkpoint["average"]["slow"] cannot be stored: it is a ')
+    assert lines[2].startswith("  checkpoint[\"hyper_parameters\"]['act'] cannot be stored: it is code")
+    assert 'checkpoint["average"] = self.thing.state_dict()' in lines[4]
+    assert "trainkit.checkpoint.register(Average, encode, decode)" in lines[5]
+    assert 'remove the line checkpoint["average"] = ...' in lines[6]
+
+    monkeypatch.setattr(registered, "_by_kind", {})
+    monkeypatch.setattr(registered, "_by_name", {})
+    for way in (1, 3, 2):
+        if way == 2:
+            register(Average, Average.state_dict, lambda state: Average(**state))
+        module = Adding()
+        module.way = way
+        trainer = saving()
+        trainer.fit(module, tiny_loader())
+        kept = open_checkpoint(trainer.checkpoint_callback.last_model_path).read().state["user"]
+        assert kept["fine"] == {"a": 1}
+        if way == 1:
+            assert kept["average"] == {"value": 0.5}
+        elif way == 2:
+            assert kept["average"]["slow"].value == 0.5
+        else:
+            assert "average" not in kept
 
 
 def test_a_run_that_early_stopping_ended_goes_on_with_more_patience() -> None:

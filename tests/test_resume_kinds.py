@@ -9,9 +9,11 @@ import torch
 from saving import Adam, SaveIn
 from tiny import TinyModule, tiny_loader
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from trainers import make_trainer, parameters_of, same
 
-from trainkit import Callback, Trainer
+from trainkit import Accelerator, Callback, Trainer, set_seed
+from trainkit.checkpoint import open_checkpoint
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true", "64-true"])
@@ -119,3 +121,68 @@ def test_loaders_read_together() -> None:
     expected = run()
     run(SaveIn("on_train_batch_end", 5))
     assert same(parameters_of(run(ckpt_path="there")), parameters_of(expected))
+
+
+class Deep(Adam):
+    """Two layers and a dropout, whose activations are recomputed in the backward or not."""
+
+    def __init__(self, wrapped: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        block: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.3))
+        block.register_buffer("kept", torch.arange(3.0))
+        self.layer = nn.Sequential(checkpoint_wrapper(block) if wrapped else block, nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("before, after", [(True, False), (False, True), (True, True)])
+def test_activation_checkpointing_leaves_no_trace(before: bool, after: bool) -> None:
+    """A checkpoint of a module with torch's ``checkpoint_wrapper`` inside resumes exactly without it, and the other way."""
+
+    def run(wrapped: bool, *callbacks: Callback, **arguments: Any) -> dict[str, Any]:
+        module = Deep(wrapped)
+        module.layer[1].bias.requires_grad = False
+        make_trainer(*callbacks, max_epochs=2).fit(module, tiny_loader(24, shuffle=True), **arguments)
+        return module.state_dict()
+
+    expected = run(False)
+    run(before, SaveIn("on_train_batch_end", 3))
+    loaded = open_checkpoint("there").read()
+    assert not [name for part in loaded.tensors.values() for name in part if "_checkpoint_wrapped_module" in name]
+    assert "_checkpoint_wrapped_module" not in repr(loaded.state)
+    assert same(run(after, ckpt_path="there"), expected)
+
+
+@pytest.mark.parametrize("before, after", [(True, False), (False, True)])
+def test_activation_checkpointing_in_an_own_loop(before: bool, after: bool) -> None:
+    def loop(wrapped: bool, steps: range) -> dict[str, Any]:
+        set_seed(1)
+        accelerator = Accelerator()
+        plain = Deep(wrapped).layer
+        model, optimizer = accelerator.prepare(plain, torch.optim.Adam(plain.parameters(), lr=0.1))
+        if steps.start:
+            accelerator.load_state("half")
+        for step in steps:
+            torch.manual_seed(step)
+            accelerator.backward(model(torch.randn(8, 4)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state("half")
+        return plain.state_dict()
+
+    expected = loop(False, range(8))
+    loop(before, range(4))
+    assert same(loop(after, range(4, 8)), expected)
+
+
+def test_a_checkpoint_that_has_the_names_of_the_wrapper_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they were written before: with ``_checkpoint_wrapped_module`` in the names of optimizer state."""
+    expected = Deep(True)
+    make_trainer(max_epochs=2).fit(expected, tiny_loader(24, shuffle=True))
+    with monkeypatch.context() as patch:
+        patch.setattr("trainkit.state.names._inserted", lambda module: set())
+        make_trainer(SaveIn("on_train_batch_end", 3), max_epochs=2).fit(Deep(True), tiny_loader(24, shuffle=True))
+    assert "0/layer.0._checkpoint_wrapped_module.0.weight/exp_avg" in open_checkpoint("there").read().tensors["optimizer"]
+    for wrapped in (True, False):
+        module = Deep(wrapped)
+        make_trainer(max_epochs=2).fit(module, tiny_loader(24, shuffle=True), ckpt_path="there")
+        assert same(module.state_dict(), expected.state_dict())

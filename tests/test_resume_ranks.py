@@ -17,6 +17,7 @@ import torch
 from saved_state import differences
 from tiny import TinyModule, tiny_loader
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from worlds import run_world, start_world
 
 from trainkit import Accelerator, Callback, Trainer, set_seed
@@ -42,6 +43,15 @@ class Wide(TinyModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class Checkpointed(Wide):
+    """The same, with activations of its two large layers recomputed in the backward."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__(seed)
+        self.layer[0] = checkpoint_wrapper(self.layer[0])
+        self.layer[2] = checkpoint_wrapper(self.layer[2])
 
 
 class At(Callback):
@@ -143,6 +153,23 @@ def gathered(state: dict[str, Any]) -> Any:
     """What each process had of each metric; a restored one that was not logged again says more."""
     kept = ("name", "total", "weight", "values", "weights", "step_value", "stamp")
     return [[{key: entry[key] for key in kept} for entry in own["metrics"]] for own in state["metrics"]]
+
+
+def wrapped_and_save(before: type, after: type) -> list[str]:
+    """Saved by one class in the middle, resumed by the other one, to the end."""
+    at = At("on_train_batch_end", 3, lambda trainer: trainer.save_checkpoint("first"))
+    fit(at, enable_checkpointing=False, max_steps=3, module=before())
+    ends = [fit(enable_checkpointing=False, max_steps=6, module=Wide()).model]
+    ends.append(fit(enable_checkpointing=False, max_steps=6, ckpt_path="first", module=after(seed=99)).model)
+    return [" ".join(value.double().sum().item().hex() for value in model.state_dict().values()) for model in ends]
+
+
+@pytest.mark.parametrize("before, after", [(Checkpointed, Wide), (Wide, Checkpointed)])
+def test_activation_checkpointing_leaves_no_trace(run_dir: Path, before: type, after: type) -> None:
+    for whole, resumed in run_world(2, wrapped_and_save, before, after):
+        assert resumed == whole
+    loaded = open_checkpoint("first").read()
+    assert not [name for part in loaded.tensors.values() for name in part if "_checkpoint_wrapped_module" in name]
 
 
 class Loop:
@@ -424,7 +451,8 @@ def otherwise(what: str) -> tuple[str, str]:
     trainer = make(*callbacks, enable_checkpointing=not (other and what == "checkpointing"), max_epochs=2)
     path = None if other and what == "ckpt_path" else FOLDER / "step-00000002" if other and what == "path" else "last"
     restore = {"model"} if other and what == "restore" else None
-    return error_of(lambda: trainer.fit(Wide(), tiny_loader(48, shuffle=True), ckpt_path=path, restore=restore))
+    strict = not (other and what == "strict")
+    return error_of(lambda: trainer.fit(Wide(), tiny_loader(48, shuffle=True), ckpt_path=path, restore=restore, strict=strict))
 
 
 @pytest.mark.parametrize(
@@ -433,6 +461,7 @@ def otherwise(what: str) -> tuple[str, str]:
         ("ckpt_path", "rank 0 has ckpt_path=last, and rank 1 ckpt_path=None"),
         ("path", "rank 0 has ckpt_path=last, and rank 1 ckpt_path=a path"),
         ("restore", "rank 1 restore=['model']"),
+        ("strict", "rank 0 has strict=True, and rank 1 strict=False"),
         ("callbacks", "'every_n_train_steps': 2"),
         ("checkpointing", "rank 1 callbacks=[]"),
     ],

@@ -19,7 +19,7 @@ from trainkit.console import notice, warn
 from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.state.model import frozen_fingerprint, has_adapters
 from trainkit.state.parts import SaveMode, about, capture, shown
-from trainkit.state.run import Phase, capture_run, consumed, parts_of
+from trainkit.state.run import Phase, added_by_hooks, capture_run, consumed, parts_of
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
@@ -171,7 +171,17 @@ class Checkpointing:
     def _draft(self, content: Content) -> Draft:
         """A content laid out; if that cannot be on one process, it is an error on all."""
         drafts: list[Draft] = []
-        together(self._world, lambda: drafts.append(Draft(content, rank=self._world.rank, ranks=self._world.size)))
+
+        def lay_out() -> None:
+            try:
+                drafts.append(Draft(content, rank=self._world.rank, ranks=self._world.size))
+            except UnsavableError as error:
+                explained = added_by_hooks(content.state)
+                if explained is None:
+                    raise
+                raise explained from error
+
+        together(self._world, lay_out)
         return drafts[0]
 
     def content(

@@ -30,6 +30,8 @@ class Evaluating(TrainerState):
         datamodule: DataModule | None = None,
         verbose: bool = True,
         ckpt_path: str | Path | None = None,
+        *,
+        strict: bool = True,
         **unknown: Any,
     ) -> list[dict[str, float]]:
         """Run the validation loop once.
@@ -41,12 +43,13 @@ class Evaluating(TrainerState):
             verbose: print the metrics.
             ckpt_path: with the weights of a checkpoint: a path, ``"best"``, ``"last"`` or ``"auto"``, as in :meth:`fit`.
                 Default: the weights as they are.
+            strict: names that are missing in the checkpoint or in the model are an error; ``False``: a notice lists them.
 
         Returns:
             The metrics of each loader.
         """
-        refuse_unknown("Trainer.validate", unknown, ["model", "dataloaders", "datamodule", "verbose", "ckpt_path"])
-        return _run(cast("Trainer", self), "validate", "validation", model, dataloaders, datamodule, verbose, ckpt_path)
+        refuse_unknown("Trainer.validate", unknown, ["model", "dataloaders", "datamodule", "verbose", "ckpt_path", "strict"])
+        return _run(cast("Trainer", self), "validate", "validation", model, dataloaders, datamodule, verbose, ckpt_path, strict)
 
     def test(
         self,
@@ -55,11 +58,13 @@ class Evaluating(TrainerState):
         datamodule: DataModule | None = None,
         verbose: bool = True,
         ckpt_path: str | Path | None = None,
+        *,
+        strict: bool = True,
         **unknown: Any,
     ) -> list[dict[str, float]]:
         """Run the test loop once; arguments and result as of :meth:`validate`."""
-        refuse_unknown("Trainer.test", unknown, ["model", "dataloaders", "datamodule", "verbose", "ckpt_path"])
-        return _run(cast("Trainer", self), "test", "test", model, dataloaders, datamodule, verbose, ckpt_path)
+        refuse_unknown("Trainer.test", unknown, ["model", "dataloaders", "datamodule", "verbose", "ckpt_path", "strict"])
+        return _run(cast("Trainer", self), "test", "test", model, dataloaders, datamodule, verbose, ckpt_path, strict)
 
     def predict(
         self,
@@ -68,6 +73,8 @@ class Evaluating(TrainerState):
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
         ckpt_path: str | Path | None = None,
+        *,
+        strict: bool = True,
         **unknown: Any,
     ) -> list[Any] | None:
         """What ``predict_step`` returns for each batch; with several loaders, a list of that for each.
@@ -82,11 +89,12 @@ class Evaluating(TrainerState):
             return_predictions: ``False`` keeps and gathers nothing, for callbacks that write the predictions:
                 ``trainkit.callbacks.PredictionWriter``.
             ckpt_path: as in :meth:`validate`.
+            strict: as in :meth:`validate`.
         """
-        known = ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path"]
+        known = ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "strict"]
         refuse_unknown("Trainer.predict", unknown, known)
         self._keep_predictions = return_predictions
-        _run(cast("Trainer", self), "predict", "predict", model, dataloaders, datamodule, False, ckpt_path)
+        _run(cast("Trainer", self), "predict", "predict", model, dataloaders, datamodule, False, ckpt_path, strict)
         plan = self.plans.get("predict")
         if not return_predictions or plan is None:
             return None
@@ -103,6 +111,7 @@ def _run(
     datamodule: DataModule | None,
     verbose: bool,
     ckpt_path: str | Path | None,
+    strict: bool,
 ) -> list[dict[str, float]]:
     module = trainer.lightning_module if module is None else module
     if isinstance(dataloaders, DataModule) and datamodule is None:
@@ -115,8 +124,8 @@ def _run(
         plan.keeps = name == "predict" and trainer._keep_predictions
         build_hooks(trainer)
         if ckpt_path is not None:
-            check_restore(ckpt_path, None, None)
-            load_weights(trainer, ckpt_path)
+            check_restore(ckpt_path, None, None, strict)
+            load_weights(trainer, ckpt_path, strict)
         trainer.validating = stage == "validate"
         results = evaluate(trainer, plan)
         if plan.keeps:

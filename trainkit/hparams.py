@@ -6,16 +6,18 @@ import copy
 import inspect
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
-from trainkit.console import warn
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.omega import is_omegaconf, plain_container
 
 __all__ = ["HyperParameters", "HyperParametersMixin"]
+
+_DEPTH = 32  # deeper than any real configuration: a structure that contains itself
 
 
 class HyperParameters(dict[str, Any]):
@@ -25,7 +27,8 @@ class HyperParameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyper-parameter {name!r}; there are {sorted(self)}.{nearest(name, self)}") from None
+            names = sorted(map(str, self))
+            raise AttributeError(f"no hyper-parameter {name!r}; there are {names}.{nearest(name, names)}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -49,8 +52,8 @@ class HyperParametersMixin:
 
     @property
     def hparams_initial(self) -> HyperParameters:
-        """The hyper-parameters as they were when they were saved."""
-        return copy.deepcopy(self._hparams_initial or HyperParameters())
+        """The hyper-parameters as they were when they were saved; modules and functions among them are not copied."""
+        return HyperParameters(_copied(self._hparams_initial or {}))
 
     def save_hyperparameters(
         self,
@@ -61,11 +64,14 @@ class HyperParametersMixin:
     ) -> None:
         """Keep the arguments of ``__init__`` as ``self.hparams``: they are logged and come back with a checkpoint.
 
-        Call it in ``__init__``. Arguments that are modules or functions are left out with a warning: they are no values.
+        Call it in ``__init__``. ``self.hparams`` has what was given, modules and functions included; checkpoints and loggers
+        leave out what they cannot store, which one warning names when a run starts. ``load_from_checkpoint`` is then given it
+        again. To store values of a type of your own, call :func:`trainkit.checkpoint.register`.
 
         Args:
-            *args: names of arguments to keep (default: all), or one dict, Namespace or dataclass that holds them.
-            ignore: names to leave out.
+            *args: names of arguments to keep (default: all), or one dict, Namespace, dataclass or ``DictConfig`` that holds
+                them. Of a module that is a dataclass itself, fields with ``init=False`` are no hyper-parameters.
+            ignore: names to leave out, also of what a base class has saved.
             frame: the frame of ``__init__``, if the call is not made directly from it.
             logger: log them when a run starts.
 
@@ -81,23 +87,17 @@ class HyperParametersMixin:
             collected = _arguments(self, caller)
             collected = {name: _named(name, collected) for name in args} if args else collected
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        kept = {name: value for name, value in collected.items() if name not in ignored}
-        for name, value in list(kept.items()):
-            if isinstance(value, nn.Module) or (callable(value) and not isinstance(value, type)):
-                warn(
-                    f"hyper-parameter {name!r} is a {type(value).__name__}, which is no value that could be stored; it is left "
-                    f"out. Say so with save_hyperparameters(ignore=[{name!r}])."
-                )
-                del kept[name]
-        self.hparams.update(kept)
-        object.__setattr__(self, "_hparams_initial", copy.deepcopy(self.hparams))
+        self.hparams.update(collected)
+        for name in ignored:
+            self.hparams.pop(name, None)
+        object.__setattr__(self, "_hparams_initial", HyperParameters(_copied(self.hparams)))
         object.__setattr__(self, "_log_hyperparams", logger)
 
 
 def _arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
     """The arguments that ``owner`` is being made with: of ``__init__`` in ``frame``, or the fields of a dataclass."""
     if is_dataclass(owner):
-        return {field.name: getattr(owner, field.name) for field in fields(owner) if hasattr(owner, field.name)}
+        return {field.name: getattr(owner, field.name) for field in fields(owner) if field.init and hasattr(owner, field.name)}
     if frame is None or frame.f_code.co_name != "__init__":
         raise ConfigurationError(
             "save_hyperparameters() takes the arguments of the __init__ that calls it. Call it there, or pass them: "
@@ -136,10 +136,36 @@ def _as_mapping(value: Any) -> dict[str, Any]:
     if isinstance(value, Namespace):
         return dict(vars(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return dict(value)
+        try:
+            return dict(value)
+        except Exception:
+            if not is_omegaconf(value):
+                raise
+            return dict(plain_container(value))  # a value that is missing, or an interpolation that leads nowhere
     raise _not_arguments(value)
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    """A value whose containers are copied, so that later changes do not reach it; everything else is the same object."""
+    if depth > _DEPTH:
+        return value
+    if isinstance(value, dict):
+        entries = copy.copy(value)  # of the same class
+        for key, item in value.items():
+            entries[key] = _copied(item, depth + 1)
+        return entries
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, depth + 1) for item in value)
+    if isinstance(value, set) or is_omegaconf(value):
+        return copy.deepcopy(value)
+    if isinstance(value, Namespace) or (is_dataclass(value) and not isinstance(value, nn.Module | type)):
+        made: Any = copy.copy(value)
+        if hasattr(made, "__dict__"):
+            vars(made).update({name: _copied(item, depth + 1) for name, item in vars(value).items()})
+        return made
+    return value
 
 
 def _not_arguments(value: Any) -> ConfigurationError:

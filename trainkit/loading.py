@@ -81,8 +81,9 @@ def _arguments(cls: type, state: Mapping[str, Any], overrides: Mapping[str, Any]
     arguments = {**saved, **overrides}
     unused = [name for name in arguments if name not in names]
     if unused and not takes_all:
-        notice(f"hyper-parameters that {cls.__name__} does not take are left out: {', '.join(unused)}.")
+        notice(f"hyper-parameters that {cls.__name__} does not take are left out: {', '.join(map(str, unused))}.")
         arguments = {name: value for name, value in arguments.items() if name in names}
+    arguments = {name: value for name, value in arguments.items() if isinstance(name, str)}  # no other can be an argument
     needed = [p.name for p in parameters if p.default is p.empty and p.name in names and p.name not in arguments]
     if needed:
         raise CheckpointError(

@@ -29,7 +29,9 @@ PARTS = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "logg
 _FITS = itertools.count(1)  # of this process: after a restart the same script comes by the same ones
 
 
-def check_restore(ckpt_path: Any, given: Collection[str] | None, overrides: Mapping[str, Any] | None) -> set[str]:
+def check_restore(
+    ckpt_path: Any, given: Collection[str] | None, overrides: Mapping[str, Any] | None, strict: bool = True
+) -> set[str]:
     """The parts to be restored.
 
     Raises:
@@ -40,8 +42,12 @@ def check_restore(ckpt_path: Any, given: Collection[str] | None, overrides: Mapp
         raise ConfigurationError(f"ckpt_path must be a path, 'auto', 'last' or 'best', not {ckpt_path!r}.")
     if ckpt_path == "":
         raise ConfigurationError("ckpt_path is an empty string. For a fresh start: ckpt_path=None; for the newest one: 'auto'.")
-    if ckpt_path is None and (given is not None or overrides):
-        raise ConfigurationError("restore= and overrides= need a checkpoint: fit(module, loader, ckpt_path='auto', ...).")
+    if not isinstance(strict, bool):
+        raise ConfigurationError(f"strict must be True or False, not {strict!r}.")
+    if ckpt_path is None and (given is not None or overrides or not strict):
+        raise ConfigurationError(
+            "restore=, overrides= and strict=False need a checkpoint: fit(module, loader, ckpt_path='auto', ...)."
+        )
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ConfigurationError(
             f"overrides must be a dict of optimizer options, not {overrides!r}. For example: {{'lr': 1e-4}}"
@@ -49,7 +55,9 @@ def check_restore(ckpt_path: Any, given: Collection[str] | None, overrides: Mapp
     return check_names(given, PARTS)
 
 
-def begin_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], chosen: bool) -> None:
+def begin_resume(
+    trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], chosen: bool, strict: bool = True
+) -> None:
     """Read the checkpoint that a fit goes on from, before anything is set up: data may be split under its seed.
 
     Args:
@@ -57,10 +65,11 @@ def begin_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wan
         ckpt_path: which one; ``None``: a fresh start.
         wanted: the parts to be restored; what cannot be is taken out.
         chosen: the user has named the parts.
+        strict: as of :func:`restore_fit`.
     """
     world, key = trainer.strategy.world, f"run/{next(_FITS)}"
     trainer.found = None
-    _agree(trainer, ckpt_path, wanted)
+    _agree(trainer, ckpt_path, wanted, strict)
     before = world.recall(key) if world.restarts else None
     if ckpt_path is not None or before is not None:
         folders = checkpoint_folders(trainer)
@@ -84,7 +93,7 @@ def begin_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wan
         world.remember(key, f"{trainer.checkpointing.run_id} {trainer.checkpointing.last_counter()}")
 
 
-def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str]) -> None:
+def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], strict: bool) -> None:
     """What is looked for and what is saved must be the same on all processes, or they would wait for each other for ever.
 
     Raises:
@@ -92,7 +101,8 @@ def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: s
     """
     which = str(ckpt_path) if ckpt_path is None or ckpt_path in WORDS else "a path"  # of which the main process's counts
     saving = [callback.state_key for callback in trainer.checkpoint_callbacks]
-    said = trainer.strategy.world.exchange([f"ckpt_path={which}", f"restore={sorted(wanted)}", f"callbacks={saving}"])
+    own = [f"ckpt_path={which}", f"restore={sorted(wanted)}", f"strict={strict}", f"callbacks={saving}"]
+    said = trainer.strategy.world.exchange(own)
     for rank, own in enumerate(said):
         for first, other in zip(said[0], own, strict=True):
             if first != other:
@@ -167,8 +177,14 @@ def _take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -
             )
 
 
-def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]) -> bool:
+def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any], strict: bool = True) -> bool:
     """Put the checkpoint's state into the run, which is set up; returns whether there is a checkpoint.
+
+    Args:
+        trainer: the trainer.
+        wanted: the parts to be restored.
+        overrides: options of the optimizers.
+        strict: names that are missing or not expected in the model are an error.
 
     Raises:
         StateMismatchError: it does not fit; nothing has been trained.
@@ -184,7 +200,8 @@ def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]
     seen = _ask_hooks(trainer, loaded)
     tensors = {**loaded.tensors, "model": seen["state_dict"]}
     parts = parts_of(trainer)
-    restore(parts, tensors, state, loaded.manifest.aliases, wanted=wanted, what=str(found.path), keep=True)
+    aliases, what = loaded.manifest.aliases, str(found.path)
+    restore(parts, tensors, state, aliases, wanted=wanted, what=what, strict=strict, keep=True)
     restore_run(trainer, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
     if overrides and not found.restart:  # of the first start: the run has them
         _override(parts, overrides)
@@ -204,15 +221,16 @@ def _ask_hooks(trainer: Trainer, loaded: Loaded) -> dict[str, Any]:
     return seen
 
 
-def load_weights(trainer: Trainer, ckpt_path: str | os.PathLike[str]) -> None:
-    """The model's weights only, for an evaluation."""
+def load_weights(trainer: Trainer, ckpt_path: str | os.PathLike[str], strict: bool = True) -> None:
+    """The model's weights only, for an evaluation; ``strict`` as of :func:`restore_fit`."""
     found = find_checkpoint(trainer, ckpt_path, checkpoint_folders(trainer), whole=False)
     if found is None:
         return
     loaded = found.loaded
     seen = _ask_hooks(trainer, loaded)
     parts = Parts([trainer.lightning_module], [], [], trainer.precision, trainer.strategy)
-    restore(parts, {"model": seen["state_dict"]}, loaded.state, loaded.manifest.aliases, wanted={"model"}, what=str(found.path))
+    tensors, aliases, what = {"model": seen["state_dict"]}, loaded.manifest.aliases, str(found.path)
+    restore(parts, tensors, loaded.state, aliases, wanted={"model"}, what=what, strict=strict)
     notice(f"weights of {found}.")
 
 

@@ -32,6 +32,7 @@ from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.running import agree_on_signals, build_hooks, check_sanity, interruptible, plan_evaluation, running
 from trainkit.settings.for_trainer import blamed, with_settings
 from trainkit.setup_run import finish_fit_plan, fit_plan, overrides, train_loader, validate_every
+from trainkit.state.hyper import logged
 from trainkit.strategy import Strategy
 from trainkit.where import joined_strategy, read_wanted
 
@@ -176,6 +177,7 @@ class Trainer(Evaluating):
         *,
         restore: Collection[str] | None = None,
         overrides: Mapping[str, Any] | None = None,
+        strict: bool = True,
         **unknown: Any,
     ) -> None:
         """Train a module: a new run from step 0 with the module's parameters as they are, or one that goes on.
@@ -194,6 +196,8 @@ class Trainer(Evaluating):
                 data, metrics), "callbacks", "loggers" (default: all).
             overrides: options of the optimizer to be put over the restored ones, such as ``{"lr": 1e-4}``; under a schedule
                 ``lr`` is what the schedule starts from, and what is left of it is scaled.
+            strict: names that are missing in the checkpoint or in the model are an error. ``False``: a notice lists them, and
+                the optimizer starts without state for parameters that were not there. Other shapes are an error always.
 
         Raises:
             ModuleError, DataError, ConfigurationError: something that the module or the data lacks; before training starts.
@@ -202,12 +206,12 @@ class Trainer(Evaluating):
             Preempted: SIGTERM or SIGUSR1 came; the run was saved. It is a ``SystemExit`` with code 143.
             KeyboardInterrupt: Ctrl-C; the step was finished and the run saved.
         """
-        known = ["model", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "restore", "overrides"]
+        known = ["model", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "restore", "overrides", "strict"]
         refuse_unknown("Trainer.fit", unknown, known)
         if isinstance(train_dataloaders, DataModule) and datamodule is None:
             train_dataloaders, datamodule = None, train_dataloaders
-        wanted = check_restore(ckpt_path, restore, overrides)
-        first = partial(begin_resume, self, ckpt_path, wanted, chosen=restore is not None)
+        wanted = check_restore(ckpt_path, restore, overrides, strict)
+        first = partial(begin_resume, self, ckpt_path, wanted, chosen=restore is not None, strict=strict)
         with interruptible(self), running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders, first=first):
             self._given = train_dataloaders, val_dataloaders
             loader = train_loader(self, train_dataloaders)
@@ -218,7 +222,7 @@ class Trainer(Evaluating):
             self.val_plan = plan_evaluation(self, "validation", val_dataloaders)
             build_hooks(self)
             finish_fit_plan(self)
-            resumed = restore_fit(self, wanted, overrides or {})
+            resumed = restore_fit(self, wanted, overrides or {}, strict)
             self._loaded_in = self.current_epoch
             self._start_loggers()
             self.checkpointing.begin()
@@ -355,16 +359,17 @@ class Trainer(Evaluating):
         """Give the loggers their folders and the hyper-parameters."""
         owners = [o for o in (self.datamodule, self.lightning_module) if o is not None and o._log_hyperparams]
         values = {name: value for owner in owners for name, value in owner.hparams.items()}
-        differing = [name for owner in owners for name, value in owner.hparams.items() if repr(value) != repr(values[name])]
+        differing = [str(n) for owner in owners for n, value in owner.hparams.items() if repr(value) != repr(values[n])]
         if differing:
             raise ConfigurationError(
                 f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "
                 "Rename one, or leave it out: save_hyperparameters(logger=False)"
             )
         _make_log_folders(self.loggers)
-        if values:
+        if values and self.loggers:
+            kept = {name: value for owner in owners for name, value in logged(owner).items()}
             for logger in self.loggers:
-                logger.log_hyperparams(values)
+                logger.log_hyperparams(kept)
 
 
 def _make_log_folders(loggers: list[Logger]) -> None:

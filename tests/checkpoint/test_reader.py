@@ -119,6 +119,7 @@ def test_what_is_near_is_named(run_dir: Path) -> None:
     (run_dir / "x").rename(folder / ".step-00000030.tmp-run")
     (folder / "notes").mkdir()
     (run_dir / "model.ckpt").write_text("")
+    (run_dir / "model.txt").write_text("")
     for path, parts in {
         folder: ["folder of checkpoints", "'step-00000010', 'step-00000020'", f"Fix: '{folder / 'step-00000020'}'"],
         folder / "step-00000011": ["there is nothing", "'step-00000010', 'step-00000020'", "Did you mean 'step-000000"],
@@ -126,7 +127,8 @@ def test_what_is_near_is_named(run_dir: Path) -> None:
         folder / ".step-00000030.tmp-run": ["not finished"],
         folder / "step-00000010" / "model.safetensors": [f"Fix: '{folder / 'step-00000010'}'"],
         run_dir / "nowhere" / "step": ["there is nothing", "none in"],
-        run_dir / "model.ckpt": ["a checkpoint is a folder"],
+        run_dir / "model.ckpt": ["is a checkpoint of Lightning's"],
+        run_dir / "model.txt": ["a checkpoint is a folder"],
     }.items():
         with pytest.raises(CheckpointNotFoundError) as caught:
             open_checkpoint(path)

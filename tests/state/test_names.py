@@ -9,6 +9,7 @@ import torch
 from saved_state import differences, restore_model
 from support import run_python, without_gloo
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.nn.parallel import DataParallel
 
 from trainkit.errors import UnsavableError
@@ -42,6 +43,12 @@ def test_a_plain_module_keeps_its_names() -> None:
         lambda m: DataParallel(compiled(m)),
         lambda m: compiled(DataParallel(m)),
         lambda m: DataParallel(DataParallel(m)),
+        checkpoint_wrapper,
+        offload_wrapper,
+        lambda m: checkpoint_wrapper(offload_wrapper(m)),
+        lambda m: compiled(checkpoint_wrapper(m)),
+        lambda m: checkpoint_wrapper(compiled(m)),
+        lambda m: DataParallel(checkpoint_wrapper(compiled(checkpoint_wrapper(DataParallel(m))))),
     ],
 )
 def test_wrappers_leave_no_trace_at_their_place_only(wrap: object) -> None:
@@ -54,6 +61,8 @@ def test_wrappers_leave_no_trace_at_their_place_only(wrap: object) -> None:
     fresh = nn.Sequential(nn.Linear(2, 2), wrap(Named()))
     assert restore_model(fresh, capture_model(plain), what="checkpoint") == []
     assert differences(capture_model(fresh).tensors, capture_model(outer).tensors) == []
+    expected = ["0.weight", "0.bias", "1.module.weight", "1._orig_mod.weight"]
+    assert list(parameter_names([outer]).values()) == list(capture_model(outer).trained) == expected
 
 
 def test_a_compiled_module_runs_what_was_loaded() -> None:

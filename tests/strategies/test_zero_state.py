@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from elastic import killed, parameters, resumed, undisturbed
-from parity import Case, train
+from parity import Case, Recorder, RegressionModule, train
 from replicas import together
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from zero_cases import STAGES, strategy
-from zero_resume import ADAMW, assert_portable, case, go_on, save, tensors
+from zero_resume import ADAMW, SaveAtOnce, assert_portable, case, go_on, save, tensors
 
 from trainkit import Callback
+from trainkit.errors import StateMismatchError
 
 UNDER = [("auto", 1), ("ddp", 2), *((kind, 2) for kind in STAGES if kind != "zero1-cpu"), ("zero3", 1), ("zero2", 3)]
 
@@ -101,3 +103,60 @@ def test_no_process_reads_the_whole_checkpoint(kind: str, run_dir: Path) -> None
     seen = OnDisk()
     train(case(), seen, strategy=strategy(kind), ckpt_path=str(run_dir / "saved"))
     assert seen.mapped == [set() if kind == "auto" else {"model.safetensors", "optimizer.safetensors"}, set()]
+
+
+class Checkpointed(RegressionModule):
+    """With activations recomputed in the backward, by what torch wraps a layer in."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.net[0] = checkpoint_wrapper(self.net[0])
+
+
+@pytest.mark.parametrize(
+    "before, kind, after, other",
+    [
+        (Checkpointed, "zero3", RegressionModule, "zero2"),
+        (RegressionModule, "zero2", Checkpointed, "zero3"),
+        pytest.param(Checkpointed, "zero3-both-cpu", Checkpointed, "zero1", marks=ZERO),
+    ],
+)
+def test_activation_checkpointing_leaves_no_trace(before: type, kind: str, after: type, other: str, run_dir: Path) -> None:
+    together(2, {"save": (save, case(make=before), kind, run_dir / "saved")})
+    assert not [name for name in tensors(run_dir / "saved") if "_checkpoint_wrapped_module" in name]
+    assert_portable(run_dir / "saved", other, 2, make=after)
+
+
+class Longer(RegressionModule):
+    """With a layer more, which gets its gradients too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.more = torch.nn.Linear(6, 6)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss({**batch, "x": self.more(batch["x"].to(self.dtype))})
+
+
+def lengthened(kind: str, source: Path, copy: Path) -> tuple[str, int]:
+    """What a run with a layer more is told, and how far it comes when it loads what fits."""
+    longer = case(make=Longer)
+    try:
+        train(longer, strategy=strategy(kind), ckpt_path=str(source))
+    except StateMismatchError as error:
+        said = str(error)
+    recorder = Recorder()
+    train(longer, recorder, SaveAtOnce(copy), strategy=strategy(kind), ckpt_path=str(source), strict=False)
+    return said, max(step for step, _ in recorder.record.losses)
+
+
+@pytest.mark.parametrize("kind", ["zero2", pytest.param("zero3", marks=ZERO)])
+def test_what_fits_of_another_model(kind: str, run_dir: Path) -> None:
+    """``strict=False``: a parameter that was not there starts with moments of zero."""
+    together(2, {"save": (save, case(), kind, run_dir / "saved")})
+    ends = together(2, {"go": (lengthened, kind, run_dir / "saved", run_dir / "copy")})["go"]
+    assert all("missing in the checkpoint (2): more.weight, more.bias" in said for said, _ in ends)
+    assert [step for _, step in ends] == [19, 19]
+    before, after = tensors(run_dir / "saved"), tensors(run_dir / "copy")
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert not after["optimizer/0/more.weight/exp_avg"].any()

@@ -20,6 +20,7 @@ from trainkit.distributed import World
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 from trainkit.state.adapters import adapter_folders
 from trainkit.state.model import capture_model, clean_names
+from trainkit.state.names import without_checkpoint_wrapper
 from trainkit.state.parts import configurations
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _refuse_without_values(accelerator: Accelerator, state: Mapping[Any, Any]) -
     for model in map(accelerator.unwrap_model, accelerator._models):
         standins = accelerator.strategy.exported_weights(model)
         for name, parameter in model.named_parameters():
-            whole, given = standins.get(id(parameter)), state.get(name)
+            whole, given = standins.get(id(parameter)), state.get(without_checkpoint_wrapper(name))
             if whole is not None and whole.numel() and isinstance(given, Tensor) and not given.numel():
                 raise ConfigurationError(
                     f"save(): {name!r} has no values in this state dict, as the parameters are divided over the processes. "

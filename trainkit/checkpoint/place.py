@@ -65,6 +65,8 @@ def nothing_at(path: Path) -> str:
     """Why there is no checkpoint at ``path``, and which are near."""
     if path.name.startswith("."):
         return f"{path} is no checkpoint: a name that starts with '.' is that of one that is not finished or being removed."
+    if (foreign := _foreign(path)) is not None:
+        return foreign
     inside = _checkpoints_in(path)
     if inside:
         return f"{path} is a folder of checkpoints, expected one of them: {some(inside)}. Fix: {str(path / inside[-1])!r}."
@@ -81,6 +83,28 @@ def nothing_at(path: Path) -> str:
     close = get_close_matches(path.name, beside, n=1)
     near = f"In {path.parent} there are: {some(beside)}." if beside else f"There is none in {path.parent} either."
     return f"{path}: expected a checkpoint, but {reason}. {near}" + (f" Did you mean {close[0]!r}?" if close else "")
+
+
+def _foreign(path: Path) -> str | None:
+    """What a checkpoint of another program is, and how its weights are loaded; None if it does not look like one."""
+    only = "Optimizers, schedules and the position do not come over: docs/from-lightning.md#checkpoints"
+    load = f"module.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True)"
+    if path.suffix == ".ckpt" and path.is_file():
+        return (
+            f"{path} is a checkpoint of Lightning's, a file; expected one of trainkit's, which are folders. Load its weights "
+            f"into the module, and do not pass it as a checkpoint: {load}['state_dict']). {only}"
+        )
+    if path.suffix in (".pt", ".pth", ".bin") and path.is_file():
+        return (
+            f"{path} is a file that torch.save wrote; expected a checkpoint of trainkit's, which are folders. Load its weights "
+            f"into the module, and do not pass it as a checkpoint: {load}). {only}"
+        )
+    if path.suffix == ".ckpt" and path.is_dir():
+        return (
+            f"{path} is a sharded checkpoint of Lightning's (FSDP or DeepSpeed); expected one of trainkit's. Let Lightning "
+            "make one file of it, and load its weights into the module: docs/from-lightning.md#checkpoints has both lines."
+        )
+    return None
 
 
 def _checkpoints_in(folder: Path) -> list[str]:

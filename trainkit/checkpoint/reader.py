@@ -81,7 +81,7 @@ class Checkpoint:
         """What it has tensors or state of, for ``read``: ``"model"``, ``"optimizer"``, ``"state"``, …"""
         return sorted({*self._stems(), "state"})
 
-    def read(self, stems: Collection[str] | None = None, *, mapped: bool = False) -> Loaded:
+    def read(self, stems: Collection[str] | None = None, *, mapped: bool = False, unregistered: bool = False) -> Loaded:
         """The content. Every file is read once and verified, all of them before anything is returned.
 
         Memory: that of the tensors, and while ``state.json`` is decoded up to 40 times its size.
@@ -90,15 +90,17 @@ class Checkpoint:
             stems: what to read, of ``stems``; everything if None, which verifies the attachments too.
             mapped: leave the values of models and optimizers on the disk until they are used, which needs no memory of their
                 size. They must not be kept: as long as they are used their files must stay as they are.
+            unregistered: return a value of a registered type as a tuple of the type's name and what ``encode`` returned, so
+                that this program need not have registered the type.
 
         Raises:
             StateMismatchError: a stem that the checkpoint has not.
             CorruptCheckpointError: a file is damaged; the message names it.
-            CheckpointError: it was replaced or removed meanwhile.
+            CheckpointError: it was replaced or removed meanwhile; or it holds a value of a type that is not registered.
         """
         wanted = self._wanted(stems)
         with self._undisturbed():
-            loaded = self._load(wanted, self._mapped if mapped else self._content)
+            loaded = self._load(wanted, self._mapped if mapped else self._content, unregistered)
             if stems is None:
                 self._check_attachments()
         return loaded
@@ -111,7 +113,7 @@ class Checkpoint:
             CheckpointError: it was replaced or removed meanwhile.
         """
         with self._undisturbed():
-            self._load({*self._stems(), "state"}, self._outline)
+            self._load({*self._stems(), "state"}, self._outline, unregistered=True)
             self._check_attachments()
 
     def attachment(self, name: str) -> bytes:
@@ -131,7 +133,7 @@ class Checkpoint:
         if unknown := sorted(wanted.difference(self.stems)):
             raise StateMismatchError(
                 f"{self.path}: expected a checkpoint with {', '.join(unknown)}, this one has {', '.join(self.stems)}. "
-                "Fix: restore what it has: fit(..., restore={...})."
+                f"Fix: read what it has: checkpoint.read({self.stems})"
             )
         return wanted
 
@@ -148,13 +150,14 @@ class Checkpoint:
     def _stems(self) -> dict[str, list[str]]:
         return _stems(self.manifest, self._what(MANIFEST))
 
-    def _load(self, wanted: Collection[str], fetch: Callable[[str], memoryview]) -> Loaded:
+    def _load(self, wanted: Collection[str], fetch: Callable[[str], memoryview], unregistered: bool = False) -> Loaded:
         """The content of the stems ``wanted``; ``fetch`` gives the verified content of a file."""
         tensors = {stem: self._tensors(stem, names, fetch) for stem, names in self._stems().items() if stem in wanted}
         for_state = tensors.pop("state", {})
         state: Any = {}
         if "state" in wanted:
-            state = loads(fetch(STATE), {f"state{_TENSORS}": for_state}, self._what(STATE))
+            files = {f"state{_TENSORS}": for_state}
+            state = loads(fetch(STATE), files, self._what(STATE), unregistered=unregistered)
             if not isinstance(state, dict):
                 raise CorruptCheckpointError(f"{self._what(STATE)}: expected a map, got {type(state).__name__}")
         return Loaded(self.manifest, tensors, state, self)

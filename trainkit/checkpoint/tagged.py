@@ -2,9 +2,11 @@
 
 Comes back as it was: ``None``, bool, int, float, str, complex, bytes, bytearray, tuples, lists, sets, frozensets,
 dicts with keys of any kind, ``Counter``, datetime, date, timedelta, ``torch.dtype``, ``torch.device``, numpy scalars
-and arrays, tensors. Comes back as something plainer: dict subclasses, dataclass instances and Namespace as dicts,
-namedtuples and ``torch.Size`` as tuples, int and str enums as their values, parameters as tensors. Anything else is an
-``UnsavableError`` that names the path to it. Reading builds nothing but these: no name in the text is ever looked up.
+and arrays, tensors, values of types that ``trainkit.checkpoint.register`` was told of. Comes back as something plainer:
+dict subclasses, dataclass instances and Namespace as dicts, OmegaConf's containers as dicts and lists, namedtuples and
+``torch.Size`` as tuples, int and str enums as their values, parameters as tensors. Anything else is an ``UnsavableError``
+that names the path to it. Reading builds nothing but these: no name in the text is ever looked up, except among the types
+that the running program has registered.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainkit.checkpoint.registered import Registration, registration_of
 from trainkit.checkpoint.strict_json import MAX_DEPTH, MAX_JSON_BYTES, json_problem, strict_json
 from trainkit.checkpoint.tensor_file import tensor_problem
 from trainkit.checkpoint.untag import SCALARS, Decoder
 from trainkit.errors import UnsavableError
+from trainkit.omega import is_omegaconf, plain_container
 
-__all__ = ["MAX_DEPTH", "MAX_JSON_BYTES", "dumps", "loads", "strict_json"]
+__all__ = ["MAX_DEPTH", "MAX_JSON_BYTES", "dumps", "loads", "strict_json", "unsavable"]
 
 _PLAIN_INT = 1 << 1024  # larger ones in hexadecimal, which takes linear time to read
 _TEXTS = frozenset({str, bool, type(None)})
@@ -66,7 +70,19 @@ def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetens
     return text
 
 
-def loads(data: bytes | memoryview, tensors: Mapping[str, Mapping[str, Tensor]], what: str) -> Any:
+def unsavable(value: Any, where: str) -> tuple[str, type] | None:
+    """Why ``dumps`` would refuse a value, and the type that it cannot store; None if it would not."""
+    encoder = _Encoder({}, "state.safetensors", where)
+    try:
+        encoder.plain(value, 0)
+    except UnsavableError as error:
+        return str(error), encoder.refused
+    return None
+
+
+def loads(
+    data: bytes | memoryview, tensors: Mapping[str, Mapping[str, Tensor]], what: str, *, unregistered: bool = False
+) -> Any:
     """Decode what ``dumps`` has made.
 
     Args:
@@ -74,11 +90,14 @@ def loads(data: bytes | memoryview, tensors: Mapping[str, Mapping[str, Tensor]],
         tensors: file name → key → tensor, for what the text refers to. Tensors come back as these very objects and
             arrays as views of them.
         what: the file, for the message.
+        unregistered: a value of a type that is not registered comes back as ``registered.Unregistered``, and no value is
+            decoded by its type.
 
     Raises:
         CorruptCheckpointError: it is malformed, or refers to a tensor that is not there.
+        CheckpointError: a value of a type that is not registered, or whose ``decode`` failed.
     """
-    return strict_json(data, what, Decoder(tensors, what).object)
+    return strict_json(data, what, Decoder(tensors, what, unregistered).object)
 
 
 class _Encoder:
@@ -86,13 +105,14 @@ class _Encoder:
 
     def __init__(self, tensors: dict[str, Tensor], file: str, where: str) -> None:
         self._tensors, self._file, self._where = tensors, file, where
+        self.refused: type = object  # the type of what cannot be stored
         self._path: list[Any] = []
         self._around: set[int] = set()  # ids of the containers that the value is in
         self._stored: dict[int, tuple[str, object]] = {}  # id → reference, and the object so that the id stays its own
 
-    def refuse(self, reason: str) -> NoReturn:
+    def refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         keys = "".join(f"[{json.dumps(k) if isinstance(k, str) else _word(k)}]" for k in self._path[:MAX_DEPTH])
-        raise UnsavableError(f"{self._where}{keys:.2000} cannot be stored: {reason}")
+        raise UnsavableError(f"{self._where}{keys:.2000} cannot be stored: {reason}") from cause
 
     def plain(self, value: Any, depth: int) -> Any:
         """The value as the ``json`` module takes it."""
@@ -103,6 +123,10 @@ class _Encoder:
             return value if -_PLAIN_INT < value < _PLAIN_INT else self.tag("int", hex(value), depth)
         if kind is float:
             return value if math.isfinite(value) else self.tag("float", repr(value), depth)
+        if (own := registration_of(kind)) is not None:
+            return self.registered(value, own, depth)
+        if is_omegaconf(value):
+            return self.plain(plain_container(value), depth)
         if kind in (list, dict, tuple, set, frozenset) or isinstance(value, (Mapping, list, tuple, set, frozenset, Namespace)):
             return self.container(value, depth)
         if isinstance(value, Tensor):
@@ -115,6 +139,21 @@ class _Encoder:
         if depth + 1 + isinstance(payload, list) > MAX_DEPTH:
             self.refuse(f"it is nested more than {MAX_DEPTH} deep")
         return {f"${name}": payload}
+
+    def registered(self, value: Any, own: Registration, depth: int) -> Any:
+        if id(value) in self._around:
+            self.refuse("it contains itself")
+        if depth >= MAX_DEPTH:
+            self.refuse(f"it is nested more than {MAX_DEPTH} deep")
+        self._around.add(id(value))
+        try:
+            encoded = own.encode(value)
+        except Exception as error:
+            self.refused = own.kind
+            self.refuse(f"encode, registered for {own.name}, raised {type(error).__name__}: {error}", error)
+        result = self.tag("registered", [own.name, self.plain(encoded, depth + 2)], depth)
+        self._around.discard(id(value))
+        return result
 
     # ----------------------------------------------------------------------------------------------- containers
 
@@ -247,6 +286,7 @@ class _Encoder:
             return self.tag("timedelta", [value.days, value.seconds, value.microseconds], depth)
         if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))):
             return self.container(value, depth)
+        self.refused = kind
         self.refuse(_advice(value))
 
 
@@ -281,7 +321,10 @@ def _advice(value: Any) -> str:
         return f"it is code ({getattr(value, '__qualname__', kind)}); leave it out and make it anew when the state is loaded"
     if isinstance(value, Iterable):
         return f"it is a {kind}; store list(…) of it"
-    return f"it is a {kind}; store what it consists of: numbers, text, tensors, lists, dicts"
+    return (
+        f"it is a {kind}; store what it consists of: numbers, text, tensors, lists, dicts; or register its type: "
+        f"trainkit.checkpoint.register({type(value).__name__}, encode, decode)"
+    )
 
 
 def _word(key: Any) -> str:

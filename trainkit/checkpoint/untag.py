@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.errors import CorruptCheckpointError
+from trainkit.checkpoint.registered import Unregistered, registration_named
+from trainkit.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["SCALARS", "Decoder"]
 
@@ -32,8 +33,8 @@ _MAX_ALIKE = 200  # keys with the same hash; each costs a comparison with all be
 class Decoder:
     """One call of ``loads``. Tags are decoded the innermost first, so a payload's own parts are final already."""
 
-    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], what: str) -> None:
-        self._tensors, self._what = tensors, what
+    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], what: str, unregistered: bool = False) -> None:
+        self._tensors, self._what, self._unregistered = tensors, what, unregistered
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
         self._decode: dict[str, Callable[[Any], Any]] = {
             "$array": self._array,
@@ -50,6 +51,7 @@ class Decoder:
             "$int": lambda v: int(_text(v), 16),
             "$map": lambda v: _pairs(v),
             "$path": lambda v: Path(_text(v)),
+            "$registered": self._registered,
             "$scalar": _scalar,
             "$set": lambda v: _set(v, set),
             "$tensor": self._tensor,
@@ -76,11 +78,30 @@ class Decoder:
             raise CorruptCheckpointError(f"{self._what}: the unknown tag {tag!r:.40}; written by a newer trainkit?")
         try:
             return decode(payload)
-        except CorruptCheckpointError:
+        except CheckpointError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             # torch and numpy say in several ways that they cannot make sense of a value
             raise CorruptCheckpointError(f"{self._what}: malformed {tag} ({type(error).__name__}: {error!s:.200})") from error
+
+    def _registered(self, payload: Any) -> Any:
+        name, value = _list(payload, length=2)
+        if self._unregistered:
+            return Unregistered(_text(name), value)
+        own = registration_named(_text(name))
+        if own is None:
+            short = name.rpartition(".")[2]
+            raise CheckpointError(
+                f"{self._what} holds a value of the type {name!r:.200}, which this program has not registered. Before it loads "
+                f"the checkpoint, call: trainkit.checkpoint.register({short}, encode, decode, name={name!r:.200})"
+            )
+        try:
+            return own.decode(value)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._what}: decode, registered for {name!r:.200}, raised {type(error).__name__}: {error!s:.500}. It was "
+                f"called with the {type(value).__name__} that encode returned at the save. Fix: let decode accept that value."
+            ) from error
 
     def _tensor(self, reference: Any) -> Tensor:
         file, _, key = _text(reference).partition("#")

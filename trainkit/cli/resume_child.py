@@ -185,12 +185,10 @@ class _Harness:
                 f"the script calls fit(ckpt_path={str(path)!r}), and so does not begin at step 0. Leave ckpt_path out, or use "
                 "'auto', which begins anew where there is no checkpoint."
             )
-        if self.task.resume_from:
-            for name in ("restore", "overrides"):
+        if self.task.resume_from or path == "auto":
+            for name in ("restore", "overrides", "strict"):
                 arguments.pop(name, None)
-            arguments["ckpt_path"] = self.task.resume_from
-        elif path == "auto":
-            arguments["ckpt_path"] = None
+            arguments["ckpt_path"] = self.task.resume_from or None
 
     def finish(self, trainer: Trainer) -> None:
         """Keep the end of the run, and end the script."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import operator
 import os
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import ConfigurationError, MetricError
+from trainkit.omega import is_omegaconf, plain_container
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,9 +112,9 @@ def plain(params: Any) -> tuple[dict[str, Any], list[str]]:
     """Hyper-parameters as dicts, lists, strings and numbers, and the key paths of those that only text could stand for.
 
     Accepts a mapping, an ``argparse.Namespace`` or a dataclass instance. Tuples and sets become lists; paths, enums,
-    dtypes, devices, functions and classes become their names.
+    dtypes, devices, functions and classes become their names, OmegaConf's containers dicts and lists.
     """
-    fields = _as_mapping(params)
+    fields = _as_mapping(plain_container(params) if is_omegaconf(params) else params)
     if fields is None:
         raise ConfigurationError(
             f"log_hyperparams: expected a dict, an argparse.Namespace or a dataclass, got {type(params).__name__}. "
@@ -142,6 +144,8 @@ def _plain(value: Any, path: str, as_text: list[str], depth: int = 0) -> Any:
         return value.name
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
+    if is_omegaconf(value):
+        value = plain_container(value)
     fields = _as_mapping(value)
     if fields is not None:
         return {str(key): _plain(one, f"{path}.{key}", as_text, depth + 1) for key, one in fields.items()}
@@ -158,6 +162,11 @@ def _plain(value: Any, path: str, as_text: list[str], depth: int = 0) -> Any:
         return str(value)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, functools.partial):
+        given = [*value.args, *value.keywords.values()]
+        names = [""] * len(value.args) + [f"{name}=" for name in value.keywords]
+        texts = [f"{name}{_plain(one, path, as_text, depth + 1)}" for name, one in zip(names, given, strict=True)]
+        return f"partial({', '.join([str(_plain(value.func, path, as_text, depth + 1)), *texts])})"
     as_text.append(path)
     return str(value)
 

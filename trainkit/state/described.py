@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.errors import CorruptCheckpointError
+from trainkit.state.names import without_checkpoint_wrapper
 
 __all__ = ["Described", "StoredSlots", "copied"]
 
@@ -101,8 +102,7 @@ class Described:
         def need(condition: bool, problem: str) -> None:
             if not condition:
                 raise CorruptCheckpointError(
-                    f"{what}: the description of optimizer {index} is malformed: {problem}. Use another checkpoint, or restore "
-                    "the rest without it: leave 'optimizer' out of restore={...}."
+                    f"{what}: the description of optimizer {index} is malformed: {problem}. Use another checkpoint."
                 )
 
         need(isinstance(described, dict), "it is no map")
@@ -115,6 +115,7 @@ class Described:
             need(all(isinstance(key, str) and key != "params" for key in group["options"]), "an option that has no name")
             own = group.get("parameters")
             need(isinstance(own, list) and all(isinstance(name, str) for name in own), "a group without names")
+            own = [without_checkpoint_wrapper(name) for name in own]
             need(names.isdisjoint(own) and len(set(own)) == len(own), "a parameter in several places")
             names.update(own)
             self.groups.append((own, group["options"]))
@@ -123,7 +124,8 @@ class Described:
             need(isinstance(part, dict), f"{key!r} is no map")
         need(not any(isinstance(key, int) for key in parts["entries"]), "an entry that has the number of a parameter")
         self.entries, self.more = parts["entries"], parts["more"]
-        for name, about in parts["state"].items():
+        for raw, about in parts["state"].items():
+            name = without_checkpoint_wrapper(raw)
             need(name in names, f"state for {name!r}, which is in no group")
             need(_is_sound(about), f"the slots of {name!r}")
             self.state[name] = StoredSlots(irregular=about.get("irregular", []), described=about)
@@ -131,6 +133,7 @@ class Described:
             number, _, rest = key.partition("/")
             if number == str(index):
                 name, _, slot = rest.rpartition("/")
+                name = without_checkpoint_wrapper(name)
                 need(name in self.state, f"the tensor {key!r} belongs to nothing")
                 self.state[name].tensors[slot] = tensor
         for name, stored in self.state.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMis
 from trainkit.state.configs import has_adapters, model_configs
 from trainkit.state.described import copied
 from trainkit.state.fit import Fit, place_of
-from trainkit.state.names import clean_names, cleaned, parameter_names
+from trainkit.state.names import clean_names, cleaned, parameter_names, without_checkpoint_wrapper
 
 __all__ = [
     "ModelState",
@@ -134,6 +134,7 @@ def plan_model(
         CorruptCheckpointError: the state contradicts itself.
     """
     _check_sound(state, what)
+    state = replace(state, trained={without_checkpoint_wrapper(name): trained for name, trained in state.trained.items()})
     raw = _with_standins(module, standins)
     names = cleaned(module, raw)
     parameters = _parameters(module)
@@ -164,14 +165,15 @@ def plan_model(
 
     def load() -> list[str]:
         values = OrderedDict(fit.whole | extra)
-        registered = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        registered |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        for name in fit.whole.keys() - registered:  # a module that loads it itself may keep what it is given
-            values[name] = values[name].to(raw[name].device, copy=True)
+        buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+        registered = {*parameters, *cleaned(module, buffers).values()}
+        for name in fit.whole:
+            if names[name] not in registered:  # a module that loads it itself may keep what it is given
+                values[name] = values[name].to(raw[name].device, copy=True)
         taken: dict[nn.Parameter, Tensor] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if standins and id(parameter) in standins and name in values:
-                taken[parameter] = values.pop(name)
+        for name, clean in names.items():
+            if standins and name in values and clean in parameters and id(parameters[clean]) in standins:
+                taken[parameters[clean]] = values.pop(name)
         _load(module, values, fit.narrow, raw, what)
         take(taken)
         return fit.notices() + _set_trained(parameters, state.trained)
@@ -183,9 +185,10 @@ def _with_standins(module: nn.Module, standins: Mapping[int, Tensor] | None) -> 
     """The module's state dict, with other tensors in the place of some parameters."""
     raw = module.state_dict()
     if standins:
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) in standins and name in raw:
-                raw[name] = standins[id(parameter)]
+        parameters = _parameters(module)
+        for name, clean in cleaned(module, raw).items():
+            if clean in parameters and id(parameters[clean]) in standins:
+                raw[name] = standins[id(parameters[clean])]
     return raw
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainkit.errors import UnsavableError
 
-__all__ = ["ParameterNames", "clean_names", "cleaned", "parameter_names", "wrapped_attribute"]
+__all__ = ["ParameterNames", "clean_names", "cleaned", "parameter_names", "without_checkpoint_wrapper", "wrapped_attribute"]
+
+_CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 
 
 class ParameterNames(dict[int, str]):
@@ -28,8 +31,9 @@ class ParameterNames(dict[int, str]):
 def clean_names(module: nn.Module) -> dict[str, str]:
     """The names in ``module.state_dict()``, each with the name that users know.
 
-    What ``torch.compile`` (``_orig_mod``) and ``DataParallel`` or ``DistributedDataParallel`` (``module``) put in is left
-    out, wherever in the module they are. They are found by class: an attribute of a user's that is called ``module`` stays.
+    What ``torch.compile`` (``_orig_mod``), ``DataParallel`` or ``DistributedDataParallel`` (``module``) and torch's
+    ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``) put in is left out, wherever in the module they are. They are found
+    by class: an attribute of a user's that is called ``module`` stays.
 
     Raises:
         UnsavableError: two names are the same without these parts.
@@ -60,11 +64,7 @@ def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     Raises:
         UnsavableError: two of them are the same without the parts of wrappers.
     """
-    inserted = {
-        f"{path}.{attribute}." if path else f"{attribute}."
-        for path, part in module.named_modules(remove_duplicate=False)
-        if (attribute := wrapped_attribute(part))
-    }
+    inserted = _inserted(module)
     if not inserted:
         return {name: name for name in names}
     result: dict[str, str] = {}
@@ -81,14 +81,38 @@ def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return result
 
 
+def without_checkpoint_wrapper(name: Any) -> Any:
+    """A parameter's name as a state dict has it, where torch removes what its ``checkpoint_wrapper`` puts in.
+
+    Checkpoints written by earlier versions have the whole name in the state of optimizers.
+    """
+    return name.replace(f"{_CHECKPOINT_WRAPPED}.", "") if isinstance(name, str) else name
+
+
 def wrapped_attribute(module: nn.Module) -> str | None:
     """The attribute under which a wrapper holds the user's module; None if ``module`` is no wrapper."""
     if isinstance(module, DataParallel | DistributedDataParallel):
         return "module"
-    # If nothing has loaded the compiler yet, nothing is compiled; loading it takes a second.
+    # A module that nobody has loaded has wrapped nothing; loading the compiler takes a second.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
-    compiled = compiler is not None and isinstance(module, compiler.OptimizedModule)
-    return "_orig_mod" if compiled else None
+    if compiler is not None and isinstance(module, compiler.OptimizedModule):
+        return "_orig_mod"
+    checkpointing = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    if checkpointing is not None and isinstance(module, checkpointing.ActivationWrapper):
+        return _CHECKPOINT_WRAPPED
+    return None
+
+
+def _inserted(module: nn.Module) -> set[str]:
+    """The beginnings of dotted names whose last part a wrapper has put in, each with a dot at its end."""
+    inserted = {
+        f"{path}.{attribute}." if path else f"{attribute}."
+        for path, part in module.named_modules(remove_duplicate=False)
+        if (attribute := wrapped_attribute(part))
+    }
+    # torch leaves out this part itself in state dicts, and not in the names of parameters: other wrappers inside have two paths
+    hidden = {path for path in inserted if path.endswith(f"{_CHECKPOINT_WRAPPED}.")}
+    return inserted | {_without(path, hidden) for path in inserted - hidden} if hidden else inserted
 
 
 def _without(raw: str, inserted: set[str]) -> str:

@@ -20,6 +20,7 @@ from trainkit.errors import StateMismatchError, UnsavableError
 from trainkit.optimizer import PreparedOptimizer
 from trainkit.state.described import Described, StoredSlots, copied
 from trainkit.state.fit import castable
+from trainkit.state.lenient import group_names, with_parameters_of
 
 __all__ = ["OptimizerState", "capture_optimizer", "plan_optimizer"]
 
@@ -106,6 +107,7 @@ def plan_optimizer(
     what: str,
     *,
     keep: bool = False,
+    strict: bool = True,
 ) -> Callable[[], list[str]]:
     """Compare a captured state with an optimizer; what is returned then loads it, through ``load_state_dict``.
 
@@ -126,6 +128,7 @@ def plan_optimizer(
         what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
         keep: the optimizer keeps those of the ``tensors`` that are as it would make them, which saves a copy of its state;
             nobody else may use them any more.
+        strict: other parameters are an error; False: those that were not there start without state.
 
     Returns:
         What loads; it returns what the user should know, one sentence each.
@@ -136,6 +139,7 @@ def plan_optimizer(
     """
     saved = Described.read(described, tensors, index, what)
     kind = _kind(optimizer)
+    saved, notices = (saved, []) if strict else with_parameters_of(optimizer, names, saved)
     complaints, lacking = _compare_groups(optimizer, names, saved)
     if saved.kind != kind:
         complaints.insert(0, f"it is of {saved.kind}, and this run has {kind}")
@@ -144,13 +148,17 @@ def plan_optimizer(
         by_name |= {name: p for group in lacking for name, p in group.items()}
         complaints = list(_compare_slots(by_name, saved, parameter_dtypes))
     if complaints:
+        fits = (
+            strict
+            and saved.kind == kind
+            and not _compare_groups(optimizer, names, with_parameters_of(optimizer, names, saved)[0])[0]
+        )
         raise StateMismatchError(
             f"{what}: the state of optimizer {index} does not fit:\n  " + "\n  ".join(complaints) + "\nNothing was changed. "
-            "Build the optimizer as it was when it was saved, or restore the rest without it: leave 'optimizer' out of "
-            "restore={...}."
+            "Build the optimizer as it was when it was saved" + (", or load what fits with strict=False." if fits else ".")
         )
     title = f"{what}: optimizer {index} ({kind})"
-    return lambda: _load(_bare(optimizer), saved, lacking, by_name, parameter_dtypes, title, keep)
+    return lambda: notices + _load(_bare(optimizer), saved, lacking, by_name, parameter_dtypes, title, keep)
 
 
 def _bare(optimizer: Optimizer) -> Optimizer:
@@ -192,7 +200,7 @@ def _compare_groups(
     optimizer: Optimizer, names: Mapping[int, str], saved: Described
 ) -> tuple[list[str], list[dict[str, Tensor]]]:
     """What does not fit, and the parameters by name of the groups that are to be added."""
-    here = [[names.get(id(p), "a parameter of no module") for p in group["params"]] for group in optimizer.param_groups]
+    here = group_names(optimizer, names)
     known: Mapping[str, Tensor] = getattr(names, "parameters", {})
     complaints: list[str] = []
     lacking: list[dict[str, Tensor]] = []

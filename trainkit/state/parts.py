@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -13,12 +14,13 @@ from torch.optim import Optimizer
 
 from trainkit.console import notice
 from trainkit.data.order import ORDER_VERSION
-from trainkit.errors import StateMismatchError, UnknownNameError, nearest
+from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
 from trainkit.precision import Precision
 from trainkit.rng import KEY_VERSION
+from trainkit.state.lenient import same_groups
 from trainkit.state.model import ModelState, capture_model, parameter_names, plan_model
 from trainkit.state.optimizer import capture_optimizer, plan_optimizer
-from trainkit.state.scheduler import capture_scheduler, restore_scheduler
+from trainkit.state.scheduler import capture_scheduler, check_scheduler, restore_scheduler
 from trainkit.state.standin import StoredOptimizer
 from trainkit.strategy import Strategy
 
@@ -38,6 +40,9 @@ __all__ = [
 
 SaveMode = Literal["all", "trainable"]
 _PLAIN = Strategy(device="cpu")  # which keeps nothing elsewhere
+_ORDER = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers", "loaders", "registered")
+# A schedule belongs to an optimizer: many compute the next learning rate from the present one, which is in its groups.
+_WITH_OPTIMIZER = ("optimizer", "scheduler")
 
 
 @dataclass
@@ -213,9 +218,10 @@ def restore(
         tensors: stem of the file name → name → tensor.
         state: what :attr:`Captured.state` was.
         aliases: likewise.
-        wanted: of "model", "optimizer", "scheduler", "scaler".
+        wanted: of "model", "optimizer", "scheduler", "scaler"; others are named in the advice of an error.
         what: the checkpoint, for messages.
-        strict: names that are missing or not expected in a model are errors.
+        strict: names that are missing or not expected in a model are errors; False: a notice lists them, and optimizers start
+            without state for parameters that were not there.
         keep: nobody else uses ``tensors`` any more, so that optimizers may keep theirs instead of copying them.
 
     Raises:
@@ -223,46 +229,114 @@ def restore(
     """
     # everything is compared before anything is changed
     loads: list[Callable[[], list[str]]] = []
+    regrouped: list[int] = []
     if "model" in wanted:
-        _same_number("models", parts.models, state["models"], what)
-        for number, (model, own) in enumerate(zip(parts.models, state["models"], strict=True)):
-            stem = model_stem(number)
-            # which parameters are trained goes with a run, not with weights; but of an adapter's it says which are there
-            trained = own["trained"] if "optimizer" in wanted or own["fingerprint"] is not None else {}
-            model_state = ModelState(
-                tensors=dict(tensors[stem]), aliases=dict(aliases.get(stem, {})), **{**own, "trained": trained}
-            )
-            standins, take = parts.strategy.stored_weights(model), parts.strategy.load_weights
-            loads.append(plan_model(model, model_state, strict=strict, what=what, standins=standins, take=take))
+        loads += _plan_models(parts, tensors, state, aliases, wanted, what, strict)
     if "optimizer" in wanted:
-        _same_number("optimizers", parts.optimizers, state["optimizers"], what)
-        names = parameter_names(parts.models)
-        dtypes = {
-            f"{model_stem(n)}/{name}" if n else name: tensor.dtype
-            for n in range(len(parts.models))
-            for name, tensor in tensors[model_stem(n)].items()
-        }
-        for index, (optimizer, described) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
-            slots = tensors.get("optimizer", {})
-            stored = parts.strategy.stored_optimizer(optimizer)
-            if stored is None:
-                loads.append(plan_optimizer(optimizer, index, names, slots, described, dtypes, what, keep=keep))
-                continue
-            own_names = stored.names(names)
-            stored.check(described, what)
-            plan = plan_optimizer(stored.optimizer, index, own_names, slots, described, dtypes, what, keep=True)
-            loads.append(partial(_load_stored, parts.strategy, optimizer, stored, plan))
+        with _advised(wanted, *_WITH_OPTIMIZER):
+            plans, regrouped = _plan_optimizers(parts, tensors, state, what, strict, keep)
+        loads += [partial(_load_advised, plan, wanted) for plan in plans]
     if "scheduler" in wanted:
-        _same_number("schedulers", parts.schedulers, state["schedulers"], what)
+        with _advised(wanted, "scheduler"):
+            _check_schedulers(parts, state, what, regrouped)
     said = [text for load in loads for text in load()]
     parts.strategy.restored(parts.optimizers if "optimizer" in wanted else ())
     if "scheduler" in wanted:
         for scheduler, own in zip(parts.schedulers, state["schedulers"], strict=True):
-            restore_scheduler(scheduler, own, what)
+            with _advised(wanted, "scheduler"):
+                restore_scheduler(scheduler, own, what)
     if "scaler" in wanted:
         said += _restore_scaler(parts.precision, state.get("scaler"))
     for text in said:
         notice(text)
+
+
+@contextmanager
+def _advised(wanted: Collection[str], *parts: str) -> Iterator[None]:
+    """Let an error say how to restore everything but the parts that it is about."""
+    try:
+        yield
+    except (StateMismatchError, CorruptCheckpointError) as error:
+        left = [part for part in _ORDER if part in wanted and part not in parts]
+        if not left:
+            raise
+        without = " and ".join({"optimizer": "the optimizer", "scheduler": "its schedules"}[part] for part in parts)
+        advice = f"Or restore the rest, without {without}: restore={{{', '.join(map(repr, left))}}}"
+        raise type(error)(f"{error} {advice}") from error.__cause__
+
+
+def _plan_models(
+    parts: Parts,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    aliases: Mapping[str, Mapping[str, str]],
+    wanted: Collection[str],
+    what: str,
+    strict: bool,
+) -> Iterator[Callable[[], list[str]]]:
+    _same_number("models", parts.models, state["models"], what)
+    for number, (model, own) in enumerate(zip(parts.models, state["models"], strict=True)):
+        stem = model_stem(number)
+        # which parameters are trained goes with a run, not with weights; but of an adapter's it says which are there
+        trained = own["trained"] if "optimizer" in wanted or own["fingerprint"] is not None else {}
+        model_state = ModelState(
+            tensors=dict(tensors[stem]), aliases=dict(aliases.get(stem, {})), **{**own, "trained": trained}
+        )
+        standins, take = parts.strategy.stored_weights(model), parts.strategy.load_weights
+        yield plan_model(model, model_state, strict=strict, what=what, standins=standins, take=take)
+
+
+def _plan_optimizers(
+    parts: Parts,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    what: str,
+    strict: bool,
+    keep: bool,
+) -> tuple[list[Callable[[], list[str]]], list[int]]:
+    """What loads them, and the numbers of those whose groups are, without ``strict``, others than the saved ones."""
+    _same_number("optimizers", parts.optimizers, state["optimizers"], what)
+    loads: list[Callable[[], list[str]]] = []
+    regrouped: list[int] = []
+    names = parameter_names(parts.models)
+    dtypes = {
+        f"{model_stem(n)}/{name}" if n else name: tensor.dtype
+        for n in range(len(parts.models))
+        for name, tensor in tensors[model_stem(n)].items()
+    }
+    slots = tensors.get("optimizer", {})
+    for index, (optimizer, described) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
+        stored = parts.strategy.stored_optimizer(optimizer)
+        if stored is not None:
+            stored.check(described, what)
+        whole, own_names = (optimizer, names) if stored is None else (stored.optimizer, stored.names(names))
+        keeps = keep or stored is not None
+        plan = plan_optimizer(whole, index, own_names, slots, described, dtypes, what, keep=keeps, strict=strict)
+        loads.append(plan if stored is None else partial(_load_stored, parts.strategy, optimizer, stored, plan))
+        if not strict and not same_groups(whole, own_names, described):
+            regrouped.append(index)
+    return loads, regrouped
+
+
+def _check_schedulers(parts: Parts, state: Mapping[str, Any], what: str, regrouped: Sequence[int]) -> None:
+    """Refuse schedules that are of another class, or whose rates are those of other parameter groups.
+
+    Raises:
+        StateMismatchError: they are.
+    """
+    _same_number("schedulers", parts.schedulers, state["schedulers"], what)
+    for scheduler, own in zip(parts.schedulers, state["schedulers"], strict=True):
+        check_scheduler(scheduler, own, what)
+    if regrouped and parts.schedulers:
+        raise StateMismatchError(
+            f"{what}: optimizer {regrouped[0]} has other parameter groups than the saved one, and the saved schedules have a "
+            "learning rate for each of those. Nothing was changed. Build the groups as they were."
+        )
+
+
+def _load_advised(plan: Callable[[], list[str]], wanted: Collection[str]) -> list[str]:
+    with _advised(wanted, *_WITH_OPTIMIZER):
+        return plan()
 
 
 def _load_stored(strategy: Strategy, optimizer: Optimizer, stored: StoredOptimizer, plan: Callable[[], list[str]]) -> list[str]:
@@ -273,10 +347,8 @@ def _load_stored(strategy: Strategy, optimizer: Optimizer, stored: StoredOptimiz
 
 def _same_number(kind: str, ours: Sequence[Any], theirs: Sequence[Any], what: str) -> None:
     if len(ours) != len(theirs):
-        one = kind.rstrip("s")
         raise StateMismatchError(
-            f"{what} holds {len(theirs)} {kind}, and there are {len(ours)} here. Build what the run had, or restore the rest "
-            f"without them: leave {one!r} out of restore={{...}}."
+            f"{what} holds {len(theirs)} {kind}, and there are {len(ours)} here. Build what the run had, in the same order."
         )
 
 

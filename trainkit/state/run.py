@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from trainkit.console import notice, warn
+from trainkit.checkpoint.tagged import unsavable
+from trainkit.console import notice
+from trainkit.errors import UnsavableError
+from trainkit.state.hyper import stored
 from trainkit.state.metric_merge import gather_states, merge_states
 from trainkit.state.parts import Parts
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.trainer import Trainer
 
-__all__ = ["Phase", "capture_run", "consumed", "logger_states", "parts_of", "restore_loop", "restore_run"]
+__all__ = ["Phase", "added_by_hooks", "capture_run", "consumed", "logger_states", "parts_of", "restore_loop", "restore_run"]
 
 
 class Phase(str, Enum):
@@ -45,7 +46,7 @@ def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
     """
     module, datamodule, world = trainer.lightning_module, trainer.datamodule, trainer.strategy.data_world
     state: dict[str, Any] = {
-        "hyper_parameters": _hyper_parameters(module),
+        "hyper_parameters": stored(module),
         "hyper_parameters_name": getattr(module, "_hparams_name", None),
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
     }
@@ -59,8 +60,28 @@ def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
     state["loggers"] = trainer.states_of_loggers or logger_states(trainer)
     if datamodule is not None:
         state["datamodule"] = datamodule.state_dict()
-        state["datamodule_hyper_parameters"] = _hyper_parameters(datamodule)
+        state["datamodule_hyper_parameters"] = stored(datamodule)
     return state
+
+
+def added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
+    """What ``on_save_checkpoint`` has added to a checkpoint and cannot be stored, all of it in one error; None if nothing."""
+    added = {f'checkpoint["{name}"]': value for name, value in state.get("user", {}).items()}
+    given = state.get("hyper_parameters", {})  # without those that cannot be stored; what a hook has added is there too
+    added |= {f'checkpoint["hyper_parameters"][{name!r}]': value for name, value in given.items()}
+    refused = {place: problem for place, value in added.items() if (problem := unsavable(value, place)) is not None}
+    if not refused:
+        return None
+    place, (_, kind) = next(iter(refused.items()))
+    return UnsavableError(
+        "on_save_checkpoint added to the checkpoint what cannot be stored:\n  "
+        + "\n  ".join(text for text, _ in refused.values())
+        + "\nA checkpoint holds numbers, text, tensors, numpy arrays, lists and dicts, and no code. There are three ways out:\n"
+        f"  1. store its state, and load that in on_load_checkpoint: {place} = self.thing.state_dict()\n"
+        "  2. register its type, once, where it is defined: "
+        f"trainkit.checkpoint.register({kind.__name__}, encode, decode)\n"
+        f"  3. leave it out, and make it again in setup or on_load_checkpoint: remove the line {place} = ..."
+    )
 
 
 def logger_states(trainer: Trainer) -> list[dict[str, Any]]:
@@ -79,35 +100,6 @@ def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
             key = f"{name}#{number}"
         found[key] = callback
     return found
-
-
-def _hyper_parameters(owner: Any) -> dict[str, Any]:
-    """The hyper-parameters that are values; classes, functions and modules inside are left out, said once."""
-    left_out: list[str] = []
-    kept = {name: _values(value, name, left_out) for name, value in owner.hparams.items()}
-    if left_out and not getattr(owner, "_left_out_said", False):
-        object.__setattr__(owner, "_left_out_said", True)
-        warn(
-            f"{type(owner).__name__}: the hyper-parameters {', '.join(left_out)} are classes, functions or modules and are "
-            "left out of checkpoints. Give them again: load_from_checkpoint(path, name=value)."
-        )
-    return {name: value for name, value in kept.items() if value is not _LEFT_OUT}
-
-
-_LEFT_OUT = object()
-
-
-def _values(value: Any, path: str, left_out: list[str]) -> Any:
-    if isinstance(value, nn.Module | type) or (callable(value) and not hasattr(value, "items")):
-        left_out.append(path)
-        return _LEFT_OUT
-    if isinstance(value, Mapping):
-        items = {key: _values(item, f"{path}.{key}", left_out) for key, item in value.items()}
-        return {key: item for key, item in items.items() if item is not _LEFT_OUT}
-    if type(value) in (list, tuple):
-        listed = [_values(item, f"{path}[{i}]", left_out) for i, item in enumerate(value)]
-        return type(value)(item for item in listed if item is not _LEFT_OUT)
-    return value
 
 
 def _capture_loop(trainer: Trainer) -> dict[str, Any]:

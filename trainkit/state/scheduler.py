@@ -18,7 +18,7 @@ from trainkit.errors import CorruptCheckpointError, StateMismatchError
 from trainkit.scheduling import PreparedScheduler
 from trainkit.state.described import copied
 
-__all__ = ["capture_scheduler", "restore_scheduler"]
+__all__ = ["capture_scheduler", "check_scheduler", "restore_scheduler"]
 
 _MISSING = object()
 
@@ -55,7 +55,7 @@ def restore_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the
         StateMismatchError: a scheduler of another class or of other parts, or one that refuses the state. Nothing was changed.
         CorruptCheckpointError: the state is malformed.
     """
-    _check(scheduler, state, what)
+    check_scheduler(scheduler, state, what)
     undo = _snapshot(_bare(scheduler))
     try:
         _load(_bare(scheduler), state)
@@ -63,8 +63,7 @@ def restore_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the
         undo()
         raise StateMismatchError(
             f"{what}: {type(_bare(scheduler)).__name__}.load_state_dict refused the saved state: {type(error).__name__}: "
-            f"{error}. The scheduler was put back. Build it as it was when it was saved, or leave 'scheduler' out of "
-            "restore={...}."
+            f"{error}. The scheduler was put back. Build it as it was when it was saved."
         ) from error
 
 
@@ -110,13 +109,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _check(scheduler: Any, state: Mapping[str, Any], what: str) -> None:
+def check_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the checkpoint") -> None:
+    """Whether :func:`restore_scheduler` would refuse a state for its class or its parts; arguments and errors are the same."""
     sound = isinstance(state, Mapping) and isinstance(state.get("state"), dict) and isinstance(state.get("inner"), dict)
     if not sound or not isinstance(state.get("class"), str):
-        raise CorruptCheckpointError(
-            f"{what}: the state of a scheduler is malformed. Use another checkpoint, or restore the rest without it: leave "
-            "'scheduler' out of restore={...}."
-        )
+        raise CorruptCheckpointError(f"{what}: the state of a scheduler is malformed. Use another checkpoint.")
     bare = _bare(scheduler)
     theirs, ours = (state["class"], state.get("chained")), (type(bare).__name__, _classes(bare))
     for key in state["inner"]:
@@ -125,10 +122,10 @@ def _check(scheduler: Any, state: Mapping[str, Any], what: str) -> None:
     if theirs != ours:
         raise StateMismatchError(
             f"{what} holds the state of {_spelt(*theirs)}, and this run has {_spelt(*ours)}. Nothing was changed. Build the "
-            "scheduler as it was when it was saved, or restore the rest without it: leave 'scheduler' out of restore={...}."
+            "scheduler as it was when it was saved."
         )
     for key, own in state["inner"].items():
-        _check(getattr(bare, key), own, what)
+        check_scheduler(getattr(bare, key), own, what)
 
 
 def _spelt(name: str, chained: Any) -> str:

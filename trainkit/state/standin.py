@@ -75,7 +75,7 @@ class StoredOptimizer:
         if odd:
             raise StateMismatchError(
                 f"{what}: the optimizer's state cannot be divided over the processes as ZeRO does it: {', '.join(odd[:5])}. "
-                "Restore the rest without it: leave 'optimizer' out of restore={...}."
+                "Resume with another strategy."
             )
 
     def take_options(self) -> None:

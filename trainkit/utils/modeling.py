@@ -98,9 +98,8 @@ def load_checkpoint_in_model(
     devices = DeviceMap(device_map, inner)
     what = str(checkpoint)
     state = _read(Path(checkpoint))
-    sources = {*state.tensors, *state.aliases}
-    here = {name: clean for name, clean in clean_names(inner).items() if clean in sources}
-    if sources and not here:
+    sources = state.tensors.keys() | state.aliases.keys()
+    if sources and sources.isdisjoint(clean_names(inner).values()):
         raise StateMismatchError(
             f"{what} has no tensor with a name of {type(inner).__name__}'s: it has {_some(sources)}, and the model "
             f"{_some(clean_names(inner).values())}. Nothing was changed. Load it into the model that it is of."
@@ -111,7 +110,7 @@ def load_checkpoint_in_model(
         kept = any(key == names[name] or f"{key}." in names[name] for key in keep_in_fp32_modules or ())
         return torch.float32 if target is not None and kept else target
 
-    with Placing(inner, devices, dtype_of, set(here)):
+    with Placing(inner, devices, dtype_of, {name for name, clean in names.items() if clean in sources}):
         said = plan_model(inner, state, strict=strict, what=what)()
     for text in said:
         notice(text)

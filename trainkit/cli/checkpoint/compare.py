@@ -60,7 +60,7 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, everything: bo
             for path, text in compare_values(manifests[0][name], manifests[1][name], name):
                 yield Difference("manifest", path, text)
     yield from _compare_stems(first, second)
-    states = [one.read({"state"}).state for one in (first, second)]
+    states = [one.read({"state"}, unregistered=True).state for one in (first, second)]
     for key in sorted({*states[0], *states[1]}):
         if everything or key not in _WITH_ALL:
             one, other = (state.get(key, _ABSENT) for state in states)

@@ -58,7 +58,7 @@ def take(checkpoint: Checkpoint, attribute: str | None) -> Piece:
         CheckpointError: it is damaged.
     """
     stem, path = _split(checkpoint, attribute)
-    loaded = checkpoint.read({stem, "state"})
+    loaded = checkpoint.read({stem, "state"}, unregistered=True)
     tensors, aliases = loaded.tensors.get(stem, {}), checkpoint.manifest.aliases.get(stem, {})
     for stored in aliases.values():
         if stored not in tensors:

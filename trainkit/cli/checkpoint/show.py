@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what the arguments ask for. Files of tensors are not read but for their headers; ``verify`` reads them."""
     checkpoint = open_checkpoint(args.path)
     headers = _headers(checkpoint)
-    state = checkpoint.read({"state"}).state
+    state = checkpoint.read({"state"}, unregistered=True).state
     if args.json:
         print(as_json(_described(checkpoint, headers, state, args)))
         return 0

@@ -41,7 +41,7 @@ def verify(path: Path) -> tuple[str | None, int]:
         for name in checkpoint.manifest.files:
             if name.endswith(".safetensors"):
                 tensor_headers(path / name)
-        checkpoint.read({"state"})
+        checkpoint.read({"state"}, unregistered=True)
     except CheckpointError as error:
         return str(error), 0
     return None, sum(entry.size for entry in checkpoint.manifest.files.values())

@@ -1,0 +1,52 @@
+"""OmegaConf's containers become plain dicts and lists, and omegaconf is not loaded for it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import pytest
+from saved_state import through_json
+from support import run_python
+
+from trainkit.loggers.values import plain
+from trainkit.omega import is_omegaconf
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclass
+class Schema:
+    color: Color = Color.RED
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+
+
+def test_nobody_loads_it() -> None:
+    done = run_python(
+        "import sys; from trainkit.checkpoint.tagged import dumps; from trainkit.loggers.values import plain; "
+        "dumps({'a': [1]}, {}); plain({'a': [1]}); print('omegaconf' in sys.modules)"
+    )
+    assert done.stdout.strip() == "False", done.stderr
+    assert not is_omegaconf({})
+
+
+def test_plain_dicts_and_lists() -> None:
+    create = pytest.importorskip("omegaconf").OmegaConf.create
+    config = create({"a": [{"b": 1}], "same": "${a}", "missing": "???", 3: "three"})
+    expected = {"a": [{"b": 1}], "same": [{"b": 1}], "missing": "???", 3: "three"}
+    assert through_json({"config": config, "list": config.a}) == {"config": expected, "list": [{"b": 1}]}
+    assert type(through_json(config.a)) is list
+    assert plain(config)[0] == {**{key: value for key, value in expected.items() if key != 3}, "3": "three"}
+    assert plain({"list": config.a}) == ({"list": [{"b": 1}]}, [])
+
+
+def test_what_cannot_be_resolved_stays_as_it_is_written() -> None:
+    create = pytest.importorskip("omegaconf").OmegaConf.create
+    assert through_json(create({"a": 1, "b": "${a}", "wrong": "${nowhere}"})) == {"a": 1, "b": "${a}", "wrong": "${nowhere}"}
+
+
+def test_structured_configurations() -> None:
+    structured = pytest.importorskip("omegaconf").OmegaConf.structured
+    assert through_json(structured(Schema)) == {"color": "RED", "sizes": [1, 2]}

@@ -1,0 +1,132 @@
+"""Types that a program teaches checkpoints to store: ``trainkit.checkpoint.register``."""
+
+from __future__ import annotations
+
+import builtins
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from trainkit.errors import ConfigurationError
+
+__all__ = ["Registration", "Unregistered", "called", "register", "registration_named", "registration_of"]
+
+T = TypeVar("T")
+
+# What comes back as it was without any registration.
+_STORED = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(list, tuple, set, frozenset, dict, Counter),
+    *(date, datetime, timedelta, torch.dtype, torch.device, torch.Tensor, np.ndarray),
+)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """How a type is stored.
+
+    Attributes:
+        name: of the type, in checkpoints.
+        kind: the type.
+        encode: makes of a value what a checkpoint can hold.
+        decode: makes a value of that again.
+    """
+
+    name: str
+    kind: builtins.type[Any]
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+class Unregistered(NamedTuple):
+    """What stands for a value of a registered type where nobody needs the value itself, so that no type must be registered.
+
+    Attributes:
+        name: of the type, in the checkpoint.
+        value: what it was encoded to.
+    """
+
+    name: str
+    value: Any
+
+
+_by_kind: dict[builtins.type[Any], Registration] = {}
+_by_name: dict[str, Registration] = {}
+
+
+def register(
+    type: builtins.type[T],
+    encode: Callable[[T], Any],
+    decode: Callable[[Any], T],
+    *,
+    name: str | None = None,
+    replace: bool = False,
+) -> None:
+    """Let checkpoints store values of a type of your own, wherever they are: hyper-parameters, state of callbacks, your own.
+
+    Call it where the type is defined, so that every program that saves or loads such a checkpoint has called it. No code is
+    stored: a checkpoint holds the name and what ``encode`` returned, and only a type that the running program has registered
+    is decoded.
+
+    >>> import fractions
+    >>> register(fractions.Fraction, lambda f: [f.numerator, f.denominator], lambda pair: fractions.Fraction(*pair))
+
+    Args:
+        type: the class. Values of its subclasses are not meant: register those too.
+        encode: called with a value; returns what a checkpoint can hold: numbers, text, lists, dicts, tensors, numpy arrays,
+            values of other registered types.
+        decode: called with what ``encode`` returned; returns the value.
+        name: the name of the type in checkpoints (default: its module and its name). Give one, and keep it, if the class may
+            be moved or renamed, or is defined in a script.
+        replace: take the place of an earlier registration of the type, or of the name; for notebooks.
+
+    Raises:
+        ConfigurationError: an argument of another kind, or a type or a name that is registered already.
+    """
+    kind = type
+    example = "trainkit.checkpoint.register(Vocabulary, encode=Vocabulary.to_dict, decode=Vocabulary.from_dict)"
+    if not isinstance(kind, builtins.type):
+        raise ConfigurationError(f"register: expected a class, got {kind!r}. Fix: {example}")
+    if kind in _STORED:
+        raise ConfigurationError(f"register: {kind.__qualname__} is stored already, as it is. Fix: remove the call.")
+    for what, function in (("encode", encode), ("decode", decode)):
+        if not callable(function):
+            raise ConfigurationError(f"register: expected a function for {what}, got {function!r}. Fix: {example}")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ConfigurationError(f"register: expected name to be a text, got {name!r}. Fix: name='my_project.Vocabulary'")
+    name = name or called(kind)
+    earlier = [own for own in (_by_kind.get(kind), _by_name.get(name)) if own is not None]
+    if earlier and not replace:
+        same = earlier[0].kind is kind
+        raise ConfigurationError(
+            f"register: {called(kind)} is registered already"
+            + (f", as {earlier[0].name!r}" if same and earlier[0].name != name else "")
+            + (". " if same else f": the name {name!r} belongs to another class, {earlier[0].kind!r}. ")
+            + "Call register once for each type, where it is defined; "
+            + ("or, to take the place of the first call: " if same else "give it a name of its own: name='...'; or: ")
+            + "register(..., replace=True)"
+        )
+    for own in earlier:
+        _by_kind.pop(own.kind, None)
+        _by_name.pop(own.name, None)
+    _by_kind[kind] = _by_name[name] = Registration(name, kind, encode, decode)
+
+
+def registration_of(kind: builtins.type[Any]) -> Registration | None:
+    """How values of exactly this type are stored; None if nobody has registered it."""
+    return _by_kind.get(kind)
+
+
+def registration_named(name: str) -> Registration | None:
+    """The registration that has this name in checkpoints."""
+    return _by_name.get(name)
+
+
+def called(kind: builtins.type[Any]) -> str:
+    """The module and the name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,84 @@
+"""The saved state of an optimizer for one that has other parameters: what ``strict=False`` makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainkit.state.described import Described
+
+__all__ = ["group_names", "same_groups", "with_parameters_of"]
+
+
+def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """The names of the parameters, by group."""
+    return [[names.get(id(p), "a parameter of no module") for p in group["params"]] for group in optimizer.param_groups]
+
+
+def with_parameters_of(optimizer: Optimizer, names: Mapping[int, str], saved: Described) -> tuple[Described, list[str]]:
+    """The saved state as if it had been saved of an optimizer with the parameters of this one, and what the user should know.
+
+    A group gets the options of the saved group that has most of its parameters. Parameters that were not there have no state,
+    and that of parameters that are not here is dropped. A state of another form than torch's is returned as it is.
+    """
+    here = group_names(optimizer, names)
+    theirs = [own for own, _ in saved.groups]
+    if saved.opaque is not None or here == theirs:
+        return saved, []
+    matches = _matches(here, theirs)
+    groups: list[tuple[list[str], dict[str, Any]]] = [
+        (own, {} if match is None else saved.groups[match][1]) for own, match in zip(here, matches, strict=True)
+    ]
+    taken = {name for own in here for name in own}
+    groups += [saved.groups[number] for number in _to_be_added(theirs, matches, taken, getattr(names, "parameters", {}))]
+    kept = {name for own, _ in groups for name in own}
+    before = {name for own in theirs for name in own}
+    notices = []
+    if fresh := [name for own, _ in groups for name in own if name not in before]:
+        notices.append(f"the optimizer starts without state for the parameters {', '.join(fresh)}")
+    if gone := [name for own in theirs for name in own if name not in kept]:
+        notices.append(f"the state of the optimizer was not loaded for the parameters {', '.join(gone)}, which it has not here")
+    return replace(saved, groups=groups, state={name: own for name, own in saved.state.items() if name in kept}), notices
+
+
+def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) -> bool:
+    """Whether each group is, by its parameters, the saved one of the same number, so that a schedule of one fits the other."""
+    if not isinstance(described, dict) or not isinstance(described.get("groups"), list):
+        return True  # which is said elsewhere
+    theirs = [own["parameters"] for own in described["groups"]]
+    here = group_names(optimizer, names)
+    matches = _matches(here, theirs)
+    taken = {name for own in here for name in own}
+    matches += _to_be_added(theirs, matches, taken, getattr(names, "parameters", {}))
+    return matches == list(range(len(theirs)))
+
+
+def _matches(here: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> list[int | None]:
+    """For each group here the number of the saved one that has most of its parameters.
+
+    One that has none of any gets the saved one of the same number, if that is no other's.
+    """
+    matches: list[int | None] = []
+    for own in here:
+        common = [len(set(own) & set(saved)) for saved in theirs]
+        most = max(common, default=0)
+        matches.append(common.index(most) if most else None)
+    for number, match in enumerate(matches):
+        if match is None and number < len(theirs) and number not in matches:
+            matches[number] = number
+    return matches
+
+
+def _to_be_added(
+    theirs: Sequence[Sequence[str]], matches: Sequence[int | None], taken: set[str], known: Mapping[str, Tensor]
+) -> list[int]:
+    """The saved groups that were added during training: their parameters are the modules', and in no group here."""
+    return [
+        number
+        for number, own in enumerate(theirs)
+        if number not in matches and all(name in known and name not in taken for name in own)
+    ]
