@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainkit.arguments import refuse_unknown
 from trainkit.datamodule import DataModule
+from trainkit.errors import ConfigurationError
 from trainkit.evaluation import evaluate, gather_predictions
 from trainkit.explain import results_table
 from trainkit.resume import check_restore, load_weights
@@ -27,9 +28,9 @@ class Evaluating(TrainerState):
         self,
         model: TrainModule | None = None,
         dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        verbose: bool = True,
         ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
         **unknown: Any,
     ) -> list[dict[str, float]]:
         """Run the validation loop once.
@@ -37,28 +38,30 @@ class Evaluating(TrainerState):
         Args:
             model: default: the one that this trainer ran last.
             dataloaders: one loader, a list, or a ``DataModule``.
-            datamodule: instead of loaders.
-            verbose: print the metrics.
             ckpt_path: with the weights of a checkpoint: a path, ``"best"``, ``"last"`` or ``"auto"``, as in :meth:`fit`.
                 Default: the weights as they are.
+            verbose: print the metrics.
+            datamodule: instead of loaders.
 
         Returns:
             The metrics of each loader.
         """
-        refuse_unknown("Trainer.validate", unknown, ["model", "dataloaders", "datamodule", "verbose", "ckpt_path"])
+        refuse_unknown("Trainer.validate", unknown, ["model", "dataloaders", "ckpt_path", "verbose", "datamodule"])
+        _check_switch("verbose", verbose)
         return _run(cast("Trainer", self), "validate", "validation", model, dataloaders, datamodule, verbose, ckpt_path)
 
     def test(
         self,
         model: TrainModule | None = None,
         dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        verbose: bool = True,
         ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
         **unknown: Any,
     ) -> list[dict[str, float]]:
         """Run the test loop once; arguments and result as of :meth:`validate`."""
-        refuse_unknown("Trainer.test", unknown, ["model", "dataloaders", "datamodule", "verbose", "ckpt_path"])
+        refuse_unknown("Trainer.test", unknown, ["model", "dataloaders", "ckpt_path", "verbose", "datamodule"])
+        _check_switch("verbose", verbose)
         return _run(cast("Trainer", self), "test", "test", model, dataloaders, datamodule, verbose, ckpt_path)
 
     def predict(
@@ -66,7 +69,7 @@ class Evaluating(TrainerState):
         model: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = True,
         ckpt_path: str | Path | None = None,
         **unknown: Any,
     ) -> list[Any] | None:
@@ -80,11 +83,13 @@ class Evaluating(TrainerState):
             dataloaders: one loader, a list, or a ``DataModule``.
             datamodule: instead of loaders.
             return_predictions: ``False`` keeps and gathers nothing, for callbacks that write the predictions:
-                ``trainkit.callbacks.PredictionWriter``.
+                ``trainkit.callbacks.PredictionWriter``. ``None`` is ``True``.
             ckpt_path: as in :meth:`validate`.
         """
         known = ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path"]
         refuse_unknown("Trainer.predict", unknown, known)
+        return_predictions = return_predictions is None or return_predictions
+        _check_switch("return_predictions", return_predictions)
         self._keep_predictions = return_predictions
         _run(cast("Trainer", self), "predict", "predict", model, dataloaders, datamodule, False, ckpt_path)
         plan = self.plans.get("predict")
@@ -92,6 +97,15 @@ class Evaluating(TrainerState):
             return None
         outputs, plan.outputs = plan.outputs, []
         return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _check_switch(name: str, value: Any) -> None:
+    """Refuse what is no switch, most likely an argument that was given by position in another order."""
+    if isinstance(value, str) or value not in (True, False):
+        raise ConfigurationError(
+            f"{name} must be True or False, not {value!r}. If another argument is meant, give it by name, such as "
+            "ckpt_path='last' or datamodule=data."
+        )
 
 
 def _run(
@@ -104,6 +118,7 @@ def _run(
     verbose: bool,
     ckpt_path: str | Path | None,
 ) -> list[dict[str, float]]:
+    check_restore(ckpt_path, None, None)
     module = trainer.lightning_module if module is None else module
     if isinstance(dataloaders, DataModule) and datamodule is None:
         dataloaders, datamodule = None, dataloaders
@@ -115,7 +130,6 @@ def _run(
         plan.keeps = name == "predict" and trainer._keep_predictions
         build_hooks(trainer)
         if ckpt_path is not None:
-            check_restore(ckpt_path, None, None)
             load_weights(trainer, ckpt_path)
         trainer.validating = stage == "validate"
         results = evaluate(trainer, plan)
