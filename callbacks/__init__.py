@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
+    from trainkit.callback import Callback
     from trainkit.callbacks.early_stopping import EarlyStopping
     from trainkit.callbacks.gradient_clipping import GradientClipping
     from trainkit.callbacks.lambda_callback import LambdaCallback
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from trainkit.callbacks.timer import Timer
 
 __all__ = [
+    "Callback",
     "EarlyStopping",
     "GradientClipping",
     "LambdaCallback",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _FILES = {
+    "Callback": ".callback",
     "EarlyStopping": "early_stopping",
     "GradientClipping": "gradient_clipping",
     "LambdaCallback": "lambda_callback",

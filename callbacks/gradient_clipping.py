@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_choice, check_number
 from trainkit.errors import ConfigurationError
+from trainkit.module_hooks import is_overridden
 
 if TYPE_CHECKING:
     from trainkit.module import TrainModule
@@ -108,4 +109,4 @@ class GradientClipping(Callback):
 def _overrides_clipping(module: TrainModule) -> bool:
     from trainkit.module import TrainModule
 
-    return type(module).configure_gradient_clipping is not TrainModule.configure_gradient_clipping
+    return is_overridden(module, "configure_gradient_clipping", TrainModule)

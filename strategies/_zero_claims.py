@@ -20,6 +20,7 @@ from trainkit.console import notice
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.module import TrainModule
+from trainkit.module_hooks import is_overridden
 from trainkit.optimizer_config import read_optimizers
 from trainkit.strategies._deepspeed import quiet
 from trainkit.strategies._extensions import load, require_compiler
@@ -146,7 +147,7 @@ class Claims:
         Raises:
             ConfigurationError: the two contradict each other, or a value is missing.
         """
-        own = type(module).configure_optimizers is not TrainModule.configure_optimizers
+        own = is_overridden(module, "configure_optimizers", TrainModule)
         returned = module.configure_optimizers() if own or not self.has_optimizer else self._make_optimizer(module, device)
         if self._config.scheduler is None and (not own or self._config.optimizer is None):
             return returned

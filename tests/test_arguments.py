@@ -17,11 +17,12 @@ from tiny import TinyModule, tiny_loader
 from trainers import make_trainer
 
 import trainkit.callbacks
-from trainkit import Trainer
+from trainkit import DataModule, Trainer
 from trainkit.arguments import UNSUPPORTED, limited
 from trainkit.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
+    DataError,
     TrainkitError,
     UnknownNameError,
     UnsupportedArgumentError,
@@ -37,6 +38,37 @@ LIGHTNING_2 = """
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     model_registry
 """.split()  # noqa: SIM905 - shorter than a list
+# Its defaults, in the order of its signature.
+DEFAULTS_OF_LIGHTNING_2: dict[str, Any] = {
+    "accelerator": "auto",
+    "strategy": "auto",
+    "devices": "auto",
+    "num_nodes": 1,
+    **dict.fromkeys(["precision", "logger", "callbacks"]),
+    "fast_dev_run": False,
+    **dict.fromkeys(["max_epochs", "min_epochs"]),
+    "max_steps": -1,
+    **dict.fromkeys(["min_steps", "max_time"]),
+    **dict.fromkeys(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")),
+    "overfit_batches": 0.0,
+    "val_check_interval": None,
+    "check_val_every_n_epoch": 1,
+    **dict.fromkeys(["num_sanity_val_steps", "log_every_n_steps"]),
+    **dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "enable_model_summary"]),
+    "accumulate_grad_batches": 1,
+    **dict.fromkeys(["gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark"]),
+    "inference_mode": True,
+    "use_distributed_sampler": True,
+    "profiler": None,
+    "detect_anomaly": False,
+    "barebones": False,
+    "plugins": None,
+    "sync_batchnorm": False,
+    "reload_dataloaders_every_n_epochs": 0,
+    "default_root_dir": None,
+    "enable_autolog_hparams": True,
+    "model_registry": None,
+}
 LIGHTNING_1 = """
     checkpoint_callback process_position num_processes gpus auto_select_gpus tpu_cores ipus log_gpu_memory
     progress_bar_refresh_rate track_grad_norm flush_logs_every_n_steps weights_summary weights_save_path
@@ -65,13 +97,59 @@ def test_every_argument_of_lightning_is_taken_or_refused_with_its_replacement() 
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
-@pytest.mark.parametrize("value", [None, False, 1])
+@pytest.mark.parametrize("value", ["x", 7, 0.0])
 def test_an_argument_of_lightning_that_is_not_offered(name: str, value: Any) -> None:
-    """Whatever its value: what is accepted must do something."""
+    """Whatever it asks for: what is accepted must do something."""
     with pytest.raises(UnsupportedArgumentError) as caught:
         make_trainer(**{name: value})
     assert str(caught.value) == f"Trainer({name}=...): {UNSUPPORTED[name]}."
     assert len(UNSUPPORTED[name]) > 15
+
+
+def test_lightnings_defaults_are_accepted() -> None:
+    """The whole signature of Lightning 2.6, as a script passes it that hands all of its arguments on."""
+    assert list(DEFAULTS_OF_LIGHTNING_2) == LIGHTNING_2
+    trainer = Trainer(**DEFAULTS_OF_LIGHTNING_2 | {"accelerator": "cpu", "devices": 1})
+    assert (trainer.max_epochs, trainer.accumulate_grad_batches) == (1000, 1)
+    kinds = {type(callback).__name__ for callback in trainer.callbacks}
+    assert kinds == {"TQDMProgressBar", "ModelSummary", "ModelCheckpoint"}  # enable_...=None is on, as there
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("plugins", None),
+        ("plugins", []),
+        ("use_distributed_sampler", True),
+        ("barebones", False),
+        ("enable_autolog_hparams", True),
+        ("model_registry", None),
+        ("gpus", None),
+        ("resume_from_checkpoint", None),
+        ("replace_sampler_ddp", True),
+        ("auto_lr_find", False),
+        ("track_grad_norm", -1),
+    ],
+)
+def test_a_default_of_lightning_asks_for_nothing(name: str, value: Any) -> None:
+    make_trainer(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("plugins", [object()]),
+        ("use_distributed_sampler", False),
+        ("use_distributed_sampler", 1),
+        ("barebones", True),
+        ("barebones", 0),
+        ("enable_autolog_hparams", False),
+        ("replace_sampler_ddp", None),
+        ("gpus", 0),
+    ],
+)
+def test_what_is_almost_a_default_asks_for_something(name: str, value: Any) -> None:
+    assert refused(**{name: value}) == f"Trainer({name}=...): {UNSUPPORTED[name]}."
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
@@ -79,6 +157,7 @@ def test_a_replacement_that_is_named_exists(name: str) -> None:
     words = UNSUPPORTED[name].replace("=", " = ").replace("(", " ").split()
     for word, following in itertools.pairwise(words):
         known = ("save_dir", "process_position", "refresh_rate", "max_depth", "mode", "logger", "batch_size", "action")
+        known += ("flush_logs_every_n_steps",)
         if following == "=" and word.isidentifier():
             assert word in (*OURS, *known), f"{word} in: {UNSUPPORTED[name]}"
 
@@ -103,7 +182,7 @@ def test_all_arguments_are_keywords() -> None:
 def test_the_verbs_take_lightnings_keywords(verb: str) -> None:
     loaders = {"train_dataloaders": tiny_loader()} if verb == "fit" else {"dataloaders": tiny_loader()}
     run = getattr(make_trainer(), verb)
-    run(model=TinyModule(), ckpt_path=None, **loaders)
+    run(model=TinyModule(), ckpt_path=None, weights_only=None, **loaders)
     with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*checkpoints"):
         run(model=TinyModule(), ckpt_path="last", **loaders)
     with pytest.raises(
@@ -112,6 +191,58 @@ def test_the_verbs_take_lightnings_keywords(verb: str) -> None:
         run(model=TinyModule(), weights_only=True, **loaders)
     with pytest.raises(UnknownNameError, match=rf"Trainer\.{verb} has no argument 'datamodul'. Did you mean 'datamodule'"):
         run(TinyModule(), datamodul=None)
+
+
+@pytest.mark.parametrize(
+    "verb, order",
+    [
+        ("fit", "model train_dataloaders val_dataloaders datamodule ckpt_path"),
+        ("validate", "model dataloaders ckpt_path verbose datamodule"),
+        ("test", "model dataloaders ckpt_path verbose datamodule"),
+        ("predict", "model dataloaders datamodule return_predictions ckpt_path"),
+    ],
+)
+def test_the_verbs_take_lightnings_positions(verb: str, order: str) -> None:
+    parameters = inspect.signature(getattr(Trainer, verb)).parameters.values()
+    assert " ".join(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == f"self {order}"
+
+
+class Data(DataModule):
+    def train_dataloader(self) -> Any:
+        return tiny_loader()
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_positions_that_are_meant_otherwise(verb: str) -> None:
+    run = getattr(make_trainer(), verb)
+    assert run(TinyModule(), None, None, False, Data())
+    with pytest.raises(
+        ConfigurationError, match=r"ckpt_path must be a path, .*, not <.*A Data is given by name: datamodule=\.\.\."
+    ):
+        run(TinyModule(), None, Data())
+    with pytest.raises(
+        ConfigurationError, match=r"ckpt_path must be a path, .* not False\. A bool is given by name: verbose=\.\.\."
+    ):
+        run(TinyModule(), tiny_loader(), False)
+    with pytest.raises(
+        ConfigurationError, match="verbose must be True or False, not 'last'. .*by name, such as ckpt_path='last'"
+    ):
+        run(TinyModule(), tiny_loader(), None, "last")
+    with pytest.raises(DataError, match="datamodule must be a DataModule, not str"):
+        run(TinyModule(), None, None, True, "last")
+
+
+def test_positions_of_predict_that_are_meant_otherwise() -> None:
+    predict = make_trainer().predict
+    assert len(predict(TinyModule(), None, Data())) == 4
+    with pytest.raises(ConfigurationError, match="return_predictions must be True or False, not 'last'"):
+        predict(TinyModule(), tiny_loader(), None, "last")
+    with pytest.raises(ConfigurationError, match="ckpt_path must be a path, .* not True"):
+        predict(TinyModule(), tiny_loader(), None, True, True)
+    with pytest.raises(DataError, match="datamodule must be a DataModule, not str"):
+        predict(TinyModule(), None, "last")
 
 
 # Values
@@ -192,7 +323,7 @@ def test_other_values(arguments: dict[str, Any], words: str) -> None:
 )
 def test_a_switch_is_on_or_off(name: str) -> None:
     make_trainer(**{name: np.bool_(True)})
-    for value in ("no", "False", 2, [], *([] if name == "benchmark" else [None])):
+    for value in ("no", "False", 2, [], *([None] if name in ("inference_mode", "detect_anomaly") else [])):
         assert refused(**{name: value}) == f"{name} must be True or False, not {value!r}."
 
 

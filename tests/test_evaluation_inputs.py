@@ -32,6 +32,58 @@ def test_predictions_of_several_loaders() -> None:
     assert outputs == [[(0, 0), (0, 1)], [(1, 0)]]
 
 
+def test_predictions_of_nested_lists_of_loaders() -> None:
+    """As Lightning takes them: what is a loader in it is one, and so is a list of numbers or strings."""
+
+    class Module(TrainModule):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return batch, batch_idx, dataloader_idx
+
+    def predicted(source: Any) -> Any:
+        return make_trainer().predict(Module(), source)
+
+    two = [[(0, 0, 0), (1, 1, 0)], [(2, 0, 1), (3, 1, 1)]]
+    assert predicted([[0, 1], [2, 3]]) == two
+    assert predicted({"a": [0, 1], "b": [2, 3]}) == two
+    assert predicted([{"a": [0, 1], "b": [2, 3]}]) == two
+    assert predicted([0, 1]) == two[0]
+    nested = [[DataLoader([0, 1], batch_size=None), DataLoader([2, 3], batch_size=None)], [DataLoader([4], batch_size=None)]]
+    assert predicted(nested) == [*two, [(4, 0, 2)]]
+
+
+def test_predictions_of_a_list_of_batches() -> None:
+    """What holds tensors is a batch: here two of inputs and targets."""
+    batches = [(torch.ones(2, 4), torch.ones(2, 1)), (torch.ones(3, 4), torch.ones(3, 1))]
+    assert [len(part) for part in make_trainer().predict(TinyModule(), batches)] == [2, 3]
+
+
+class Variadic(Measuring):
+    """Takes its arguments as they come, as a wrapper does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[tuple[Any, ...]] = []
+
+    def validation_step(self, *arguments: Any) -> None:
+        self.taken.append(arguments[1:])
+
+    def test_step(self, batch: Any, *arguments: Any, **named: Any) -> None:
+        self.taken.append(arguments)
+
+    def predict_step(self, batch: Any, batch_idx: int, *arguments: Any) -> None:
+        self.taken.append((batch_idx, *arguments))
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_the_loaders_number_reaches_variadic_steps_only_with_several_loaders(stage: str) -> None:
+    module = Variadic()
+    getattr(make_trainer(), stage)(module, tiny_loader(8))
+    assert module.taken == [(0,), (1,)]
+    module.taken.clear()
+    getattr(make_trainer(), stage)(module, [tiny_loader(8), tiny_loader(4)])
+    assert module.taken == [(0, 0), (1, 0), (0, 1)]
+
+
 def test_predictions_that_are_not_kept() -> None:
     seen = []
 
@@ -43,6 +95,7 @@ def test_predictions_that_are_not_kept() -> None:
     assert trainer.predict(TinyModule(), tiny_loader(8), return_predictions=False) is None
     assert len(seen) == 2
     assert len(trainer.predict(TinyModule(), tiny_loader(8))) == 2
+    assert len(trainer.predict(TinyModule(), tiny_loader(8), return_predictions=None)) == 2  # Lightning's default
 
 
 def test_prediction_calls_forward_by_default() -> None:
@@ -52,6 +105,8 @@ def test_prediction_calls_forward_by_default() -> None:
 
     outputs = make_trainer().predict(Doubling(), [torch.ones(2), torch.ones(3)])
     assert [part.tolist() for part in outputs] == [[2.0, 2.0], [2.0, 2.0, 2.0]]
+    several = make_trainer().predict(Doubling(), [DataLoader(torch.ones(2)), DataLoader(torch.ones(1))])
+    assert [[part.tolist() for part in outputs] for outputs in several] == [[[2.0], [2.0]], [[2.0]]]
 
 
 def test_prediction_without_forward() -> None:

@@ -10,9 +10,10 @@ from tiny import TinyModule, tiny_loader
 from torch import nn
 from trainers import make_trainer
 
-from trainkit import Callback, TrainModule
+from trainkit import Callback, DataModule, TrainModule
+from trainkit.console import TrainkitWarning
 from trainkit.errors import HookError, LossError
-from trainkit.hooks import HOOKS, REMOVED, check_callback, check_module
+from trainkit.hooks import HOOKS, REMOVED, WARNED, check_callback, check_datamodule, check_module
 
 
 def callback_with(**methods: Any) -> Callback:
@@ -26,12 +27,55 @@ def module_with(**methods: Any) -> TrainModule:
 def nothing(self: Any, *arguments: Any) -> None: ...
 
 
-@pytest.mark.parametrize("name", sorted(REMOVED))
+@pytest.mark.parametrize("name", sorted(set(REMOVED) - WARNED))
 def test_what_lightning_removed_or_never_calls_is_an_error_with_the_replacement(name: str) -> None:
     with pytest.raises(HookError, match=rf"Mine.{name} is never called.*{re.escape(REMOVED[name])}"):
         check_module(module_with(**{name: nothing}), TrainModule)
     with pytest.raises(HookError, match=rf"Mine.{name} is never called"):
         check_callback(callback_with(**{name: nothing}))
+
+
+ERRORS = """
+    backward configure_sharded_model get_progress_bar_dict on_configure_sharded_model on_hpc_load on_hpc_save
+    on_post_move_to_device optimizer_step tbptt_split_batch test_epoch_end test_step_end training_epoch_end
+    training_step_end validation_epoch_end validation_step_end
+""".split()  # noqa: SIM905 - shorter than a list
+
+
+def test_what_would_train_or_restore_something_else_is_no_mere_warning() -> None:
+    assert sorted(set(REMOVED) - WARNED) == ERRORS
+
+
+@pytest.mark.parametrize("name", sorted(WARNED))
+def test_a_method_with_the_name_of_a_hook_that_lightning_had_is_a_warning(name: str) -> None:
+    said = (
+        rf"Mine.{name} has the name of a hook that Lightning had, .* does not call it.*use {re.escape(REMOVED[name])} instead"
+    )
+    for check, owner in (
+        (check_callback, callback_with(**{name: nothing})),
+        (lambda module: check_module(module, TrainModule), module_with(**{name: nothing})),
+        (lambda data: check_datamodule(data, DataModule), type("Mine", (DataModule,), {name: nothing})()),
+    ):
+        with pytest.warns(TrainkitWarning, match=said):
+            check(owner)
+
+
+def test_a_method_of_that_name_that_the_users_code_calls() -> None:
+    class Mine(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ends = 0
+
+        def on_epoch_end(self) -> None:
+            self.ends += 1
+
+        def on_train_epoch_end(self) -> None:
+            self.on_epoch_end()
+
+    module = Mine()
+    with pytest.warns(TrainkitWarning, match="Mine.on_epoch_end has the name of a hook"):
+        make_trainer(max_epochs=2).fit(module, tiny_loader(4))
+    assert module.ends == 2  # by the user's code alone
 
 
 def test_no_hook_is_listed_as_removed() -> None:

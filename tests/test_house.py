@@ -46,6 +46,7 @@ PUBLIC = {
         "write_basic_config",
     ],
     "trainkit.callbacks": [
+        "Callback",
         "EarlyStopping",
         "GradientClipping",
         "LambdaCallback",

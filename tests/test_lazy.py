@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import trainkit
 from trainkit.lazy import lazily
 
 
@@ -30,3 +31,53 @@ def test_a_typing_error(package: dict[str, Any]) -> None:
     get, _ = lazily(package, {"JSONDecoder": "decoder"})
     with pytest.raises(AttributeError, match=r"module 'json' has no attribute 'JSONDecodr'. Did you mean 'JSONDecoder'\?"):
         get("JSONDecodr")
+
+
+def test_a_name_beside_the_package(package: dict[str, Any]) -> None:
+    get, _ = lazily({"__name__": "json.decoder"}, {"JSONEncoder": ".encoder"})
+    assert get("JSONEncoder") is json.JSONEncoder
+
+
+@pytest.mark.parametrize(
+    "module, name, meant",
+    [
+        ("trainkit", "LightningModule", "TrainModule"),
+        ("trainkit", "LightningDataModule", "DataModule"),
+        ("trainkit.callbacks", "EarlyStoping", "EarlyStopping"),
+        ("trainkit.loggers", "TensorboardLogger", "TensorBoardLogger"),
+        ("trainkit.strategies", "DDPStrateg", "DDPStrategy"),
+        ("trainkit.utils", "gathr", "gather"),
+    ],
+)
+def test_a_typing_error_in_an_import_statement(module: str, name: str, meant: str) -> None:
+    """Python replaces an AttributeError by an ImportError that would not have the hint."""
+    with pytest.raises(ImportError, match=rf"^cannot import name '{name}' from '{module}'\. Did you mean '{meant}'\?$"):
+        exec(f"from {module} import {name}")
+
+
+def test_an_import_statement_of_several_names() -> None:
+    with pytest.raises(ImportError, match=r"^cannot import name 'Trainr' from 'trainkit'\. Did you mean 'Trainer'\?$"):
+        from trainkit import TrainModule, Trainr  # noqa: F401
+
+
+def test_an_import_statement_of_a_name_that_is_like_none() -> None:
+    with pytest.raises(ImportError, match=r"^cannot import name 'zzz' from 'trainkit\.callbacks'\.$"):
+        from trainkit.callbacks import zzz  # noqa: F401
+
+
+def test_outside_an_import_statement_it_stays_an_attribute_error() -> None:
+    """What counts on it: hasattr, getattr with a default, inspect, unittest.mock."""
+    assert not hasattr(trainkit, "Trainr")
+    assert getattr(trainkit.callbacks, "EarlyStoping", None) is None
+    with pytest.raises(AttributeError, match="module 'trainkit' has no attribute 'Trainr'. Did you mean 'Trainer'"):
+        trainkit.Trainr
+
+
+def test_submodules_are_imported_as_ever() -> None:
+    from trainkit import callbacks, errors, loggers
+
+    assert (callbacks.__name__, errors.__name__, loggers.__name__) == (
+        "trainkit.callbacks",
+        "trainkit.errors",
+        "trainkit.loggers",
+    )

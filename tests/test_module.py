@@ -78,11 +78,11 @@ def test_device_and_dtype_are_the_parameters() -> None:
 
 def test_freezing() -> None:
     module = TinyModule()
-    module.freeze()
+    assert module.freeze() is module
     assert not any(parameter.requires_grad for parameter in module.parameters())
     assert not module.training
     assert not module.layer.training
-    module.unfreeze()
+    assert module.unfreeze() is module
     assert all(parameter.requires_grad for parameter in module.parameters())
     assert module.layer.training
 

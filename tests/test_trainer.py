@@ -174,8 +174,9 @@ def test_before_a_run() -> None:
     assert (trainer.stage, trainer.should_stop, trainer.sanity_checking, trainer.is_global_zero) == (None, False, False, True)
     assert (trainer.world_size, trainer.logger, trainer.loggers, trainer.accumulate_grad_batches) == (1, None, [], 4)
     assert (trainer.max_steps, trainer.max_epochs, trainer.train_dataloader, trainer.val_dataloaders) == (5, 1, None, None)
+    assert trainer.model is None
     with pytest.raises(ModuleError, match="has run no module yet"):
-        trainer.model
+        trainer.lightning_module
 
 
 def test_during_and_after_a_run() -> None:

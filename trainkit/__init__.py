@@ -111,11 +111,11 @@ def __getattr__(name: str) -> Any:
     if name in _PLACES:
         value = globals()[name] = getattr(import_module(_PLACES[name]), name)
         return value
-    from trainkit.errors import nearest
+    from trainkit.lazy import absent
     from trainkit.utils.instead import refuse
 
     refuse(name)
-    raise AttributeError(f"module 'trainkit' has no attribute {name!r}.{nearest(name, __all__)}")
+    raise absent("trainkit", name, __all__)
 
 
 def __dir__() -> list[str]:

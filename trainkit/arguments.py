@@ -15,8 +15,6 @@ from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArg
 
 __all__ = ["UNSUPPORTED", "TrainerArguments", "limited", "refuse_unknown"]
 
-_LATER = "is not in this version"
-
 # Arguments of Lightning's Trainer, of this and earlier versions, and what to use here.
 UNSUPPORTED: dict[str, str] = {
     "amp_backend": "use precision='16-mixed' or 'bf16-mixed'",
@@ -31,17 +29,17 @@ UNSUPPORTED: dict[str, str] = {
     "distributed_backend": "use strategy= to choose it",
     "early_stop_callback": "use callbacks=[EarlyStopping('val_loss')]",
     "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
-    "flush_logs_every_n_steps": "use an argument of the logger",
+    "flush_logs_every_n_steps": "use logger=CSVLogger(flush_logs_every_n_steps=...)",
     "gpus": "use accelerator='gpu', devices=1",
     "ipus": "IPUs are not supported",
-    "log_gpu_memory": "attach a callback that logs torch.cuda.max_memory_allocated()",
+    "log_gpu_memory": "use callbacks=[MemoryMonitor()]",
     "log_save_interval": "use log_every_n_steps, and an argument of the logger",
     "model_registry": "leave it out: models are not uploaded anywhere",
     "move_metrics_to_cpu": "leave it out: metrics are read at log boundaries only",
     "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
     "num_processes": "use accelerator='cpu', devices=2",
     "overfit_pct": "use overfit_batches",
-    "plugins": "give precision= a Precision object and strategy= a Strategy object",
+    "plugins": "give precision= a Precision object and strategy= a Strategy object; clusters such as SLURM are recognized",
     "prepare_data_per_node": "set it in the DataModule or TrainModule: self.prepare_data_per_node = False",
     "process_position": "use callbacks=[TQDMProgressBar(process_position=...)]",
     "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
@@ -52,7 +50,7 @@ UNSUPPORTED: dict[str, str] = {
     "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
     "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
     "test_percent_check": "use limit_test_batches",
-    "tpu_cores": _LATER,
+    "tpu_cores": "use accelerator='tpu', devices=8",
     "track_grad_norm": "use callbacks=[GradientClipping(float('inf'))], or gradient_clip_val, which logs the norm",
     "train_percent_check": "use limit_train_batches",
     "truncated_bptt_steps": "loop over the parts of the sequence under manual optimization",
@@ -62,6 +60,27 @@ UNSUPPORTED: dict[str, str] = {
     "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
 }
 
+# Lightning's defaults of these, of the versions that had them; ``None`` is that of all others.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "auto_lr_find": (False,),
+    "auto_scale_batch_size": (False,),
+    "auto_select_gpus": (False, None),
+    "barebones": (False,),
+    "checkpoint_callback": (True, None),
+    "enable_autolog_hparams": (True,),
+    "move_metrics_to_cpu": (False,),
+    "multiple_trainloader_mode": ("max_size_cycle",),
+    "num_processes": (1, None),
+    "plugins": (None, []),
+    "prepare_data_per_node": (True, None),
+    "process_position": (0,),
+    "reload_dataloaders_every_epoch": (False,),
+    "replace_sampler_ddp": (True,),
+    "stochastic_weight_avg": (False,),
+    "terminate_on_nan": (False, None),
+    "track_grad_norm": (-1,),
+    "use_distributed_sampler": (True,),
+}
 
 # Those of Lightning's fit, validate, test and predict.
 _UNSUPPORTED_IN_CALLS: dict[str, str] = {
@@ -99,6 +118,8 @@ _UNSUPPORTED_IN_ACCELERATOR: dict[str, str] = {
 def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse arguments that ``where`` does not have: "Trainer", one of its verbs ("Trainer.fit"), or "Accelerator".
 
+    What a Trainer or one of its verbs is given at Lightning's default asks for nothing, and is accepted.
+
     Raises:
         UnsupportedArgumentError: Lightning or Accelerate has it; the message names the replacement.
         UnknownNameError: with the nearest name.
@@ -110,10 +131,17 @@ def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -
         "Accelerator.save_state": _UNSUPPORTED_IN_STATES,
     }
     table = tables.get(where, _UNSUPPORTED_IN_CALLS)
-    for name in given:
+    for name, value in given.items():
         if name in table:
+            if where.startswith("Trainer") and _is_default(name, value):
+                continue
             raise UnsupportedArgumentError(f"{where}({name}=...): {table[name]}.")
         raise UnknownNameError(f"{where} has no argument {name!r}.{nearest(name, [*known, *table])}")
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether a value is Lightning's default of an argument that is not here; 0 is not False."""
+    return any(type(value) is type(default) and value == default for default in _DEFAULTS.get(name, (None,)))
 
 
 def check_switches(given: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +156,8 @@ def check_switches(given: dict[str, Any]) -> dict[str, Any]:
         "benchmark",
     ):
         value = given[name]
-        if not (value is None and name == "benchmark") and (isinstance(value, str) or value not in (True, False)):
+        optional = name == "benchmark" or name.startswith("enable_")  # Lightning's default of these is None
+        if not (value is None and optional) and (isinstance(value, str) or value not in (True, False)):
             raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
     return given
 

@@ -20,9 +20,13 @@ __all__ = ["attach_callbacks", "attach_loggers", "merge_module_callbacks", "shar
 
 
 def attach_callbacks(
-    trainer: Trainer, given: Callback | Sequence[Callback] | None, progress_bar: bool, summary: bool, checkpoints: bool
+    trainer: Trainer,
+    given: Callback | Sequence[Callback] | None,
+    progress_bar: bool | None,
+    summary: bool | None,
+    checkpoints: bool | None,
 ) -> list[Callback]:
-    """The user's callbacks, then those that the Trainer's arguments ask for.
+    """The user's callbacks, then those that the Trainer's arguments ask for; ``None`` asks for one.
 
     Raises:
         HookError: something that is no callback, or has a hook that cannot be called.
@@ -34,6 +38,7 @@ def attach_callbacks(
     if len({id(callback) for callback in callbacks}) < len(callbacks):
         raise ConfigurationError("callbacks holds the same object twice. Give each callback once.")
     arguments = trainer.arguments
+    progress_bar, summary, checkpoints = (asked is None or bool(asked) for asked in (progress_bar, summary, checkpoints))
 
     def attach(name: str, wanted: bool, argument: str, *values: Any) -> None:
         kind = load_callback(name) if wanted or argument in ("gradient_clip_val", "max_time") else None
@@ -67,7 +72,7 @@ def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
     """
     own = [c for c in trainer.callbacks if all(c is not other for other in trainer.brought_callbacks)]
     own += [c for c in trainer.displaced_callbacks if all(c is not other for other in own)]
-    brought = module.configure_callbacks()
+    brought = module.configure_callbacks() if overrides(module, "configure_callbacks") else None
     brought = [] if brought is None else _listed(brought)
     for callback in brought:
         check_callback(callback)

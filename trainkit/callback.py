@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.errors import HookError
+from trainkit.keywords import KnownKeywords
 
 if TYPE_CHECKING:
     from trainkit.module import TrainModule
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Callback"]
 
 
-class Callback:
+class Callback(KnownKeywords):
     """Base class of callbacks.
 
     Example::

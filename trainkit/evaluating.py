@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainkit.arguments import refuse_unknown
 from trainkit.datamodule import DataModule
+from trainkit.errors import ConfigurationError
 from trainkit.evaluation import evaluate, gather_predictions
 from trainkit.explain import results_table
 from trainkit.resume import check_restore, load_weights
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Evaluating"]
 
 
+_KNOWN = ("model", "dataloaders", "ckpt_path", "verbose", "datamodule", "strict")  # of validate and test
+
+
 class Evaluating(TrainerState):
     """The verbs of :class:`trainkit.Trainer` that do not train."""
 
@@ -27,9 +31,9 @@ class Evaluating(TrainerState):
         self,
         model: TrainModule | None = None,
         dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        verbose: bool = True,
         ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
         *,
         strict: bool = True,
         **unknown: Any,
@@ -39,31 +43,33 @@ class Evaluating(TrainerState):
         Args:
             model: default: the one that this trainer ran last.
             dataloaders: one loader, a list, or a ``DataModule``.
-            datamodule: instead of loaders.
-            verbose: print the metrics.
             ckpt_path: with the weights of a checkpoint: a path, ``"best"``, ``"last"`` or ``"auto"``, as in :meth:`fit`.
                 Default: the weights as they are.
+            verbose: print the metrics.
+            datamodule: instead of loaders.
             strict: names that are missing in the checkpoint or in the model are an error; ``False``: a notice lists them.
 
         Returns:
             The metrics of each loader.
         """
-        refuse_unknown("Trainer.validate", unknown, ["model", "dataloaders", "datamodule", "verbose", "ckpt_path", "strict"])
+        refuse_unknown("Trainer.validate", unknown, _KNOWN)
+        _check_switch("verbose", verbose)
         return _run(cast("Trainer", self), "validate", "validation", model, dataloaders, datamodule, verbose, ckpt_path, strict)
 
     def test(
         self,
         model: TrainModule | None = None,
         dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        verbose: bool = True,
         ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
         *,
         strict: bool = True,
         **unknown: Any,
     ) -> list[dict[str, float]]:
         """Run the test loop once; arguments and result as of :meth:`validate`."""
-        refuse_unknown("Trainer.test", unknown, ["model", "dataloaders", "datamodule", "verbose", "ckpt_path", "strict"])
+        refuse_unknown("Trainer.test", unknown, _KNOWN)
+        _check_switch("verbose", verbose)
         return _run(cast("Trainer", self), "test", "test", model, dataloaders, datamodule, verbose, ckpt_path, strict)
 
     def predict(
@@ -71,7 +77,7 @@ class Evaluating(TrainerState):
         model: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = True,
         ckpt_path: str | Path | None = None,
         *,
         strict: bool = True,
@@ -87,12 +93,14 @@ class Evaluating(TrainerState):
             dataloaders: one loader, a list, or a ``DataModule``.
             datamodule: instead of loaders.
             return_predictions: ``False`` keeps and gathers nothing, for callbacks that write the predictions:
-                ``trainkit.callbacks.PredictionWriter``.
+                ``trainkit.callbacks.PredictionWriter``. ``None`` is ``True``.
             ckpt_path: as in :meth:`validate`.
             strict: as in :meth:`validate`.
         """
         known = ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "strict"]
         refuse_unknown("Trainer.predict", unknown, known)
+        return_predictions = return_predictions is None or return_predictions
+        _check_switch("return_predictions", return_predictions)
         self._keep_predictions = return_predictions
         _run(cast("Trainer", self), "predict", "predict", model, dataloaders, datamodule, False, ckpt_path, strict)
         plan = self.plans.get("predict")
@@ -100,6 +108,15 @@ class Evaluating(TrainerState):
             return None
         outputs, plan.outputs = plan.outputs, []
         return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _check_switch(name: str, value: Any) -> None:
+    """Refuse what is no switch, most likely an argument that was given by position in another order."""
+    if isinstance(value, str) or value not in (True, False):
+        raise ConfigurationError(
+            f"{name} must be True or False, not {value!r}. If another argument is meant, give it by name, such as "
+            "ckpt_path='last' or datamodule=data."
+        )
 
 
 def _run(
@@ -113,6 +130,7 @@ def _run(
     ckpt_path: str | Path | None,
     strict: bool,
 ) -> list[dict[str, float]]:
+    check_restore(ckpt_path, None, None, strict)
     module = trainer.lightning_module if module is None else module
     if isinstance(dataloaders, DataModule) and datamodule is None:
         dataloaders, datamodule = None, dataloaders
@@ -124,7 +142,6 @@ def _run(
         plan.keeps = name == "predict" and trainer._keep_predictions
         build_hooks(trainer)
         if ckpt_path is not None:
-            check_restore(ckpt_path, None, None, strict)
             load_weights(trainer, ckpt_path, strict)
         trainer.validating = stage == "validate"
         results = evaluate(trainer, plan)

@@ -13,16 +13,18 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.data.nested import map_tensors
 from trainkit.data.window import NOTHING
 from trainkit.errors import ConfigurationError
 from trainkit.fillers import fill_evaluation
 from trainkit.metrics import Scope
+from trainkit.setup_run import overrides
 
 if TYPE_CHECKING:
     from trainkit.distributed import World
+    from trainkit.module import TrainModule
     from trainkit.plans import EvaluationPlan
     from trainkit.trainer import Trainer
 
@@ -35,7 +37,7 @@ def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
     hooks, module = trainer.hooks, trainer.lightning_module
     metrics.discard()
     metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
-    with _active(trainer, plan), _eval_mode(module), _no_gradients(trainer):
+    with _active(trainer, plan), _eval_mode(module, name), _no_gradients(trainer):
         hooks.run(f"on_{name}_start")
         hooks.run(f"on_{name}_epoch_start")
         rows = 0
@@ -199,14 +201,22 @@ def _active(trainer: Trainer, plan: EvaluationPlan) -> Iterator[None]:
 
 
 @contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
-    """Eval mode, and afterwards each submodule in the mode that it was in: frozen BatchNorm stays frozen."""
+def _eval_mode(module: TrainModule, name: str) -> Iterator[None]:
+    """Eval mode, and afterwards each submodule in the mode that it was in: frozen BatchNorm stays frozen.
+
+    Or what the module says instead, in ``on_validation_model_eval`` and ``on_validation_model_train`` and the like.
+    """
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    before, after = f"on_{name}_model_eval", f"on_{name}_model_train"
+    restored = False
     try:
+        getattr(module, before)() if overrides(module, before) else module.eval()
         yield
+        if overrides(module, after):
+            getattr(module, after)()
+            restored = True
     finally:
-        for part, training in modes:
+        for part, training in [] if restored else modes:
             part.training = training
 
 

@@ -12,14 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
+from trainkit.console import warn
 from trainkit.errors import HookError
+from trainkit.module_hooks import is_overridden
 
 if TYPE_CHECKING:
     from trainkit.module import TrainModule
     from trainkit.profiler import Profiler
     from trainkit.trainer import Trainer
 
-__all__ = ["HOOKS", "REMOVED", "HookTable", "check_callback", "check_datamodule", "check_module", "check_names"]
+__all__ = ["HOOKS", "REMOVED", "WARNED", "HookTable", "check_callback", "check_datamodule", "check_module", "check_names"]
 
 # Hook → names of the arguments after (trainer, module). The module's own hooks take the same without these two.
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -72,6 +74,7 @@ _MODULE_METHODS: dict[str, tuple[str, ...]] = {
     "batch_weight": ("batch",),
     "lr_scheduler_step": ("scheduler", "metric"),
     "optimizer_zero_grad": ("epoch", "batch_idx", "optimizer"),
+    **{f"on_{stage}_model_{mode}": () for stage in ("validation", "test", "predict") for mode in ("eval", "train")},
 }
 # Steps may leave out arguments from the right.
 _STEPS: dict[str, tuple[str, ...]] = {
@@ -106,13 +109,7 @@ REMOVED: dict[str, str] = {
     "on_post_move_to_device": "on_fit_start: tied parameters stay tied",
     "on_hpc_save": "on_save_checkpoint",
     "on_hpc_load": "on_load_checkpoint",
-    "on_validation_model_eval": "on_validation_start",
-    "on_validation_model_train": "on_validation_end",
-    "on_validation_model_zero_grad": "on_validation_start",
-    "on_test_model_eval": "on_test_start",
-    "on_test_model_train": "on_test_end",
-    "on_predict_model_eval": "on_predict_start",
-    "on_predict_model_train": "on_predict_end",
+    "on_validation_model_zero_grad": "on_validation_start: a validation leaves the gradients as they are",
     "optimizer_step": (
         "on_before_optimizer_step, or manual optimization (automatic_optimization = False) with self.optimizers().step()"
     ),
@@ -121,13 +118,20 @@ REMOVED: dict[str, str] = {
     "tbptt_split_batch": "a loop over the parts of the sequence under manual optimization",
 }
 
+# Of these, the hooks whose names users also give to methods that they call themselves: a warning. The others are errors:
+# without them a run would train or restore something else than the user means.
+_ERRORS_AMONG_HOOKS = ("on_configure_sharded_model", "on_hpc_load", "on_hpc_save", "on_post_move_to_device")
+WARNED: frozenset[str] = frozenset(name for name in REMOVED if name.startswith("on_") and name not in _ERRORS_AMONG_HOOKS)
+
 
 def check_names(owner: object, base: type, known: Iterable[str]) -> None:
     """Refuse a method of a user's class that looks like a hook but would never be called.
 
+    A method with the name of a hook in :data:`WARNED` is a warning: the user's code may call it.
+
     Args:
-        owner: the user's callback or module.
-        base: the class of ours that he subclassed; what it defines is known.
+        owner: the user's callback, module or data module.
+        base: the class of ours that it is of; what that defines is known.
         known: names that are called.
 
     Raises:
@@ -135,28 +139,39 @@ def check_names(owner: object, base: type, known: Iterable[str]) -> None:
     """
     known = tuple(known)
     for cls in type(owner).__mro__:
-        if cls is base or cls.__module__.startswith(("trainkit.", "torch.")):
+        if cls is not base and not cls.__module__.startswith(("trainkit.", "torch.")):
+            _check_methods(cls.__name__, vars(cls), base, known)
+    _check_methods(type(owner).__name__, vars(owner), base, known)  # assigned on the object
+
+
+def _check_methods(owner: str, methods: Mapping[str, Any], base: type, known: tuple[str, ...]) -> None:
+    for name, member in methods.items():
+        if name.startswith("_") or not (inspect.isfunction(member) or inspect.ismethod(member)) or hasattr(base, name):
             continue
-        for name, member in vars(cls).items():
-            if name.startswith("_") or not inspect.isfunction(member) or hasattr(base, name):
-                continue
-            where = f"{cls.__name__}.{name}"
-            if name in REMOVED:
-                raise HookError(f"{where} is never called by trainkit. Use {REMOVED[name]} instead.")
-            if name in known:
-                raise HookError(
-                    f"{where} is never called: only callbacks have this hook. Fix: class Mine(Callback): "
-                    f"def {name}(self, trainer, module, ...), and Trainer(callbacks=[Mine()])"
-                )
-            for candidate in known:
-                if _edits(name, candidate, allowed := 2 if len(candidate) > 10 else 1) <= allowed:
-                    raise HookError(
-                        f"{where} is never called: no hook has that name. Did you mean {candidate!r}? "
-                        "If it is a method of your own, rename it so that it cannot be taken for the hook."
-                    )
-    overridden = [name for name in REMOVED if hasattr(base, name) and _overrides(owner, base, name)]
-    for name in overridden:
-        raise HookError(f"{type(owner).__name__}.{name} is never called by trainkit. Use {REMOVED[name]} instead.")
+        where = f"{owner}.{name}"
+        if name in WARNED:
+            warn(
+                f"{where} has the name of a hook that Lightning had, and trainkit does not call it. Expected: a method that "
+                f"your code calls itself. If it is meant as the hook, use {REMOVED[name]} instead."
+            )
+        elif name in REMOVED:
+            raise HookError(f"{where} is never called by trainkit. Use {REMOVED[name]} instead.")
+        elif name in known:
+            raise HookError(
+                f"{where} is never called: only callbacks have this hook. Fix: class Mine(Callback): "
+                f"def {name}(self, trainer, module, ...), and Trainer(callbacks=[Mine()])"
+            )
+        else:
+            _refuse_misspelt(name, where, known)
+
+
+def _refuse_misspelt(name: str, where: str, known: tuple[str, ...]) -> None:
+    for candidate in known:
+        if _edits(name, candidate, allowed := 2 if len(candidate) > 10 else 1) <= allowed:
+            raise HookError(
+                f"{where} is never called: no hook has that name. Did you mean {candidate!r}? "
+                "If it is a method of your own, rename it so that it cannot be taken for the hook."
+            )
 
 
 def _edits(first: str, second: str, limit: int) -> int:
@@ -171,11 +186,6 @@ def _edits(first: str, second: str, limit: int) -> int:
         if min(row) > limit:
             return limit + 1
     return row[-1]
-
-
-def _overrides(owner: object, base: type, name: str) -> bool:
-    method = getattr(owner, name, None)
-    return callable(method) and getattr(method, "__func__", method) is not getattr(base, name, None)
 
 
 class HookTable:
@@ -270,7 +280,7 @@ def check_module(module: object, base: type) -> None:
     _check_signatures(module, base, {**HOOKS, **_MODULE_METHODS})
     for name, arguments in _STEPS.items():
         method = getattr(module, name)
-        if not _overrides(module, base, name):
+        if not is_overridden(module, name, base):
             continue
         if not any(_accepts(method, n + 1) for n in range(len(arguments))):
             raise _not_callable(module, name, arguments)
@@ -295,7 +305,7 @@ def check_datamodule(datamodule: object, base: type) -> None:
 def _check_signatures(owner: object, base: type, methods: Mapping[str, tuple[str, ...]]) -> None:
     """Whether what is overridden can be called with these arguments, or with them but the loader's number."""
     for name, arguments in methods.items():
-        if not hasattr(base, name) or not _overrides(owner, base, name):
+        if not hasattr(base, name) or not is_overridden(owner, name, base):
             continue
         method = getattr(owner, name)
         fewer = name in HOOKS and arguments[-1:] == ("dataloader_idx",)
@@ -304,11 +314,12 @@ def _check_signatures(owner: object, base: type, methods: Mapping[str, tuple[str
 
 
 def _not_callable(owner: object, name: str, arguments: tuple[str, ...]) -> HookError:
-    received = inspect.signature(getattr(type(owner), name, getattr(owner, name)))
+    assigned = name in vars(owner)  # a function that does not get the object
+    received = inspect.signature(getattr(owner if assigned else type(owner), name))
     several = "optimizer_idx" in received.parameters
     return HookError(
-        f"{type(owner).__name__}.{name} cannot be called. Expected: def {name}({', '.join(('self', *arguments))}); "
-        f"received: def {name}{received}"
+        f"{type(owner).__name__}.{name} cannot be called. Expected: "
+        f"def {name}({', '.join(arguments if assigned else ('self', *arguments))}); received: def {name}{received}"
         + ("; for several optimizers use manual optimization: self.automatic_optimization = False" if several else "")
     )
 
@@ -329,7 +340,7 @@ def _entry(
     """What is called for one owner and hook, or ``None`` if he does not override it."""
     is_module = owner is module
     base: type = _module_base() if is_module else Callback
-    if not hasattr(base, name) or not _overrides(owner, base, name):
+    if not hasattr(base, name) or not is_overridden(owner, name, base):
         return None
     method: Callable[..., Any] = getattr(owner, name)
     if not is_module:

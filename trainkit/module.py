@@ -70,8 +70,11 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """Work on a test batch; log metrics with ``self.log``. Takes ``dataloader_idx`` too with several loaders."""
         raise NotImplementedError
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """What ``Trainer.predict`` returns for a batch; by default ``self(batch)``."""
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """What ``Trainer.predict`` returns for a batch; by default ``self(batch)``, with several loaders too.
+
+        Define it as ``predict_step(self, batch, batch_idx)`` or ``predict_step(self, batch, batch_idx, dataloader_idx=0)``.
+        """
         return self(batch)
 
     def configure_optimizers(self) -> Any:
@@ -368,15 +371,13 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
         return build_from_checkpoint(cls, checkpoint_path, map_location, strict, overrides)
 
-    def freeze(self) -> None:
-        """No parameter is trained any more, and the module is in eval mode."""
-        self.requires_grad_(False)
-        self.eval()
+    def freeze(self: M) -> M:
+        """Freeze all parameters and put the module into eval mode; returns the module."""
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """All parameters are trained, and the module is in training mode."""
-        self.requires_grad_(True)
-        self.train()
+    def unfreeze(self: M) -> M:
+        """Make all parameters trainable and put the module into training mode; returns the module."""
+        return self.requires_grad_(True).train()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The prediction; define it if you call the module itself."""

@@ -5,10 +5,10 @@ Every hook is empty here and is called only where a subclass overrides it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.data.nested import move
@@ -16,7 +16,19 @@ from trainkit.data.nested import move
 if TYPE_CHECKING:
     from trainkit.callback import Callback
 
-__all__ = ["DataHooks", "ModuleHooks"]
+__all__ = ["DataHooks", "ModuleHooks", "is_overridden"]
+
+
+def is_overridden(owner: object, name: str, base: type) -> bool:
+    """Whether an object has a method of its own under a name, defined in its class or assigned on the object.
+
+    Args:
+        owner: the user's module, data module, callback or logger.
+        name: the method. One that was set to ``None`` is not there: ``module.validation_step = None``.
+        base: the class of ours whose method does not count.
+    """
+    method = getattr(owner, name, None)
+    return callable(method) and getattr(method, "__func__", method) is not getattr(base, name, None)
 
 
 class DataHooks:
@@ -135,6 +147,14 @@ class ModuleHooks(DataHooks):
     def on_validation_end(self) -> None:
         """After validation."""
 
+    def on_validation_model_eval(self) -> None:
+        """Put the module into eval mode before validation. Override it to put only a part into eval mode."""
+        cast(nn.Module, self).eval()
+
+    def on_validation_model_train(self) -> None:
+        """Called after validation only if it is overridden; otherwise every submodule returns to the mode it was in."""
+        cast(nn.Module, self).train()
+
     def on_validation_epoch_start(self) -> None:
         """Before the first batch of validation."""
 
@@ -153,6 +173,14 @@ class ModuleHooks(DataHooks):
     def on_test_end(self) -> None:
         """After the test."""
 
+    def on_test_model_eval(self) -> None:
+        """As :meth:`on_validation_model_eval`, before the test."""
+        cast(nn.Module, self).eval()
+
+    def on_test_model_train(self) -> None:
+        """As :meth:`on_validation_model_train`, after the test."""
+        cast(nn.Module, self).train()
+
     def on_test_epoch_start(self) -> None:
         """Before the first batch of the test."""
 
@@ -170,6 +198,14 @@ class ModuleHooks(DataHooks):
 
     def on_predict_end(self) -> None:
         """After prediction."""
+
+    def on_predict_model_eval(self) -> None:
+        """As :meth:`on_validation_model_eval`, before prediction."""
+        cast(nn.Module, self).eval()
+
+    def on_predict_model_train(self) -> None:
+        """As :meth:`on_validation_model_train`, after prediction."""
+        cast(nn.Module, self).train()
 
     def on_predict_epoch_start(self) -> None:
         """Before the first batch of prediction."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from trainkit.checkpoint.reader import Loaded
 from trainkit.console import notice, warn
 from trainkit.data.order import ORDER_VERSION
+from trainkit.datamodule import DataModule
 from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameError, nearest
 from trainkit.finding import WORDS, Found, checkpoint_folders, find_checkpoint, newest_of
 from trainkit.rng import KEY_VERSION
@@ -39,7 +40,9 @@ def check_restore(
         UnknownNameError: a part that nobody knows.
     """
     if ckpt_path is not None and not isinstance(ckpt_path, str | os.PathLike):
-        raise ConfigurationError(f"ckpt_path must be a path, 'auto', 'last' or 'best', not {ckpt_path!r}.")
+        meant = "datamodule" if isinstance(ckpt_path, DataModule) else "verbose" if isinstance(ckpt_path, bool) else ""
+        hint = f" A {type(ckpt_path).__name__} is given by name: {meant}=..." if meant else ""
+        raise ConfigurationError(f"ckpt_path must be a path, 'auto', 'last' or 'best', not {ckpt_path!r}.{hint}")
     if ckpt_path == "":
         raise ConfigurationError("ckpt_path is an empty string. For a fresh start: ckpt_path=None; for the newest one: 'auto'.")
     if not isinstance(strict, bool):

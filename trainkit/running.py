@@ -22,10 +22,11 @@ from trainkit.hooks import HookTable, check_datamodule, check_module
 from trainkit.launch.endings import report_failure
 from trainkit.metrics import MetricResults, MetricStore, Scope
 from trainkit.module import TrainModule
+from trainkit.module_hooks import DataHooks
 from trainkit.plans import EvaluationPlan
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.settings.for_trainer import compiled
-from trainkit.setup_run import evaluation_plan, refuse_incomplete
+from trainkit.setup_run import evaluation_plan, overrides, refuse_incomplete
 from trainkit.signals import Signals, requeue
 from trainkit.state.run import Phase
 
@@ -194,11 +195,11 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
 def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
     seed_generators(mix(trainer.seed, Stage.TRAIN, Purpose.INIT), trainer.strategy.generators())
     _prepare_data(trainer, module)
-    if trainer.datamodule is not None:
+    if trainer.datamodule is not None and overrides(trainer.datamodule, "setup", DataModule):
         trainer.datamodule.setup(stage)
     trainer.hooks.run("setup", stage)
     built = module.__dict__.pop("_built", False)  # by load_from_checkpoint
-    if not built and getattr(module.configure_model, "__func__", None) is not TrainModule.configure_model:
+    if not built and overrides(module, "configure_model"):
         with trainer.strategy.building(), trainer.precision.init_context():
             module.configure_model()
     trainer.wrapped_module = trainer.strategy.prepare_module(module)
@@ -208,7 +209,9 @@ def _prepare_data(trainer: Trainer, module: TrainModule) -> None:
     """In one process of each machine, or in one of all; the others wait, however long it takes."""
     world = trainer.strategy.world
     for owner in (trainer.datamodule, module):
-        if owner is not None and (world.local_rank if owner.prepare_data_per_node else world.rank) == 0:
+        if owner is None or not overrides(owner, "prepare_data", DataHooks):
+            continue
+        if (world.local_rank if owner.prepare_data_per_node else world.rank) == 0:
             owner.prepare_data()
     world.team("prepare_data").exchange(None)
 
@@ -285,7 +288,7 @@ def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
     trainer.metrics.scope = Scope.NOWHERE
     trainer.metrics.batch = None
     parts: list[Callable[[], Any]] = [partial(hook, stage) for hook in trainer.hooks.teardown]
-    if trainer.datamodule is not None:
+    if trainer.datamodule is not None and overrides(trainer.datamodule, "teardown", DataModule):
         parts.append(partial(trainer.datamodule.teardown, stage))
     if stage == "fit" and hasattr(trainer, "checkpointing"):
         parts.append(trainer.checkpointing.close)

@@ -15,7 +15,7 @@ from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, Mis
 from trainkit.fillers import fill_manual_step, fill_nothing, fill_step
 from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
-from trainkit.module_hooks import DataHooks
+from trainkit.module_hooks import DataHooks, is_overridden
 from trainkit.optimizer import clear_gradients
 from trainkit.optimizer_config import read_optimizers
 from trainkit.plans import EvaluationPlan, FitPlan
@@ -34,8 +34,8 @@ _STAGES = {
 
 
 def overrides(owner: Any, name: str, base: type = TrainModule) -> bool:
-    """Whether the user's class defines ``name`` itself."""
-    return getattr(type(owner), name, None) is not getattr(base, name, None)
+    """Whether the user's class defines ``name`` itself, or it was assigned on the object; see :func:`is_overridden`."""
+    return is_overridden(owner, name, base)
 
 
 def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> None:
@@ -277,7 +277,7 @@ def evaluation_plan(
     trainer.evaluation_sources.pop(name, None)  # those of an earlier run
     sources = evaluation_sources(find_source(method, given, trainer.datamodule, module))
     if sources and name != "predict" and not overrides(module, step_name):
-        if trainer.stage == "fit":
+        if trainer.stage == "fit" and getattr(module, step_name) is not None:
             warn(f"there is validation data, but {type(module).__name__} has no validation_step: nothing is validated.")
         return None
     if not sources:
@@ -312,37 +312,41 @@ def evaluation_plan(
     step = trainer.strategy.step_function(trainer.wrapped_module, module, step_name, trainer.compiler)
     several = len(loaders) > 1
     arguments = ("batch", "batch_idx", "dataloader_idx")
-    step = _with_arguments(step, module, step_name, arguments, required=3 if several else 1)
+    step = _with_arguments(step, module, step_name, arguments, several)
     if trainer.profiler is not None:
         step = trainer.profiler.wrapped(step_name, step)
     return EvaluationPlan(name, loaders, step, metrics, logs=name != "predict", keeps=name == "predict")
 
 
 def _with_arguments(
-    step: Callable[..., Any], module: TrainModule, name: str, arguments: tuple[str, ...], required: int = 1
+    step: Callable[..., Any], module: TrainModule, name: str, arguments: tuple[str, ...], several: bool = False
 ) -> Callable[..., Any]:
     """The step, to be called with all arguments, however few of them the user's method takes.
 
+    With one loader a method that would take ``dataloader_idx`` only into its ``*args`` does not get it.
+
     Raises:
-        HookError: it cannot be called, or does not take ``dataloader_idx`` and has to.
+        HookError: it cannot be called, or there are several loaders and it does not take ``dataloader_idx``.
     """
-    method = getattr(module, name)
+    signature = inspect.signature(getattr(module, name))
     for count in range(len(arguments), 0, -1):
         try:
-            inspect.signature(method).bind(*arguments[:count])
+            bound = signature.bind(*arguments[:count])
         except TypeError:
             continue
-        if count < required:
+        if several and count < len(arguments):
             raise HookError(
                 f"{type(module).__name__}.{name} must take dataloader_idx, as there are several loaders: "
                 f"def {name}(self, {', '.join(arguments)})"
             )
+        if not several and count == 3 and arguments[-1] not in bound.arguments.values():  # it is one of *args
+            continue
         if count == len(arguments):
             return step
         return lambda *given: step(*given[:count])
     raise HookError(
         f"{type(module).__name__}.{name} cannot be called. Expected: def {name}(self, {', '.join(arguments)}); received: "
-        f"def {name}{inspect.signature(getattr(type(module), name))}"
+        f"def {name}{signature}"
     )
 
 

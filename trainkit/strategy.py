@@ -243,7 +243,10 @@ class Strategy:
             name: ``"training_step"``, ``"validation_step"``, …
             compiler: compiles the step, if the user gave a module out of ``torch.compile``.
         """
-        step: Callable[..., Any] = getattr(module, name)
+
+        def step(*given: Any) -> Any:
+            return getattr(module, name)(*given)  # not bound once: another method may be assigned during the run
+
         if compiler is not None:
             step = compiler(step)
         if self.precision.plain:

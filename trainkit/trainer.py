@@ -48,11 +48,12 @@ class Trainer(Evaluating):
     **Where it runs**
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"`` (``"cuda"``) or ``"mps"``.
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"`` (``"cuda"``), ``"mps"`` or ``"tpu"``.
         devices: processes of a machine, one a device: a number, ``-1`` for all GPUs, or a list of GPUs. ``"auto"``: all GPUs in
             a script, one in a notebook, one process on the CPU.
         num_nodes: machines.
-        strategy: ``"auto"``, ``"ddp"``, ``"zero1"`` to ``"zero3"``, ``"zero3_offload"``, or a :class:`~trainkit.Strategy`.
+        strategy: ``"auto"``, ``"ddp"``, ``"zero1"`` to ``"zero3"``, ``"zero3_offload"``, ``"xla"``, or a
+            :class:`~trainkit.Strategy`.
         sync_batchnorm: BatchNorm takes its statistics over all processes (CUDA).
         precision: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, or a
             :class:`~trainkit.Precision`.
@@ -137,9 +138,9 @@ class Trainer(Evaluating):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
         log_every_n_steps: int | None = None,
-        enable_progress_bar: bool = True,
-        enable_model_summary: bool = True,
-        enable_checkpointing: bool = True,
+        enable_progress_bar: bool | None = True,
+        enable_model_summary: bool | None = True,
+        enable_checkpointing: bool | None = True,
         slurm_requeue: bool = False,
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,

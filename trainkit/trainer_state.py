@@ -174,7 +174,7 @@ class TrainerState(Cadence):
 
     @property
     def lightning_module(self) -> TrainModule:
-        """The user's module (Lightning's name; ``model`` is the same).
+        """The user's module (Lightning's name; ``model`` is the same, and ``None`` before the first run).
 
         Raises:
             ModuleError: nothing has been run yet.
@@ -184,9 +184,9 @@ class TrainerState(Cadence):
         return self._module
 
     @property
-    def model(self) -> TrainModule:
-        """The user's module."""
-        return self.lightning_module
+    def model(self) -> TrainModule | None:
+        """The user's module; ``None`` before the first run."""
+        return self._module
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -20,6 +20,9 @@ from trainkit.errors import ConfigurationError, DataError
 A, B = DataLoader(Drawing(8), batch_size=2), DataLoader(Drawing(8), batch_size=3)
 
 
+ZEROS = torch.zeros(2)
+
+
 class Own:
     """A loader of the user's."""
 
@@ -144,6 +147,15 @@ def test_what_is_no_training_loader_is_refused(source: Any) -> None:
         ({"a": A, "b": B}, [A, B]),
         (CombinedLoader([A, B], "sequential"), [A, B]),
         ([A, CombinedLoader([B], "min_size")], None),
+        ([[A, B], [A]], [A, B, A]),
+        ([{"a": A, "b": [B]}, A], [A, B, A]),
+        ({"a": [A, B], "b": A}, [A, B, A]),
+        ([[0, 1], [2.0, "3"]], [[0, 1], [2.0, "3"]]),
+        ([{"a": [0, 1]}, [2]], [[0, 1], [2]]),
+        ({"a": ZEROS, "b": [ZEROS]}, [ZEROS, [ZEROS]]),
+        ([0, 1], [[0, 1]]),
+        ([[0, 1], [ZEROS]], [[[0, 1], [ZEROS]]]),
+        ([(A, ZEROS)], [[(A, ZEROS)]]),
     ],
 )
 def test_an_evaluation_has_one_loader_or_several(source: Any, loaders: Any) -> None:

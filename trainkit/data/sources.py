@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.data.combined import CombinedLoader
 from trainkit.errors import ConfigurationError, DataError
-from trainkit.module_hooks import DataHooks
+from trainkit.module_hooks import DataHooks, is_overridden
 
 __all__ = ["batch_size_of", "evaluation_sources", "find_source", "training_source"]
 
@@ -21,7 +21,7 @@ def find_source(method: str, given: Any, datamodule: Any, module: Any) -> Any:
     if given is not None:
         return given
     for owner in (datamodule, module):
-        if owner is not None and getattr(type(owner), method, None) is not getattr(DataHooks, method):
+        if owner is not None and is_overridden(owner, method, DataHooks):
             return getattr(owner, method)()
     return None
 
@@ -41,7 +41,11 @@ def training_source(source: Any) -> Any:
 
 
 def evaluation_sources(source: Any) -> list[Any]:
-    """The loaders of an evaluation, one or several."""
+    """The loaders of an evaluation, one or several.
+
+    A list or dict is a collection of loaders if everything in it is one, however deep: a loader, or a list of numbers or
+    strings. Otherwise a list is one loader, whose items are its batches: ``[(inputs, targets), …]``.
+    """
     if source is None:
         return []
     if isinstance(source, CombinedLoader):
@@ -51,10 +55,25 @@ def evaluation_sources(source: Any) -> list[Any]:
             )
         return source.parts()
     if isinstance(source, Mapping):
-        return list(source.values())
-    if isinstance(source, list | tuple) and all(_is_loader(item) for item in source):
-        return list(source)
+        return [loader for part in source.values() for loader in _flattened(part) or [part]]
+    if isinstance(source, list | tuple):
+        flat = _flattened(source)
+        return [source] if flat is None else flat
     return [source]
+
+
+def _flattened(source: Any) -> list[Any] | None:
+    """The loaders in nested lists and dicts of loaders, or ``None`` where one of the items is no loader.
+
+    As in Lightning a list that holds only numbers and strings is a loader.
+    """
+    if not isinstance(source, list | tuple | Mapping):
+        return [source] if _is_loader(source) else None
+    items = list(source.values()) if isinstance(source, Mapping) else list(source)
+    if items and all(isinstance(item, int | float | str) for item in items):
+        return [source]
+    parts = [_flattened(item) for item in items]
+    return None if None in parts else [loader for part in parts if part for loader in part]
 
 
 def _is_loader(item: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
+from trainkit.keywords import KnownKeywords
 from trainkit.loggers.files import replace_file
 from trainkit.loggers.folder import RunFolder, check_name, check_save_dir, check_version, claimed
 from trainkit.loggers.resume import folder_state, go_on
@@ -69,7 +70,7 @@ class NullExperiment:
         pass
 
 
-class Logger:
+class Logger(KnownKeywords):
     """Takes the metrics, hyper-parameters and media of a run; the base of all loggers, also of your own.
 
     A subclass defines ``write_metrics(metrics, step)``, and as it needs ``write_hyperparams``, ``write_image``,

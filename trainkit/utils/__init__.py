@@ -152,11 +152,11 @@ def __getattr__(name: str) -> Any:
     if name in PLACES:
         value = globals()[name] = getattr(import_module(PLACES[name]), name)
         return value
-    from trainkit.errors import nearest
+    from trainkit.lazy import absent
     from trainkit.utils.instead import refuse
 
     refuse(name)
-    raise AttributeError(f"module 'trainkit.utils' has no attribute {name!r}.{nearest(name, __all__)}")
+    raise absent("trainkit.utils", name, __all__)
 
 
 def __dir__() -> list[str]:
