@@ -107,6 +107,7 @@ def test_forms(configure: Callable[[Any], Any], schedulers: list[tuple[str, int]
         (lambda a, b: ({"optimizer": a, "lr_scheduler": {"scheduler": step_lr(a), "name": "first"}}, {"optimizer": b}), [0]),
     ],
 )
+@pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_forms_with_several_optimizers(returned: Callable[[Any, Any], Any], owners: list[int]) -> None:
     trainer = make_trainer()
     trainer.fit(Returning(lambda m: returned(sgd(m.layer), Adam(m.other.parameters())), automatic=False), tiny_loader(8))

@@ -129,6 +129,7 @@ def test_a_callback_of_the_users_takes_the_place_of_the_default_one() -> None:
         ({"monitor": "val_loss", "save_on_train_epoch_end": True}, {"val_check_interval": 2}, [4]),
     ],
 )
+@pytest.mark.filterwarnings("ignore:ModelCheckpoint monitors 'val_loss', but this fit has no validation")
 def test_what_is_saved(arguments: dict[str, Any], run: dict[str, Any], saved: list[int]) -> None:
     class Logs(Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -233,7 +234,11 @@ def test_steps_without_a_validation_are_not_ranked() -> None:
 
 @pytest.mark.parametrize("validation", [True, False])
 def test_a_metric_that_nobody_logs_ends_the_run_which_is_saved(validation: bool) -> None:
-    with pytest.raises(MissingMetricError, match="'val_los', which was not logged"):
+    told = "Did you mean 'val_loss'" if validation else "no validation loader was given"
+    with (
+        pytest.warns(TrainkitWarning, match=told),  # before training begins
+        pytest.raises(MissingMetricError, match="'val_los', which was not logged"),
+    ):
         fit(ModelCheckpoint(monitor="val_los"), validation=validation, max_epochs=3)
     assert steps() == [4]
 
