@@ -30,14 +30,15 @@ def not_logged(trainer: Trainer, owner: str, monitor: str, logged: Iterable[str]
         logged: the metrics that there are.
     """
     known = sorted(logged)
-    reason = _why_no_validation(trainer)
+    near, reason = nearest(monitor, known), _why_no_validation(trainer)
     if reason is not None:
         reason = f" This fit has no validation: {reason}."
+        near = "" if _of_validation(monitor) else near  # of all names those of training are not what was meant
     elif monitor in trainer.logged_metrics:
         reason = f" Validation logs it by step only: use self.log({monitor!r}, value, on_epoch=True)."
     return (
         f"{owner} monitors {monitor!r}, which was not logged.{reason or ''} Logged so far: "
-        f"{', '.join(map(repr, known)) or 'nothing'}.{nearest(monitor, known)}"
+        f"{', '.join(map(repr, known)) or 'nothing'}.{near}"
     )
 
 
@@ -53,13 +54,12 @@ def check_monitors(trainer: Trainer, logged: Collection[str] | None) -> None:
     """
     reason = _why_no_validation(trainer) if logged is None else None
     for owner, monitor in _monitors(trainer):
-        of_validation = monitor.lower().startswith("val")
-        if reason is not None and of_validation:
+        if reason is not None and _of_validation(monitor):
             warn(
                 f"{owner} monitors {monitor!r}, but this fit has no validation: {reason}. Ignore this if training logs "
                 f"{monitor!r} itself."
             )
-        near = _near(monitor, logged or (), 0.6 if of_validation else _LIKELY)
+        near = _near(monitor, logged or (), 0.6 if _of_validation(monitor) else _LIKELY)
         if near is not None:
             warn(
                 f"{owner} monitors {monitor!r}, which validation did not log in the sanity check. Did you mean {near!r}? "
@@ -102,6 +102,10 @@ def _why_no_validation(trainer: Trainer) -> str | None:
     if not overrides(trainer.lightning_module, "validation_step"):
         return f"{type(trainer.lightning_module).__name__} has no validation_step. Define one"
     return "no validation loader was given. Pass one, trainer.fit(module, train_loader, val_loader)"
+
+
+def _of_validation(monitor: str) -> bool:
+    return monitor.lower().startswith("val")
 
 
 def _monitors(trainer: Trainer) -> Iterator[tuple[str, str]]:

@@ -56,10 +56,9 @@ class Told(Described):
     __slots__ = ("awaits", "epoch", "fresh", "how", "main_only", "rank", "since", "step")
 
     def __init__(self, rank: int, data: Sequence[Any]) -> None:
-        (name, suffix, options, self.how, self.main_only, self.since, self.step, self.fresh, self.awaits, self.epoch,
-         loaders) = data  # fmt: skip
+        name, suffix, options, self.how, self.main_only, self.since, self.step, self.fresh, self.awaits, self.epoch = data[:10]
         super().__init__((name, suffix), options)
-        self.loaders = loaders
+        self.loaders = list(data[10]) if len(data) > 10 else []
         self.rank = rank
 
 

@@ -329,7 +329,7 @@ class MetricStore:
         Raises:
             MetricError: a process that had batches has not logged what others have, or has logged it in another way.
         """
-        told = [[*entry, None, False, False, None, []] for entry in self.schema_entries()]
+        told = [[*entry, None, False, False, None] for entry in self.schema_entries()]
         gathered = world.exchange([self.stamp, told])
         check(groups(metrics for _, metrics in gathered), [stamp for stamp, _ in gathered])
 

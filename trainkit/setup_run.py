@@ -279,7 +279,7 @@ def evaluation_plan(
     trainer.evaluation_sources.pop(name, None)  # those of an earlier run
     sources = evaluation_sources(find_source(method, given, trainer.datamodule, module))
     overfitting = bool(trainer.arguments.overfit_batches) and name == "validation"
-    if overfitting and sources and trainer.stage == "fit" and not isinstance(trainer.train_dataloader, Iterator):
+    if overfitting and sources and trainer.stage == "fit" and _can_be_shared(trainer.train_dataloader):
         sources = [trainer.train_dataloader]  # the batches that it trains on
     if sources and name != "predict" and not overrides(module, step_name):
         if trainer.stage == "fit":
@@ -321,6 +321,12 @@ def evaluation_plan(
     if trainer.profiler is not None:
         step = trainer.profiler.wrapped(step_name, step)
     return EvaluationPlan(name, loaders, step, metrics, logs=name != "predict", keeps=name == "predict")
+
+
+def _can_be_shared(source: Any) -> bool:
+    """Whether reading a training loader in a validation leaves the training's position in it alone."""
+    parts = [source, getattr(source, "dataset", None)]
+    return not any(isinstance(part, Iterator) or hasattr(part, "state_dict") for part in parts)
 
 
 def _with_arguments(
