@@ -381,8 +381,8 @@ RETURN = (
 )
 STEP = (
     "no optimizer step was made in this epoch, so nothing was learned: automatic_optimization is False, and training_step "
-    "never called step() of an optimizer of self.optimizers(). Write in training_step: opt = self.optimizers(); opt.zero_grad(); "
-    "self.manual_backward(loss); opt.step()   (or remove automatic_optimization = False)."
+    "never called step() of an optimizer of self.optimizers(). Write in training_step: opt = self.optimizers(); "
+    "opt.zero_grad(); self.manual_backward(loss); opt.step()   (or remove automatic_optimization = False)."
 )
 
 
@@ -399,6 +399,23 @@ def test_the_first_epoch_without_a_step_is_told_when_it_ends() -> None:
 
     with pytest.raises(TrainkitWarning, match="training_step returned None"):
         make_trainer(Ending(), max_epochs=3).fit(Forgetful(), tiny_loader())
+
+
+def test_an_epoch_that_never_ends_is_told_of_too(monkeypatch: Any) -> None:
+    class Endless(IterableDataset):
+        def __iter__(self) -> Any:
+            while True:
+                yield torch.ones(4), torch.ones(1)
+
+    class Ending(Forgetful):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 9:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainkit.loop._LONG", 5)
+    with pytest.warns(TrainkitWarning, match="training_step returned None") as warned, pytest.raises(KeyboardInterrupt):
+        make_trainer(max_epochs=-1, max_steps=100).fit(Ending(), DataLoader(Endless(), batch_size=2))
+    assert len(warned) == 1
 
 
 def test_a_fit_that_steps_says_nothing() -> None:

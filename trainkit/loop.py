@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["fit", "train_epoch"]
 
+_LONG = 1000  # batches without an optimizer step since a fit began: no accumulation is as long
+
 
 def fit(trainer: Trainer) -> None:
     """Train until an end is reached: ``max_epochs``, ``max_steps``, or ``should_stop``."""
@@ -171,6 +173,8 @@ def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
     trainer.accelerator.skip_asked = False  # asked for in a window that had no loss
     if updated and trainer.should_log:
         metrics.flush_step()
+    elif not updated and batch_idx >= _LONG and trainer.global_step == plan.began_at:
+        warn_without_step(trainer)  # the epoch may be an endless one
     if trainer.control is not None:
         trainer.control.turn()  # what the step before this one asked for, on any process
     plan.stopping = plan.stop_asked and trainer.may_stop  # asked for in the step before this one
