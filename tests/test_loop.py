@@ -437,6 +437,32 @@ def test_a_fit_that_steps_says_nothing() -> None:
         assert no_steps(module) == []
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_steps_that_were_skipped_are_no_mistake(automatic: bool, monkeypatch: Any) -> None:
+    """By the user, or by the loss scaler of 16-mixed, which takes some steps to settle."""
+
+    class Skipping(TinyModule):
+        automatic_optimization = automatic
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.accelerator.skip_update()
+            if automatic:
+                return self.loss(batch)
+            optimizer, loss = self.optimizers(), self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return None
+
+    class Overflowing(Skipping):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step([batch[0] * 1e30, batch[1]], batch_idx)
+
+    monkeypatch.setattr("trainkit.loop._LONG", 2)
+    assert no_steps(Skipping()) == []
+    assert no_steps(Overflowing(), precision="16-mixed") == []
+
+
 def no_steps_on_each_rank() -> list[list[str]]:
     one_rank = Forgetful((0, 1, 2) if os.environ["RANK"] == "1" else ())
     return [no_steps(module, strategy="ddp") for module in (Forgetful(), NeverSteps(), one_rank)]

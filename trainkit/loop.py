@@ -74,7 +74,7 @@ def train_epoch(trainer: Trainer) -> None:
     metrics.scope = Scope.TRAIN_BATCH
     if trainer.phase is not Phase.STEP and finish_step(trainer):
         return
-    has_loss = had_loss = complete = exhausted = False
+    has_loss = complete = exhausted = False
     for batch_idx, batch in enumerate(plan.batches(trainer.current_epoch), plan.start):
         trainer.batch_idx, metrics.batch = batch_idx, batch
         if window.first:
@@ -97,7 +97,7 @@ def train_epoch(trainer: Trainer) -> None:
             if loss is not None:
                 if loss.ndim or not loss.requires_grad:
                     _check_loss(loss)
-                has_loss = had_loss = True
+                has_loss = plan.tried = True
                 for hook in hooks.on_before_backward:
                     hook(loss)
                 plan.backward(loss)
@@ -123,7 +123,6 @@ def train_epoch(trainer: Trainer) -> None:
             break
     else:
         complete = exhausted = True
-    plan.had_loss = plan.had_loss or had_loss
     end_of_epoch(trainer, complete, exhausted)
 
 
@@ -245,8 +244,8 @@ def warn_without_step(trainer: Trainer) -> None:
     """Say once why a fit has made no optimizer step in a whole epoch."""
     plan = trainer.fit_plan
     automatic = trainer.lightning_module.automatic_optimization
-    if plan.warned or plan.had_loss or not (automatic or trainer.prepared_optimizers):
-        return  # after a loss the step was skipped: by the user, or by the loss scaler, which takes some steps to settle
+    if plan.warned or plan.tried or not (automatic or trainer.prepared_optimizers):
+        return  # what was tried was skipped: by the user, or by the loss scaler, which takes some steps to settle
     plan.warned = True
     if not automatic:
         why = (

@@ -42,7 +42,7 @@ class FitPlan:
         updates: the accelerator's count of updates at that point.
         complete: the epoch whose end is being worked on counts: it was not left for a stop.
         began_at: ``global_step`` when this fit began.
-        had_loss: ``training_step`` has returned a loss, under automatic optimization.
+        tried: ``training_step`` has returned a loss or, under manual optimization, stepped an optimizer.
         warned: it was said that no optimizer step is made.
         validated: how many times ``validate_every`` has been reached, in this epoch or since ``earlier_batches`` was 0.
         earlier_batches: micro-batches of earlier epochs, where validation counts across epochs.
@@ -70,7 +70,7 @@ class FitPlan:
     updates: int = 0
     complete: bool = True
     began_at: int = 0
-    had_loss: bool = False
+    tried: bool = False
     warned: bool = False
     validated: int = 0
     earlier_batches: int = 0

@@ -336,6 +336,7 @@ class Trainer(Evaluating):
 
     def before_manual_step(self, optimizer: Optimizer) -> None:
         """What comes before each update under manual optimization."""
+        self.fit_plan.tried = True
         self.accelerator.unscale_gradients(optimizer)
         self.hooks.run("on_before_optimizer_step", optimizer)
 
