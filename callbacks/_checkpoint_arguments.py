@@ -6,10 +6,14 @@ import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit.callbacks._checks import check_int
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
+from trainkit.metric_notices import not_logged
+
+if TYPE_CHECKING:
+    from trainkit.trainer import Trainer
 
 __all__: list[str] = []
 
@@ -92,12 +96,10 @@ def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Itera
     return "".join("_" if character in "/\\" or ord(character) < 32 else character for character in text)
 
 
-def missing(monitor: str, logged: Iterable[str]) -> MissingMetricError:
+def missing(trainer: Trainer, monitor: str, logged: Iterable[str]) -> MissingMetricError:
     """The error for a monitor that was never logged."""
-    known = sorted(logged)
     return MissingMetricError(
-        f"ModelCheckpoint monitors {monitor!r}, which was not logged. Logged so far: "
-        f"{', '.join(map(repr, known)) or 'nothing'}.{nearest(monitor, known)} Log it, in validation_step or training_step: "
+        f"{not_logged(trainer, 'ModelCheckpoint', monitor, logged)} Log it, in validation_step or training_step: "
         f"self.log({monitor!r}, value); or monitor another one."
     )
 

@@ -12,6 +12,7 @@ from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_choice, check_int, check_number
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
+from trainkit.metric_notices import not_logged
 
 if TYPE_CHECKING:
     from trainkit.module import TrainModule
@@ -246,19 +247,15 @@ class EarlyStopping(Callback):
             )
 
     def _say_missing(self, trainer: Trainer) -> None:
-        logged = sorted(trainer.callback_metrics)
-        text = (
-            f"EarlyStopping monitors {self.monitor!r}, which was not logged. Logged so far: "
-            f"{', '.join(map(repr, logged)) or 'nothing'}.{nearest(self.monitor, logged)} "
-        )
+        text = not_logged(trainer, "EarlyStopping", self.monitor, trainer.callback_metrics)
         if self.strict:
             raise MissingMetricError(
-                f"{text}Log it, in validation_step or training_step: self.log({self.monitor!r}, value); or monitor "
+                f"{text} Log it, in validation_step or training_step: self.log({self.monitor!r}, value); or monitor "
                 "another one; or pass strict=False to go on without it."
             )
         if not self._warned:
             self._warned = True
-            warn(f"{text}It is left out, because of strict=False.")
+            warn(f"{text} It is left out, because of strict=False.")
 
     def _print(self, trainer: Trainer, module: TrainModule, message: str) -> None:
         if trainer.strategy.world.size == 1 or self.log_rank_zero_only:

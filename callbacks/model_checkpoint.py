@@ -259,7 +259,7 @@ class ModelCheckpoint(CheckpointBooks):
         if self.monitor is not None and self._all_logged:
             values = trainer.checkpointing.metrics()
             if self.monitor not in values:
-                raise missing(self.monitor, values)  # training ended before this could be told
+                raise missing(trainer, self.monitor, values)  # training ended before this could be told
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit" or not self._begun or not self._saves_at(trainer, exception):
@@ -358,7 +358,7 @@ class ModelCheckpoint(CheckpointBooks):
         if self.monitor not in values:
             if why in _ENDINGS or not self._all_logged:
                 return None
-            raise missing(self.monitor, values)
+            raise missing(trainer, self.monitor, values)
         value, present = values[self.monitor]
         if present:
             return score_of(value)

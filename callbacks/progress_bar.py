@@ -6,8 +6,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from trainkit.callback import Callback
@@ -65,8 +67,9 @@ class _Stage:
         self.next_look = now + (_SECONDS_PLAIN if self.bar is None else _SECONDS_LIVE)
         return True
 
-    def show(self, metrics: dict[str, float]) -> None:
+    def show(self, values: Mapping[str, Tensor]) -> None:
         """Draw the bar, or print a line."""
+        metrics = {name: float(value) for name, value in values.items()}
         if self.bar is None:
             print(self.line(metrics), flush=True)
             return

@@ -129,8 +129,8 @@ def test_a_scheduler_whose_monitor_was_never_logged() -> None:
 
     message = failed(MissingMetricError, Plateau(None, "nowhere"))
     assert message == (
-        "the scheduler ReduceLROnPlateau monitors 'val_los', which was not logged; logged were: train_loss, val_loss. "
-        "Did you mean 'val_loss'?"
+        "the scheduler ReduceLROnPlateau monitors 'val_los', which was not logged. Logged so far: 'train_loss', "
+        "'val_loss'. Did you mean 'val_loss'?"
     )
 
 

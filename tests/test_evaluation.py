@@ -83,6 +83,32 @@ def test_step_and_epoch_values() -> None:
     assert float(trainer.callback_metrics["both"]) == 1.0
 
 
+def test_the_results_of_a_loader_have_no_metrics_of_another() -> None:
+    """Not even where their names do not say which loader they are of."""
+
+    class Named(TinyModule):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            self.log(f"own_{dataloader_idx}", float(dataloader_idx), add_dataloader_idx=False)
+            self.log("numbered", float(dataloader_idx))
+            if dataloader_idx != 1:
+                self.log("shared", float(dataloader_idx), add_dataloader_idx=False)
+
+        def on_test_epoch_start(self) -> None:
+            self.log("start", 5.0)
+
+        def on_test_epoch_end(self) -> None:
+            self.log("end", 6.0)
+
+    loaders = [tiny_loader(8), tiny_loader(4), tiny_loader(8)]
+    results = make_trainer().test(Named(), loaders, verbose=False)
+    common = {"start": 5.0, "end": 6.0}
+    assert results == [
+        {"own_0": 0.0, "numbered/dataloader_idx_0": 0.0, "shared": 1.0, **common},
+        {"own_1": 1.0, "numbered/dataloader_idx_1": 1.0, **common},
+        {"own_2": 2.0, "numbered/dataloader_idx_2": 2.0, "shared": 1.0, **common},
+    ]
+
+
 def test_what_is_logged_at_the_end_of_an_evaluation() -> None:
     class Module(TinyModule):
         def test_step(self, batch: Any, batch_idx: int) -> None:

@@ -106,6 +106,21 @@ def test_several_loaders() -> None:
         assert predictions == expected
 
 
+def named_loaders() -> Any:
+    class Named(Watches):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            self.log(f"own_{dataloader_idx}", float(dataloader_idx), add_dataloader_idx=False)
+
+    loaders = [tiny_loader(8), tiny_loader(3), tiny_loader(10)]  # one batch in the second: the other rank has none
+    return trainer_of().test(Named(), loaders, verbose=False)
+
+
+def test_the_results_of_a_loader_are_its_own() -> None:
+    """Also on a rank that had no batch of it."""
+    for results in run_world(2, named_loaders):
+        assert results == [{"own_0": 0.0}, {"own_1": 1.0}, {"own_2": 2.0}]
+
+
 def with_a_small_loader_first(in_hook: bool = False) -> Any:
     class Module(Watches):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +17,10 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset
 from trainers import Watching, make_trainer, parameters_of, same
+from worlds import run_world
 
 from trainkit import Callback, CombinedLoader, Precision, TrainModule
+from trainkit.console import TrainkitWarning
 from trainkit.errors import DataError
 
 # ------------------------------------------------------------------------------------------------ gradient = global mean
@@ -340,3 +344,130 @@ def test_training_without_an_optimizer() -> None:
     trainer.fit(module, tiny_loader(16), tiny_loader(4))
     assert trainer.global_step == 4  # windows
     assert same(before, parameters_of(module))
+
+
+# --------------------------------------------------------------------------------------------------- no optimizer step
+
+
+class Forgetful(TinyModule):
+    """``training_step`` without ``return loss``, but in some epochs."""
+
+    def __init__(self, returns_in: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.returns_in = returns_in
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.current_epoch in self.returns_in else None
+
+
+class NeverSteps(TinyModule):
+    """Manual optimization in name, automatic in what it does."""
+
+    automatic_optimization = False
+
+
+def no_steps(module: Any, **arguments: Any) -> list[str]:
+    """What a fit warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TrainkitWarning)
+        make_trainer(**{"max_epochs": 3, **arguments}).fit(module, tiny_loader())
+    return [str(warning.message) for warning in caught if issubclass(warning.category, TrainkitWarning)]
+
+
+RETURN = (
+    "no optimizer step was made in this epoch, so nothing was learned: training_step returned None for every batch. "
+    "Return the loss: return loss."
+)
+STEP = (
+    "no optimizer step was made in this epoch, so nothing was learned: automatic_optimization is False, and training_step "
+    "never called step() of an optimizer of self.optimizers(). Write in training_step: opt = self.optimizers(); "
+    "opt.zero_grad(); self.manual_backward(loss); opt.step()   (or remove automatic_optimization = False)."
+)
+
+
+@pytest.mark.parametrize("module, told", [(Forgetful(), RETURN), (Forgetful((1, 2)), RETURN), (NeverSteps(), STEP)])
+@pytest.mark.parametrize("arguments", [{}, {"fast_dev_run": True}])
+def test_a_fit_without_an_optimizer_step_says_why(module: Any, told: str, arguments: dict[str, Any]) -> None:
+    assert no_steps(module, **arguments) == [told]
+
+
+def test_the_first_epoch_without_a_step_is_told_when_it_ends() -> None:
+    class Ending(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            raise AssertionError("too late")
+
+    with pytest.raises(TrainkitWarning, match="training_step returned None"):
+        make_trainer(Ending(), max_epochs=3).fit(Forgetful(), tiny_loader())
+
+
+def test_an_epoch_that_never_ends_is_told_of_too(monkeypatch: Any) -> None:
+    class Endless(IterableDataset):
+        def __iter__(self) -> Any:
+            while True:
+                yield torch.ones(4), torch.ones(1)
+
+    class Ending(Forgetful):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 9:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainkit.loop._LONG", 5)
+    with pytest.warns(TrainkitWarning, match="training_step returned None") as warned, pytest.raises(KeyboardInterrupt):
+        make_trainer(max_epochs=-1, max_steps=100).fit(Ending(), DataLoader(Endless(), batch_size=2))
+    assert len(warned) == 1
+
+
+def test_a_fit_that_steps_says_nothing() -> None:
+    """Once in a while will do; and a loader that was left at once has shown nothing."""
+
+    class Leaving(TinyModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+            return -1
+
+    class NoOptimizer(Forgetful):
+        def configure_optimizers(self) -> None:
+            return None
+
+    class ManualNoOptimizer(NeverSteps):
+        def configure_optimizers(self) -> None:
+            return None
+
+    for module in (Forgetful((0,)), Leaving(), NoOptimizer(), ManualNoOptimizer()):
+        assert no_steps(module) == []
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_steps_that_were_skipped_are_no_mistake(automatic: bool, monkeypatch: Any) -> None:
+    """By the user, or by the loss scaler of 16-mixed, which takes some steps to settle."""
+
+    class Skipping(TinyModule):
+        automatic_optimization = automatic
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.accelerator.skip_update()
+            if automatic:
+                return self.loss(batch)
+            optimizer, loss = self.optimizers(), self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return None
+
+    class Overflowing(Skipping):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step([batch[0] * 1e30, batch[1]], batch_idx)
+
+    monkeypatch.setattr("trainkit.loop._LONG", 2)
+    assert no_steps(Skipping()) == []
+    assert no_steps(Overflowing(), precision="16-mixed") == []
+
+
+def no_steps_on_each_rank() -> list[list[str]]:
+    one_rank = Forgetful((0, 1, 2) if os.environ["RANK"] == "1" else ())
+    return [no_steps(module, strategy="ddp") for module in (Forgetful(), NeverSteps(), one_rank)]
+
+
+def test_a_fit_without_an_optimizer_step_on_several_processes() -> None:
+    """Told by one of them; a loss on any rank makes a step on all."""
+    assert run_world(2, no_steps_on_each_rank) == [[[RETURN], [STEP], []], [[], [], []]]

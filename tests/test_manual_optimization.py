@@ -243,6 +243,7 @@ def test_max_steps_and_metrics() -> None:
     assert set(trainer.progress_bar_metrics) == {"loss_d", "loss_g"}
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_the_optimizers_that_a_module_gets() -> None:
     seen: dict[str, Any] = {}
 
@@ -268,6 +269,7 @@ def test_the_optimizers_that_a_module_gets() -> None:
 # -------------------------------------------------------------------------------------------------------------- toggling
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_toggling() -> None:
     states: list[list[bool]] = []
 
@@ -292,6 +294,7 @@ def test_toggling() -> None:
     assert states == [[True, False], [False, True], [True, True], [True, False], [True, True]]
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_toggling_leaves_frozen_parameters_frozen() -> None:
     class Frozen(Unscheduled):
         def __init__(self) -> None:
@@ -312,6 +315,7 @@ def test_toggling_leaves_frozen_parameters_frozen() -> None:
     assert all(p.requires_grad for p in module.generator.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_a_parameter_of_both_optimizers_stays_on() -> None:
     class Sharing(Unscheduled):
         def training_step(self, batch: Any, batch_idx: int) -> None:

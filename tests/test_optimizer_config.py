@@ -107,6 +107,7 @@ def test_forms(configure: Callable[[Any], Any], schedulers: list[tuple[str, int]
         (lambda a, b: ({"optimizer": a, "lr_scheduler": {"scheduler": step_lr(a), "name": "first"}}, {"optimizer": b}), [0]),
     ],
 )
+@pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_forms_with_several_optimizers(returned: Callable[[Any, Any], Any], owners: list[int]) -> None:
     trainer = make_trainer()
     trainer.fit(Returning(lambda m: returned(sgd(m.layer), Adam(m.other.parameters())), automatic=False), tiny_loader(8))
@@ -122,6 +123,30 @@ def test_everything_that_a_scheduler_may_say() -> None:
     (config,) = trainer.lr_scheduler_configs
     assert {name: getattr(config, name) for name in described} == described
     assert config.reduce_on_plateau is False
+
+
+def test_a_plateau_scheduler_needs_no_monitor_under_manual_optimization() -> None:
+    """It is the user who steps it, with the value that he likes."""
+
+    class Manual(TinyModule):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer, loss = self.optimizers(), self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.lr_schedulers().step(1.0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self.layer)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    trainer = make_trainer()
+    trainer.fit(Manual(), tiny_loader(12))
+    assert trainer.lr_scheduler_configs[0].monitor is None
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)  # after two steps that were no better
 
 
 def test_the_monitor_beside_the_scheduler() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from tiny import TinyModule, tiny_loader
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from trainers import Memory, Recorder, Seen, make_trainer, run
 
 from trainkit import Callback, DataModule
@@ -45,16 +46,58 @@ def test_validation_that_is_turned_off(limit: int | float) -> None:
     assert (recorder.validations, recorder.sanity_checks, trainer.num_val_batches) == ([], 0, [])
 
 
+def other_loader(samples: int) -> DataLoader:
+    """Samples that a ``tiny_loader`` does not have."""
+    return DataLoader(TensorDataset(torch.full((samples, 4), 9.0), torch.ones(samples, 1)), batch_size=4)
+
+
 @pytest.mark.parametrize("overfit, batches", [(2, 2), (0.5, 4), (1, 1)])
 def test_overfit_batches(overfit: int | float, batches: int) -> None:
-    """The same first batches of the loaders in every epoch, though they shuffle."""
+    """The same first batches of the training loader in every epoch, though it shuffles, for training and for validation."""
     module = Seen()
     trainer = make_trainer(overfit_batches=overfit, max_epochs=3)
-    trainer.fit(module, tiny_loader(32, shuffle=True), tiny_loader(32, shuffle=True))
+    trainer.fit(module, tiny_loader(32, shuffle=True), other_loader(4))
     first = [float(batch[0][0, 0]) for batch in tiny_loader(32)][:batches]
     assert module.training_inputs == first * 3
     assert module.validation_inputs == first * 3
     assert trainer.num_training_batches == batches
+    assert trainer.num_val_batches == [batches]
+
+
+def test_overfitting_reads_a_loader_with_workers_in_both_at_a_time() -> None:
+    module, loader = Seen(), tiny_loader(32, shuffle=True, num_workers=1, persistent_workers=True)
+    make_trainer(overfit_batches=4, val_check_interval=2).fit(module, loader, other_loader(4))
+    first = [float(batch[0][0, 0]) for batch in tiny_loader(32)][:4]
+    assert (module.training_inputs, module.validation_inputs) == (first, first * 2)
+
+
+def test_overfitting_leaves_validation_off_where_it_is() -> None:
+    module = Seen()
+    make_trainer(overfit_batches=2).fit(module, tiny_loader(32))
+    make_trainer(overfit_batches=2, limit_val_batches=0).fit(module, tiny_loader(32), tiny_loader(8))
+    assert module.validation_inputs == []
+
+
+def test_overfitting_does_not_read_a_stream_of_training_that_keeps_its_place() -> None:
+    """Such a stream would go on where the validation has left it."""
+
+    class Stateful(IterableDataset):
+        at = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                self.at += 1
+                yield torch.full((4,), float(self.at)), torch.ones(1)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.at = state["at"]
+
+    module = Seen()
+    make_trainer(overfit_batches=2).fit(module, DataLoader(Stateful(), batch_size=2), other_loader(8))
+    assert (module.training_inputs, module.validation_inputs) == ([1.0, 3.0], [9.0, 9.0])
 
 
 def test_shuffling_changes_with_the_epoch() -> None:
@@ -132,6 +175,34 @@ def test_reload_dataloaders_every_n_epochs(every: int, lengths: list[int]) -> No
     assert trainer.num_training_batches == trainer.num_val_batches[0] == lengths[-1]
 
 
+@pytest.mark.parametrize(
+    "arguments, asked",
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"check_val_every_n_epoch": 2}, [0, 1, 3]),
+        ({"check_val_every_n_epoch": 3}, [0, 2]),
+        ({"val_every_n_steps": 5}, [0, 2, 4]),
+        ({"reload_dataloaders_every_n_epochs": 2, "check_val_every_n_epoch": 2}, [0, 3]),
+    ],
+)
+def test_validation_loaders_are_asked_for_in_epochs_that_validate(arguments: dict[str, Any], asked: list[int]) -> None:
+    """And once at the start, to know what there is to validate."""
+    epochs: dict[str, list[int]] = {"train": [], "val": []}
+
+    class Asked(TinyModule):
+        def train_dataloader(self) -> DataLoader:
+            epochs["train"].append(self.trainer.current_epoch)
+            return tiny_loader(8)
+
+        def val_dataloader(self) -> DataLoader:
+            epochs["val"].append(self.trainer.current_epoch)
+            return tiny_loader(4)
+
+    make_trainer(**{"max_epochs": 5, "reload_dataloaders_every_n_epochs": 1, **arguments}).fit(Asked())
+    assert epochs["val"] == asked
+    assert epochs["train"] == list(range(0, 5, arguments.get("reload_dataloaders_every_n_epochs", 1)))
+
+
 def test_steps_of_validation_go_on_after_reloading() -> None:
     class Logging(Growing):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -198,6 +269,23 @@ def test_a_stream_ends_when_it_ends(kind: type[Stream]) -> None:
     if kind is Stream:
         assert trainer.num_training_batches == math.inf
         assert trainer.estimated_stepping_batches == math.inf
+
+
+@pytest.mark.parametrize("kind", [Stream, Boasting])
+@pytest.mark.parametrize("arguments, updates", [({}, 10), ({"accumulate_grad_batches": 2}, 6), ({"max_steps": 7}, 7)])
+def test_a_stream_under_a_limit_has_a_length(kind: type[Stream], arguments: dict[str, Any], updates: int) -> None:
+    """So that a schedule can be made for it."""
+    found: list[tuple[int | float, int | float]] = []
+
+    class Asking(TinyModule):
+        def configure_optimizers(self) -> Any:
+            found.append((self.trainer.num_training_batches, self.trainer.estimated_stepping_batches))
+            return super().configure_optimizers()
+
+    trainer = make_trainer(max_epochs=2, limit_train_batches=5, **arguments)
+    trainer.fit(Asking(), DataLoader(kind(80), batch_size=4))
+    assert found == [(5, updates)]
+    assert trainer.global_step == updates
 
 
 def test_limits_and_intervals_of_a_stream() -> None:

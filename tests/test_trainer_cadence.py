@@ -36,6 +36,35 @@ class StopAt(Callback):
             trainer.should_stop = True
 
 
+@pytest.mark.parametrize("interval", [100, 0.5])
+@pytest.mark.parametrize("off", ["no loader", "no step", "limit"])
+@pytest.mark.filterwarnings("ignore:there is validation data, but")
+def test_an_interval_of_no_validation_is_not_checked(interval: int | float, off: str) -> None:
+    """Neither that it fits into the epoch nor that a fraction has a length that it is of."""
+
+    class Trains(TinyModule):
+        validation_step = TrainModule.validation_step
+
+    module = Trains() if off == "no step" else TinyModule()
+    loaders = [] if off == "no loader" else [tiny_loader()]
+    limit = 0 if off == "limit" else None
+    trainer = make_trainer(
+        val_check_interval=interval, limit_val_batches=limit, reload_dataloaders_every_n_epochs=1, max_epochs=2
+    )
+    stream = Unknown() if interval == 0.5 else tiny_loader()
+    trainer.fit(module, stream, *loaders)
+    assert trainer.global_step == 8
+    with pytest.raises(ConfigurationError, match="val_check_interval="):
+        make_trainer(val_check_interval=interval).fit(TinyModule(), stream, tiny_loader())
+
+
+class Unknown:
+    """Four batches, which it does not say."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(tiny_loader())
+
+
 # ----------------------------------------------------------------------------------------------------------- its length
 
 

@@ -308,6 +308,7 @@ class TrainerArguments:
             self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
             self.val_check_interval, self.val_every_n_steps, self.check_val_every_n_epoch = 1.0, None, 1
             self.overfit_batches = 0.0
+            self.log_every_n_steps = 0 if self.log_every_n_steps == 0 else 1  # so few steps that each of them counts
             for name in ("train", "val", "test", "predict"):
                 setattr(self, f"limit_{name}_batches", batches)
         if self.overfit_batches:

@@ -59,9 +59,12 @@ class Cadence:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of a training epoch; infinity where only its end tells."""
+        """Micro-batches of a training epoch, at most; infinity where only its end tells."""
         plan = getattr(self, "fit_plan", None)
-        return 0 if plan is None else math.inf if plan.length is None else plan.length
+        if plan is None:
+            return 0
+        most = plan.loader.limit if plan.length is None else plan.length
+        return math.inf if most is None else most
 
     @property
     def estimated_stepping_batches(self) -> int | float:

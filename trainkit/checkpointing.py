@@ -345,7 +345,7 @@ class Checkpointing:
         if any(trainer.computed.get(key) == step for key in (name, f"{name}_epoch")):
             return True
         stamp = trainer.train_metrics.logged_at(name)
-        if stamp is None:
+        if stamp is None or name in trainer.results.evaluated:
             return False
         last = trainer.train_metrics.stamp
         return stamp >= last - last % trainer.accumulate_grad_batches  # where the last window began

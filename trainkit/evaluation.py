@@ -48,7 +48,7 @@ def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
         plan.uneven = False
         metrics.suffix, metrics.batch = "", None
         metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
-        plan.results = {}
+        plan.results, plan.loaders_of = {}, {}
         hooks.run(f"on_{name}_epoch_end")
         plan.finish()
         metrics.scope = Scope.NOWHERE  # the evaluation's metrics are complete
@@ -87,6 +87,7 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches:
             raise signals.ending(f"at step {trainer.global_step}, in the {plan.name}")
     if batch_idx < 0:
         plan.refuse_empty(index)
+    metrics.end_loader(index, rows)
     rows += batch_idx + 1
     if metrics.stamp + 1 < rows:
         metrics.gaps.append((metrics.stamp + 1, rows))
@@ -192,7 +193,7 @@ def _to_send(tensor: Tensor) -> Tensor:
 def _active(trainer: Trainer, plan: EvaluationPlan) -> Iterator[None]:
     """What is logged goes to the evaluation's metrics."""
     outer = trainer.metrics, trainer.active_plan
-    trainer.results.callback.update(trainer.metrics.agreed_step_values())  # monitors see what training has logged by step
+    trainer.results.add(trainer.metrics.agreed_step_values())  # monitors see what training has logged by step
     trainer.metrics, trainer.active_plan = plan.metrics, plan
     try:
         yield

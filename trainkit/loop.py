@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.console import warn
-from trainkit.errors import LossError, MissingMetricError, nearest
+from trainkit.errors import LossError, MissingMetricError
 from trainkit.evaluation import evaluate
+from trainkit.metric_notices import not_logged
 from trainkit.metrics import Scope
 from trainkit.state.run import Phase
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from trainkit.trainer import Trainer
 
 __all__ = ["fit", "train_epoch"]
+
+_LONG = 1000  # batches without an optimizer step since a fit began: no accumulation is as long
 
 
 def fit(trainer: Trainer) -> None:
@@ -51,6 +54,7 @@ def fit(trainer: Trainer) -> None:
     trainer.signals.working = True
     if not trainer.fit_plan.start:
         metrics.stamp = -1
+    trainer.fit_plan.began_at = trainer.global_step
     trainer.attention = True  # at the first safe point, when there may be workers
     while trainer.phase is not Phase.STEP or not trainer.finished:  # what a resumed step has left to do comes first
         trainer.refresh_loaders()
@@ -93,7 +97,7 @@ def train_epoch(trainer: Trainer) -> None:
             if loss is not None:
                 if loss.ndim or not loss.requires_grad:
                     _check_loss(loss)
-                has_loss = True
+                has_loss = plan.tried = True
                 for hook in hooks.on_before_backward:
                     hook(loss)
                 plan.backward(loss)
@@ -168,6 +172,8 @@ def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
     trainer.accelerator.skip_asked = False  # asked for in a window that had no loss
     if updated and trainer.should_log:
         metrics.flush_step()
+    elif not updated and batch_idx >= _LONG and trainer.global_step == plan.began_at:
+        warn_without_step(trainer)  # the epoch may be an endless one
     if trainer.control is not None:
         trainer.control.turn()  # what the step before this one asked for, on any process
     plan.stopping = plan.stop_asked and trainer.may_stop  # asked for in the step before this one
@@ -210,13 +216,15 @@ def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
     hooks, metrics, plan = trainer.hooks, trainer.metrics, trainer.fit_plan
     if trainer.batch_idx < 0:
         plan.refuse_empty()
+    if exhausted and trainer.batch_idx >= plan.start and trainer.global_step == plan.began_at:
+        warn_without_step(trainer)
     if exhausted and not trainer.steps_done and trainer.validation_due_at_end():
         validate(trainer, at_end=True)
     trainer.phase, plan.complete = Phase.EPOCH_END, complete
     metrics.batch = None
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_end")
-    trainer.note_computed(metrics.flush_epoch())  # what callbacks that run last have logged
+    trainer.end_metrics_of_epoch()  # what callbacks that run last have logged
     if complete:
         advance_schedulers(trainer, "epoch", trainer.current_epoch + 1)
         trainer.current_epoch += 1
@@ -232,6 +240,24 @@ def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
         trainer.checkpointing.attend()
 
 
+def warn_without_step(trainer: Trainer) -> None:
+    """Say once why a fit has made no optimizer step in a whole epoch."""
+    plan = trainer.fit_plan
+    automatic = trainer.lightning_module.automatic_optimization
+    if plan.warned or plan.tried or not (automatic or trainer.prepared_optimizers):
+        return  # what was tried was skipped: by the user, or by the loss scaler, which takes some steps to settle
+    plan.warned = True
+    if not automatic:
+        why = (
+            "automatic_optimization is False, and training_step never called step() of an optimizer of self.optimizers(). "
+            "Write in training_step: opt = self.optimizers(); opt.zero_grad(); self.manual_backward(loss); opt.step()   (or "
+            "remove automatic_optimization = False)"
+        )
+    else:
+        why = "training_step returned None for every batch. Return the loss: return loss"
+    warn(f"no optimizer step was made in this epoch, so nothing was learned: {why}.")
+
+
 def validate(trainer: Trainer, at_end: bool = False) -> None:
     """The validation inside a fit.
 
@@ -239,6 +265,7 @@ def validate(trainer: Trainer, at_end: bool = False) -> None:
         trainer: the trainer.
         at_end: at the end of an epoch whose length was not known. A run that resumes in it comes here again by itself.
     """
+    trainer.refresh_validation()
     plan = trainer.val_plan
     if plan is None:
         return
@@ -264,7 +291,7 @@ def advance_plateaus(trainer: Trainer) -> None:
     for config in trainer.fit_plan.schedulers:
         if config.reduce_on_plateau and config.interval == "step" and trainer.global_step % config.frequency == 0:
             if trainer.fit_plan.several:
-                trainer.results.callback.update(trainer.train_metrics.agreed_step_values())
+                trainer.results.add(trainer.train_metrics.agreed_step_values())
             advance(trainer, config)
 
 
@@ -275,10 +302,8 @@ def advance(trainer: Trainer, config: SchedulerConfig) -> None:
         known = trainer.callback_metrics
         metric = known.get(config.monitor or "")
         if metric is None:
-            message = (
-                f"the scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged; logged "
-                f"were: {', '.join(sorted(known)) or 'nothing'}.{nearest(config.monitor or '', known)}"
-            )
+            name = type(config.scheduler).__name__
+            message = not_logged(trainer, f"the scheduler {name}", config.monitor or "", known)
             if config.strict:
                 raise MissingMetricError(message)
             warn(message + " It is not advanced.")

@@ -19,7 +19,7 @@ from trainkit.metric_reduce import Groups, Told, apply, check, epoch_number, gro
 from trainkit.metric_values import one_element, read
 from trainkit.state.metrics import warn_missing
 
-__all__ = ["Ended", "agree_on_steps", "end_epoch", "end_row", "end_step"]
+__all__ = ["Ended", "Key", "agree_on_steps", "end_epoch", "end_row", "end_step"]
 
 Key = tuple[str, str]
 Records = MutableMapping[Key, Record]
@@ -97,8 +97,8 @@ def end_epoch(
         records: the metrics of this one. Their objects start anew.
         stamp: of its last batch in the epoch.
         gaps: before that, as of :func:`~trainkit.metric_reduce.check`.
-        callback: gets the values of the epoch and of its last step.
-        last: as of :func:`~trainkit.metric_reduce.step_number`.
+        callback: gets the values of the epoch and, in training, of its last step.
+        last: it is an evaluation, as of :func:`~trainkit.metric_reduce.step_number`.
 
     Raises:
         MetricError: the processes have not logged the same, or a value is no number.
@@ -107,7 +107,8 @@ def end_epoch(
     found = groups(told for _, _, told in gathered)
     check(found, [worked for worked, _, _ in gathered], [gaps for _, gaps, _ in gathered])
     steps = _agree_on(world, found, records, last=last)
-    callback.update(_by_name(steps))
+    if not last:
+        callback.update(_by_name(steps))
     values = {key: epoch_number(group) for key, group in found.items() if _is_number(group)}
     values |= _made(world, found, records)
     for record in records.values():
@@ -117,6 +118,7 @@ def end_epoch(
     for key, group in found.items():
         value = values.get(key)
         if value is not None:
+            group[0].loaders = sorted({index for one in group for index in one.loaders})
             done.append((group[0], value))
             callback[group[0].full_name] = callback[group[0].epoch_name] = _tensor(value)
     waiting: dict[Key, Record] = {}

@@ -37,14 +37,16 @@ class Described:
 
     Attributes:
         logger: the loggers get it.
+        loaders: the evaluation loaders in whose batches it was logged.
     """
 
-    __slots__ = ("logger", "name", "on_epoch", "on_step", "prog_bar", "suffix")
+    __slots__ = ("loaders", "logger", "name", "on_epoch", "on_step", "prog_bar", "suffix")
 
     def __init__(self, key: tuple[str, str], options: Sequence[Any]) -> None:
         self.name, self.suffix = key
         self.on_step, self.on_epoch, self.prog_bar = map(bool, options[:3])
         self.logger = options[3] is not False
+        self.loaders: list[int] = []
 
     @property
     def full_name(self) -> str:

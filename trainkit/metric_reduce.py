@@ -56,8 +56,9 @@ class Told(Described):
     __slots__ = ("awaits", "epoch", "fresh", "how", "main_only", "rank", "since", "step")
 
     def __init__(self, rank: int, data: Sequence[Any]) -> None:
-        name, suffix, options, self.how, self.main_only, self.since, self.step, self.fresh, self.awaits, self.epoch = data
+        name, suffix, options, self.how, self.main_only, self.since, self.step, self.fresh, self.awaits, self.epoch = data[:10]
         super().__init__((name, suffix), options)
+        self.loaders = list(data[10]) if len(data) > 10 else []
         self.rank = rank
 
 
@@ -107,7 +108,7 @@ def tell(records: Iterable[Record], *, epoch: bool = False) -> list[list[Any]]:
                     ended = []
                     later(record.total, ended)
                     ended.append(record.weight)
-        told.append([*described(record), step, record.fresh, record.awaits is not None, ended])
+        told.append([*described(record), step, record.fresh, record.awaits is not None, ended, record.loaders])
     for (into, index), number in zip(places, read(waiting), strict=True):
         into[index] = number
     return told

@@ -10,7 +10,6 @@ one has logged and another has not, and comes to the same results, be it that it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,12 +19,13 @@ from trainkit.data.nested import batch_size as size_of
 from trainkit.data.window import NOTHING
 from trainkit.distributed import World
 from trainkit.errors import MetricError
-from trainkit.metric_exchange import agree_on_steps, end_epoch, end_row, end_step
+from trainkit.metric_exchange import Key, agree_on_steps, end_epoch, end_row, end_step
 from trainkit.metric_record import Described, Record, Scope
 from trainkit.metric_reduce import FINGERPRINTS, check, described, fingerprint, groups
+from trainkit.metric_results import MetricResults
 from trainkit.metric_values import alike, is_metric_object, number_of, read, weight_of
 from trainkit.state.metric_objects import capture_objects, restore_objects
-from trainkit.state.metrics import adopt, capture, fill, stored, unstored
+from trainkit.state.metrics import adopt, capture, fill
 
 __all__ = ["MetricResults", "MetricStore", "Scope"]
 
@@ -33,31 +33,6 @@ _ONE_PROCESS = World()
 _RESERVED = ("epoch", "step")  # columns that the loggers fill
 _BATCH = (Scope.TRAIN_BATCH, Scope.EVAL_BATCH)
 _EVALUATION = (Scope.EVAL_BATCH, Scope.EVAL_EPOCH)
-
-
-@dataclass
-class MetricResults:
-    """What the stores of a run have come to so far: ``trainer.callback_metrics`` and the like are made from it."""
-
-    callback: dict[str, Any] = field(default_factory=dict)
-    progress_bar: dict[str, float] = field(default_factory=dict)
-    logged: dict[str, float] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers and tensors by name, for a checkpoint."""
-        callback = {name: stored(value) for name, value in self.callback.items()}
-        return {"callback": callback, "progress_bar": dict(self.progress_bar), "logged": dict(self.logged)}
-
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | None = None) -> None:
-        """Take back what :meth:`state_dict` gave, onto ``device`` what was on one; in place, as many hold this object."""
-        callback = {name: unstored(value, device) for name, value in state["callback"].items()}
-        for mine, others in (
-            (self.callback, callback),
-            (self.progress_bar, state["progress_bar"]),
-            (self.logged, state["logged"]),
-        ):
-            mine.clear()
-            mine.update(others)
 
 
 class MetricStore:
@@ -82,6 +57,7 @@ class MetricStore:
             has had none.
         gaps: stamps of the loaders before at which others had a batch and it had none, as (first, end).
         count: the samples of a batch that count.
+        loaders: metric of the last :meth:`flush_epoch` → the evaluation loaders that it was logged in; ``[]``: in no batch.
         schema: stands for the metrics of this epoch, where there are several processes: which, and how they are reduced.
             Processes that have logged the same have the same number; 0 if nothing was logged.
     """
@@ -107,6 +83,7 @@ class MetricStore:
         self._size: tuple[Any, int] = (None, 0)
         self.suffix, self.stamp = "", -1
         self.gaps: list[tuple[int, int]] = []
+        self.loaders: dict[str, list[int]] = {}
         self.schema, self.count = 0, size_of
 
     def _log(
@@ -238,7 +215,10 @@ class MetricStore:
         """
         waiting, self._waiting = self._waiting, {}
         if self._several:
-            self._publish(*end_step(self._world, self._metrics, waiting, self.stamp, self.results.callback), for_step=True)
+            seen: dict[str, Any] = {}
+            ended = end_step(self._world, self._metrics, waiting, self.stamp, seen)
+            self.results.add(seen)
+            self._publish(*ended, for_step=True)
             return
         fresh = [*({**waiting, **self._take_fresh()}.values())]
         numbers = read([metric.step_value for metric in fresh])
@@ -262,28 +242,38 @@ class MetricStore:
             MetricError: a process that had batches has not logged what others have, or has logged it in another way; what a
                 function or an object came to is no number.
         """
-        callback = self.results.callback
+        seen: dict[str, Any] = {}
+        evaluation = self.scope in _EVALUATION
         if self._several:
-            ended = end_epoch(self._world, self._metrics, self.stamp, self.gaps, callback, last=self.scope in _EVALUATION)
+            ended = end_epoch(self._world, self._metrics, self.stamp, self.gaps, seen, last=evaluation)
             metrics, names, numbers, waiting = ended
         else:
-            metrics, names, numbers, waiting = self._end_epoch()
+            metrics, names, numbers, waiting = self._end_epoch(seen)
+        self.results.add(seen, evaluation=evaluation)
         # a metric that is logged rarely waits for a log boundary of the next epoch
         self._waiting |= waiting
         for metric in waiting.values():
             metric.wait()
         self._forget()
+        self.loaders = {name: metric.loaders for name, metric in zip(names, metrics, strict=True)}
         self._publish(metrics, names, numbers, for_step=False)
         return dict(zip(names, numbers, strict=True))
 
-    def _end_epoch(self) -> tuple[list[Described], list[str], list[float], dict[tuple[str, str], Record]]:
-        self.results.callback.update(self.step_values())
+    def end_loader(self, index: int, first: int) -> None:
+        """The batches of an evaluation loader are over, whose stamps began at ``first``: note what was logged in them."""
+        for metric in self._metrics.values():
+            if metric.stamp >= first:
+                metric.loaders.append(index)
+
+    def _end_epoch(self, seen: dict[str, Any]) -> tuple[list[Described], list[str], list[float], dict[Key, Record]]:
+        if self.scope not in _EVALUATION:
+            seen.update(self.step_values())
         done: list[tuple[Described, Any]] = []
         for metric in self._metrics.values():
             value = metric.epoch_value()
             if value is not None:
                 done.append((metric, value))
-                self.results.callback[metric.full_name] = self.results.callback[metric.epoch_name] = value
+                seen[metric.full_name] = seen[metric.epoch_name] = value
         waiting = {key: metric for key, metric in self._metrics.items() if metric.fresh}
         return [metric for metric, _ in done], [m.epoch_name for m, _ in done], read([v for _, v in done]), waiting
 
@@ -349,6 +339,11 @@ class MetricStore:
             if metric.step_value is not None and name in (metric.full_name, metric.step_name):
                 return metric.stamp
         return None
+
+    def logged_since(self, stamp: int) -> list[str]:
+        """The names in :meth:`step_values` whose value came at ``stamp`` or later."""
+        found = [metric for metric in self._metrics.values() if metric.step_value is not None and metric.stamp >= stamp]
+        return [name for metric in found for name in (metric.full_name, metric.step_name)]
 
     def state_dict(self, module: nn.Module | None = None, before: Mapping[str, int] | None = None) -> dict[str, Any]:
         """What the epoch has gathered so far: numbers, tensors, lists and dicts; tensors as they are, not copied.

@@ -28,7 +28,7 @@ class SchedulerConfig:
         scheduler: anything with ``step``, ``state_dict`` and ``load_state_dict``.
         interval: ``"epoch"`` or ``"step"``, which counts optimizer updates.
         frequency: every how many of these.
-        monitor: the metric that ``ReduceLROnPlateau`` reads.
+        monitor: the metric that ``ReduceLROnPlateau`` reads; not needed under manual optimization, where you step it.
         strict: a monitor that was never logged is an error (``False``: a warning, and no advance).
         name: how ``LearningRateMonitor`` calls it.
         reduce_on_plateau: advance it with the monitor's value; set by itself for ``ReduceLROnPlateau``.
@@ -51,14 +51,14 @@ def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[
     Raises:
         OptimizerError: another form than the documented ones, an optimizer without the module's parameters, several
             optimizers or LBFGS under automatic optimization, a scheduler of another optimizer, a plateau scheduler without a
-            monitor.
+            monitor under automatic optimization.
     """
     optimizers, schedulers = _forms(returned)
     for optimizer in optimizers:
         _check_parameters(optimizer, module)
     if automatic:
         _check_automatic(optimizers)
-    configs = [_scheduler_config(scheduler, optimizers) for scheduler in schedulers]
+    configs = [_scheduler_config(scheduler, optimizers, automatic) for scheduler in schedulers]
     return optimizers, configs
 
 
@@ -140,7 +140,7 @@ def _check_automatic(optimizers: list[Optimizer]) -> None:
             )
 
 
-def _scheduler_config(scheduler: Any, optimizers: list[Optimizer]) -> SchedulerConfig:
+def _scheduler_config(scheduler: Any, optimizers: list[Optimizer], automatic: bool) -> SchedulerConfig:
     if isinstance(scheduler, Mapping):
         known = [field.name for field in fields(SchedulerConfig) if field.name != "optimizer_index"]
         for key in scheduler:
@@ -153,7 +153,7 @@ def _scheduler_config(scheduler: Any, optimizers: list[Optimizer]) -> SchedulerC
         config = SchedulerConfig(scheduler)
     inner = config.scheduler
     config.reduce_on_plateau = config.reduce_on_plateau or isinstance(inner, ReduceLROnPlateau)
-    _check_scheduler(config)
+    _check_scheduler(config, automatic)
     owner = getattr(inner, "optimizer", None)
     if isinstance(inner, LRScheduler) or owner is not None:
         places = [i for i, optimizer in enumerate(optimizers) if optimizer is owner]
@@ -166,7 +166,7 @@ def _scheduler_config(scheduler: Any, optimizers: list[Optimizer]) -> SchedulerC
     return config
 
 
-def _check_scheduler(config: SchedulerConfig) -> None:
+def _check_scheduler(config: SchedulerConfig, automatic: bool) -> None:
     name = type(config.scheduler).__name__
     if isinstance(config.scheduler, type) or not callable(getattr(config.scheduler, "step", None)):
         raise OptimizerError(f"lr_scheduler: expected an object with step(), received {config.scheduler!r}.")
@@ -174,7 +174,7 @@ def _check_scheduler(config: SchedulerConfig) -> None:
         raise OptimizerError(f"lr_scheduler: interval must be 'step' or 'epoch', not {config.interval!r}.")
     if isinstance(config.frequency, bool) or not isinstance(config.frequency, int) or config.frequency < 1:
         raise OptimizerError(f"lr_scheduler: frequency must be an integer ≥ 1, not {config.frequency!r}.")
-    if config.reduce_on_plateau and config.monitor is None:
+    if automatic and config.reduce_on_plateau and config.monitor is None:
         raise OptimizerError(
             f"{name} needs the metric that it monitors: return {{'optimizer': optimizer, 'lr_scheduler': "
             "{'scheduler': scheduler, 'monitor': 'val_loss'}}."

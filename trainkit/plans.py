@@ -41,6 +41,9 @@ class FitPlan:
         done: micro-batches of the epoch whose windows are complete, logged and validated.
         updates: the accelerator's count of updates at that point.
         complete: the epoch whose end is being worked on counts: it was not left for a stop.
+        began_at: ``global_step`` when this fit began.
+        tried: ``training_step`` has returned a loss or, under manual optimization, stepped an optimizer.
+        warned: it was said that no optimizer step is made.
         validated: how many times ``validate_every`` has been reached, in this epoch or since ``earlier_batches`` was 0.
         earlier_batches: micro-batches of earlier epochs, where validation counts across epochs.
         surplus: by so many this epoch is longer than others: it was gone on with on another number of processes, in a place
@@ -66,6 +69,9 @@ class FitPlan:
     done: int = 0
     updates: int = 0
     complete: bool = True
+    began_at: int = 0
+    tried: bool = False
+    warned: bool = False
     validated: int = 0
     earlier_batches: int = 0
     surplus: int = 0
@@ -114,6 +120,7 @@ class EvaluationPlan:
         keeps: outputs are kept (prediction).
         count: batches of this stage since the run began, the step of what is logged by batch.
         began: what ``count`` was when the evaluation that is running began.
+        loaders_of: metric in ``results`` → the loaders in whose batches it was logged, ``[]`` if outside of batches.
         uneven: the batches of a loader are being worked on, and some process has fewer than others, or may have.
     """
 
@@ -128,6 +135,7 @@ class EvaluationPlan:
     uneven: bool = False
     outputs: list[list[Any]] = field(default_factory=list)
     results: dict[str, float] = field(default_factory=dict)
+    loaders_of: dict[str, list[int]] = field(default_factory=dict)
 
     def begin_loader(self, index: int) -> None:
         """The batches of this loader come now."""
@@ -155,11 +163,12 @@ class EvaluationPlan:
     def finish(self) -> None:
         """Reduce what was logged; more calls add what was logged since."""
         self.results.update(self.metrics.flush_epoch())
+        self.loaders_of |= self.metrics.loaders
 
     def by_loader(self) -> list[dict[str, float]]:
-        """The metrics of each loader; those that were not logged for a loader are in each."""
-        if len(self.loaders) == 1:
-            return [dict(self.results)]
-        suffixes = [f"/dataloader_idx_{index}" for index in range(len(self.loaders))]
-        common = {k: v for k, v in self.results.items() if not k.endswith(tuple(suffixes))}
-        return [{**{k: v for k, v in self.results.items() if k.endswith(suffix)}, **common} for suffix in suffixes]
+        """The metrics of each loader; those that were logged outside of batches, at the end for example, are in each."""
+        found: list[dict[str, float]] = []
+        for index in range(len(self.loaders)):
+            where = {name: self.loaders_of[name] or [index] for name in self.results}
+            found.append({name: value for name, value in self.results.items() if index in where[name]})
+        return found

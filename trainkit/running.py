@@ -20,6 +20,7 @@ from trainkit.evaluation import evaluate
 from trainkit.flags import torch_flags
 from trainkit.hooks import HookTable, check_datamodule, check_module
 from trainkit.launch.endings import report_failure
+from trainkit.metric_notices import check_monitors
 from trainkit.metrics import MetricResults, MetricStore, Scope
 from trainkit.module import TrainModule
 from trainkit.module_hooks import DataHooks
@@ -183,7 +184,7 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
         trainer.global_step = trainer.current_epoch = 0
         trainer.phase, trainer.attention, trainer.ended = Phase.STEP, False, False
         trainer.next_save_step = math.inf
-        trainer.computed, trainer.states_of_loggers = {}, None
+        trainer.computed, trainer.told, trainer.states_of_loggers = {}, set(), None
         trainer.checkpointing = Checkpointing(trainer)
         trainer.control = Control(trainer) if trainer.strategy.world.size > 1 else None
         trainer.fitted = module
@@ -249,7 +250,9 @@ def refuse_evaluation(trainer: Trainer, stage: str, name: str) -> None:
 
 
 def check_sanity(trainer: Trainer, given: Any) -> None:
-    """A few validation batches before training; what they log is thrown away."""
+    """A few validation batches before training; what they log is thrown away, the names are compared with monitors."""
+    if trainer.val_plan is None:
+        check_monitors(trainer, None)
     if trainer.val_plan is None or trainer.arguments.num_sanity_val_steps == 0:
         return
     plan = plan_evaluation(trainer, "validation", given, sanity=True)
@@ -266,6 +269,7 @@ def check_sanity(trainer: Trainer, given: Any) -> None:
         trainer.results = results
         for loader in plan.loaders:
             loader.close()
+    check_monitors(trainer, plan.metrics.results.evaluated)
 
 
 def _ending(trainer: Trainer, exception: BaseException) -> BaseException:

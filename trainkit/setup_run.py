@@ -195,7 +195,6 @@ def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
         zero_grad=lambda: None,
         schedulers=[],
         profiler=profiler,
-        validate_every=validate_every(trainer, loader.length, loader.exact),
     )
 
 
@@ -238,11 +237,14 @@ def _refuse_under_manual(trainer: Trainer) -> None:
         raise ConfigurationError(f"batch_weight needs automatic optimization. {fix}")
 
 
-def validate_every(trainer: Trainer, length: int | None, exact: bool) -> int | None:
-    """Micro-batches between validations; ``None`` where the end of the epoch tells, or updates are counted."""
-    arguments = trainer.arguments
+def validate_every(trainer: Trainer, loader: PreparedLoader) -> int | None:
+    """Micro-batches between validations.
+
+    ``None`` where nothing is validated, where the end of the epoch tells, or where optimizer steps are counted.
+    """
+    arguments, length, exact = trainer.arguments, loader.length, loader.exact
     interval = arguments.val_check_interval
-    if arguments.val_every_n_steps is not None:
+    if trainer.val_plan is None or arguments.val_every_n_steps is not None:
         return None
     if isinstance(interval, int):
         if arguments.check_val_every_n_epoch is not None and length is not None and interval > length:
@@ -276,6 +278,9 @@ def evaluation_plan(
     step_name = f"{name}_step"
     trainer.evaluation_sources.pop(name, None)  # those of an earlier run
     sources = evaluation_sources(find_source(method, given, trainer.datamodule, module))
+    overfitting = bool(trainer.arguments.overfit_batches) and name == "validation"
+    if overfitting and sources and trainer.stage == "fit" and _can_be_shared(trainer.train_dataloader):
+        sources = [trainer.train_dataloader]  # the batches that it trains on
     if sources and name != "predict" and not overrides(module, step_name):
         if trainer.stage == "fit" and getattr(module, step_name) is not None:
             warn(f"there is validation data, but {type(module).__name__} has no validation_step: nothing is validated.")
@@ -299,7 +304,7 @@ def evaluation_plan(
             window=False,
             stage=own,
             index=index,
-            sequential=bool(trainer.arguments.overfit_batches) and name == "validation",
+            sequential=overfitting,
             repeat_filler=trainer.strategy.sharded_parameters,
             **_transfer(trainer, own, index),
         )
@@ -316,6 +321,12 @@ def evaluation_plan(
     if trainer.profiler is not None:
         step = trainer.profiler.wrapped(step_name, step)
     return EvaluationPlan(name, loaders, step, metrics, logs=name != "predict", keeps=name == "predict")
+
+
+def _can_be_shared(source: Any) -> bool:
+    """Whether reading a training loader in a validation leaves the training's position in it alone."""
+    parts = [source, getattr(source, "dataset", None)]
+    return not any(isinstance(part, Iterator) or hasattr(part, "state_dict") for part in parts)
 
 
 def _with_arguments(

@@ -22,6 +22,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.evaluating import Evaluating
 from trainkit.explain import explain
 from trainkit.hooks import HookTable
+from trainkit.metric_notices import tell_rare_logs
 from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
 from trainkit.plan import PROCESSES, MemoryPlan, make_plan
@@ -78,7 +79,7 @@ class Trainer(Evaluating):
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches (int) or a
             fraction (float).
-        overfit_batches: train and validate on these few batches, unshuffled.
+        overfit_batches: train on these few batches, unshuffled, and validate on the same ones, whatever the validation loader.
         reload_dataloaders_every_n_epochs: ask for the training and validation loaders anew; 0: never.
 
     **Validation**
@@ -221,15 +222,17 @@ class Trainer(Evaluating):
                 return
             self.fit_plan = fit_plan(self, loader)
             self.val_plan = plan_evaluation(self, "validation", val_dataloaders)
+            self.fit_plan.validate_every = validate_every(self, loader)
             build_hooks(self)
             finish_fit_plan(self)
             resumed = restore_fit(self, wanted, overrides or {}, strict)
-            self._loaded_in = self.current_epoch
+            self._loaded_in = self._val_loaded_in = self.current_epoch
             self._start_loggers()
             self.checkpointing.begin()
             if self.arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
             notice(f"fit on {self.strategy.where}, {self.precision.name}, seed {self.seed}.")
+            tell_rare_logs(self)
             self.hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(self, val_dataloaders)
@@ -311,28 +314,34 @@ class Trainer(Evaluating):
     def finish_metrics(self) -> None:
         """Reduce what was logged in the epoch that ends, before the callbacks that run last."""
         if self.active_plan is None:
-            self.note_computed(self.metrics.flush_epoch())
+            self.end_metrics_of_epoch()
         else:
             self.active_plan.finish()
 
     def refresh_loaders(self) -> None:
-        """Ask for the loaders of a fit anew where ``reload_dataloaders_every_n_epochs`` says so."""
+        """Ask for the training loader of a fit anew where ``reload_dataloaders_every_n_epochs`` says so."""
         every, plan = self.arguments.reload_dataloaders_every_n_epochs, self.fit_plan
         if not every or self.current_epoch == self._loaded_in or self.current_epoch % every:
             return
         self.accelerator.release_loader(plan.loader)
         plan.loader = train_loader(self, self._given[0])
-        plan.validate_every = validate_every(self, plan.loader.length, plan.loader.exact)
+        plan.validate_every = validate_every(self, plan.loader)
+
+    def refresh_validation(self) -> None:
+        """Ask for the validation loaders of a fit anew where ``reload_dataloaders_every_n_epochs`` says so."""
+        every, plan = self.arguments.reload_dataloaders_every_n_epochs, self.val_plan
+        if not every or plan is None or self.current_epoch // every == self._val_loaded_in // every:
+            return
+        self._val_loaded_in = self.current_epoch
+        for loader in plan.loaders:
+            self.accelerator.release_loader(loader)
+        self.val_plan = plan_evaluation(self, "validation", self._given[1])
         if self.val_plan is not None:
-            for loader in self.val_plan.loaders:
-                self.accelerator.release_loader(loader)
-            count = self.val_plan.count
-            self.val_plan = plan_evaluation(self, "validation", self._given[1])
-            if self.val_plan is not None:
-                self.val_plan.count = count
+            self.val_plan.count = plan.count
 
     def before_manual_step(self, optimizer: Optimizer) -> None:
         """What comes before each update under manual optimization."""
+        self.fit_plan.tried = True
         self.accelerator.unscale_gradients(optimizer)
         self.hooks.run("on_before_optimizer_step", optimizer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from trainkit.cadence import Cadence
 from trainkit.data.nested import batch_size
 from trainkit.errors import ModuleError
-from trainkit.metrics import MetricResults, MetricStore
+from trainkit.metric_notices import tell_shared_names
+from trainkit.metric_results import MetricResults, as_tensors
+from trainkit.metrics import MetricStore
 from trainkit.registry import load_callback
 from trainkit.setup_run import count_batches
 from trainkit.signals import Signals
@@ -72,6 +74,7 @@ class TrainerState(Cadence):
         train_metrics: where it goes in training; an evaluation has a store of its own.
         computed: metric → ``global_step`` at which its value of an epoch or an evaluation was computed.
         metric_updates: how often each torchmetrics object had been updated when the validation that is running began.
+        told: monitored metrics of which it was said that training and validation log them under one name.
         states_of_loggers: as of the beginning of the validation that is running, which a resumed run repeats.
     """
 
@@ -123,6 +126,7 @@ class TrainerState(Cadence):
         self.next_save_step: float = math.inf
         self.ended = False
         self.computed: dict[str, int] = {}
+        self.told: set[str] = set()
         self.metric_updates: dict[str, int] | None = None
         self.states_of_loggers: list[dict[str, Any]] | None = None
         self.signals = Signals(lambda: None)
@@ -166,11 +170,17 @@ class TrainerState(Cadence):
         """The metrics of an evaluation are complete."""
         self.signals.follow_workers()
         if not self.sanity_checking:
-            self.note_computed(plan.results)
+            self.computed.update(dict.fromkeys(plan.results, self.global_step))
 
-    def note_computed(self, names: Iterable[str]) -> None:
-        """Metrics whose values were computed at the present step."""
-        self.computed.update(dict.fromkeys(names, self.global_step))
+    def end_metrics_of_epoch(self) -> None:
+        """Reduce what was logged in the training epoch; note which values are of the present step."""
+        store = self.train_metrics
+        window = store.stamp - store.stamp % self.accumulate_grad_batches  # where the last one began
+        trained, present = set(store.step_values()), store.logged_since(window)
+        ended = store.flush_epoch()
+        own = [name for name in (*present, *ended) if name not in self.results.evaluated]
+        self.computed.update(dict.fromkeys(own, self.global_step))
+        tell_shared_names(cast("Trainer", self), trained.union(ended))
 
     @property
     def lightning_module(self) -> TrainModule:
@@ -281,25 +291,25 @@ class TrainerState(Cadence):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Every metric logged so far, by name; with both ``on_step`` and ``on_epoch`` under all three names."""
-        import torch
+        """Every metric logged so far, by name; with both ``on_step`` and ``on_epoch`` under all three names.
 
-        values = dict(self.results.callback)
-        if self.stage is not None:
-            values.update(self.metrics.step_values())
-        with torch.inference_mode(False):  # copied in it, what a validation computed becomes an ordinary tensor
-            tensors = {name: v if isinstance(v, Tensor) else torch.tensor(v) for name, v in values.items()}
-            return {name: v.clone() if v.is_inference() else v for name, v in tensors.items()}
-
-    @property
-    def logged_metrics(self) -> dict[str, float]:
-        """What the loggers got last, by name."""
-        return dict(self.results.logged)
+        Of an evaluation only the values of the whole evaluation are here. A metric that training and validation log under
+        one name is the validation's.
+        """
+        values, evaluated = dict(self.results.callback), self.results.evaluated
+        if self.stage is not None and self.active_plan is None:  # an evaluation has no value before its end
+            values.update((name, value) for name, value in self.metrics.step_values().items() if name not in evaluated)
+        return as_tensors(values)
 
     @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """What was logged with ``prog_bar=True``, as of the last log boundary or epoch's end."""
-        return dict(self.results.progress_bar)
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """What the loggers got last, by name, as tensors on the CPU."""
+        return as_tensors(self.results.logged)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Tensor]:
+        """What was logged with ``prog_bar=True``, as of the last log boundary or epoch's end, as tensors on the CPU."""
+        return as_tensors(self.results.progress_bar)
 
     @property
     def num_val_batches(self) -> list[int | float]:

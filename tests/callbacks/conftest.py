@@ -65,11 +65,14 @@ def trainer() -> Any:
     skips: list[int] = []
     return SimpleNamespace(
         accelerator=SimpleNamespace(skip_update=lambda: skips.append(1), skips=skips, sync_gradients=True),
+        arguments=SimpleNamespace(limit_val_batches=1.0),
         callback_metrics={},
         current_epoch=0,
         fast_dev_run=False,
         global_step=0,
+        lightning_module=None,
         is_global_zero=True,
+        logged_metrics={},
         loggers=[object()],
         lr_scheduler_configs=[],
         accumulate_grad_batches=1,

@@ -129,6 +129,7 @@ def test_a_callback_of_the_users_takes_the_place_of_the_default_one() -> None:
         ({"monitor": "val_loss", "save_on_train_epoch_end": True}, {"val_check_interval": 2}, [4]),
     ],
 )
+@pytest.mark.filterwarnings("ignore:ModelCheckpoint monitors 'val_loss', but this fit has no validation")
 def test_what_is_saved(arguments: dict[str, Any], run: dict[str, Any], saved: list[int]) -> None:
     class Logs(Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -224,6 +225,28 @@ def test_a_metric_of_the_training_epoch() -> None:
     assert all(name.startswith("train_loss=") for name in names(callback))
 
 
+@pytest.mark.parametrize("validation", [True, False])
+@pytest.mark.parametrize(
+    "arguments, accumulate, saved",
+    [({}, 1, [4, 8]), ({}, 2, [2, 4]), ({"every_n_train_steps": 3}, 1, [3, 6, 8]), ({"every_n_train_steps": 2}, 2, [2, 4])],
+)
+def test_a_metric_of_the_training_step(arguments: dict[str, Any], accumulate: int, saved: list[int], validation: bool) -> None:
+    """Logged in ``training_step`` only: ranked by its value of the step that is saved, whether or not there is a validation."""
+    logged: dict[int, float] = {}
+
+    class Steps(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("train_loss", loss)
+            logged[self.global_step + 1] = loss.item()
+            return loss
+
+    callback = ModelCheckpoint(monitor="train_loss", save_top_k=-1, **arguments)
+    fit(callback, module=Steps(), validation=validation, accumulate_grad_batches=accumulate, max_epochs=2)
+    scores = {int(Path(path).name.removeprefix("step-")): score.item() for path, score in callback.best_k_models.items()}
+    assert scores == {step: pytest.approx(logged[step]) for step in saved}
+
+
 def test_steps_without_a_validation_are_not_ranked() -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=1, save_top_k=9)
     with pytest.warns(TrainkitWarning, match="'val_loss' was logged before step 3"):
@@ -233,7 +256,11 @@ def test_steps_without_a_validation_are_not_ranked() -> None:
 
 @pytest.mark.parametrize("validation", [True, False])
 def test_a_metric_that_nobody_logs_ends_the_run_which_is_saved(validation: bool) -> None:
-    with pytest.raises(MissingMetricError, match="'val_los', which was not logged"):
+    told = "Did you mean 'val_loss'" if validation else "no validation loader was given"
+    with (
+        pytest.warns(TrainkitWarning, match=told),  # before training begins
+        pytest.raises(MissingMetricError, match="'val_los', which was not logged"),
+    ):
         fit(ModelCheckpoint(monitor="val_los"), validation=validation, max_epochs=3)
     assert steps() == [4]
 

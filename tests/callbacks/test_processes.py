@@ -47,6 +47,7 @@ def setting() -> tuple[Any, Any]:
         fast_dev_run=False,
         global_step=0,
         is_global_zero=world.is_main,
+        logged_metrics={},
         num_val_batches=[2],
         precision=Precision("32-true"),
         sanity_checking=False,

@@ -15,7 +15,7 @@ from trainers import Memory, make_trainer
 from worlds import run_world
 
 from trainkit import Callback
-from trainkit.callbacks import EarlyStopping, LearningRateMonitor, NonFiniteGuard, ThroughputMonitor, Timer
+from trainkit.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, NonFiniteGuard, ThroughputMonitor, Timer
 
 
 def state(module: TinyModule) -> list[float]:
@@ -53,6 +53,33 @@ def test_early_stopping_by_a_value_of_a_step() -> None:
     first, second = run_world(2, stopped, "own", True)
     assert first == second
     assert first[2] == 0
+
+
+class Shares(Worsens):
+    """A value of each process's own in training; and one name for a metric of training and of validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("own", 1.0 + self.global_rank)
+        self.log("both", 100.0 + self.global_rank, on_step=True, on_epoch=True)
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("both", float(self.current_epoch + self.global_rank), on_step=True, on_epoch=True)
+
+
+def ranked(folder: str) -> Any:
+    best = {name: ModelCheckpoint(f"{folder}/{name}", monitor=name, save_top_k=-1) for name in ("own", "both")}
+    trainer = make_trainer(*best.values(), max_epochs=2, strategy="ddp", enable_checkpointing=True)
+    trainer.fit(Shares(), tiny_loader(16), tiny_loader(8))
+    scores = {name: sorted(score.item() for score in callback.best_k_models.values()) for name, callback in best.items()}
+    return scores, sorted(trainer.callback_metrics), trainer.callback_metrics["both"].item()
+
+
+def test_checkpoints_are_ranked_by_what_all_processes_have_logged(tmp_path: Any) -> None:
+    """By training's metric at the end of its epoch; of a shared name by validation's, whose steps are nowhere to be seen."""
+    names = ["both", "both_epoch", "both_step", "own"]  # that step is one of training
+    expected = {"own": [1.5, 1.5], "both": [0.5, 1.5]}, names, 1.5
+    assert run_world(2, ranked, str(tmp_path)) == [expected] * 2
 
 
 class Late(Callback):

@@ -1,0 +1,129 @@
+"""What is said of metrics: monitored and not logged, misspelled, logged twice under one name, or logged by step too rarely."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from trainkit.console import notice, warn
+from trainkit.errors import nearest
+from trainkit.setup_run import overrides
+
+if TYPE_CHECKING:
+    from trainkit.trainer import Trainer
+
+__all__ = ["check_monitors", "not_logged", "tell_rare_logs", "tell_shared_names"]
+
+_LIKELY = 0.85  # similarity (difflib's ratio) of a misspelled name to the right one; val_los and val_loss: 0.93
+_DATALOADER = "/dataloader_idx_"
+
+
+def not_logged(trainer: Trainer, owner: str, monitor: str, logged: Iterable[str]) -> str:
+    """The first sentences of an error or warning about a monitor that was never logged.
+
+    Args:
+        trainer: the trainer.
+        owner: the class of the callback or scheduler.
+        monitor: the metric.
+        logged: the metrics that there are.
+    """
+    known = sorted(logged)
+    near, reason = nearest(monitor, known), _why_no_validation(trainer)
+    if reason is not None:
+        reason = f" This fit has no validation: {reason}."
+        near = "" if _of_validation(monitor) else near  # of all names those of training are not what was meant
+    elif monitor in trainer.logged_metrics:
+        reason = f" Validation logs it by step only: use self.log({monitor!r}, value, on_epoch=True)."
+    return (
+        f"{owner} monitors {monitor!r}, which was not logged.{reason or ''} Logged so far: "
+        f"{', '.join(map(repr, known)) or 'nothing'}.{near}"
+    )
+
+
+def check_monitors(trainer: Trainer, logged: Collection[str] | None) -> None:
+    """Warn about monitors that will likely never be logged, before time is spent on training.
+
+    A name that validation did not log may still be one of training, so there is a warning only for a name that is almost one
+    that validation logged, or that begins with "val".
+
+    Args:
+        trainer: the trainer.
+        logged: what validation logged in the sanity check; ``None``: this fit has no validation.
+    """
+    reason = _why_no_validation(trainer) if logged is None else None
+    for owner, monitor in _monitors(trainer):
+        if reason is not None and _of_validation(monitor):
+            warn(
+                f"{owner} monitors {monitor!r}, but this fit has no validation: {reason}. Ignore this if training logs "
+                f"{monitor!r} itself."
+            )
+        near = _near(monitor, logged or (), 0.6 if _of_validation(monitor) else _LIKELY)
+        if near is not None:
+            warn(
+                f"{owner} monitors {monitor!r}, which validation did not log in the sanity check. Did you mean {near!r}? "
+                f"Ignore this if {monitor!r} is logged later."
+            )
+
+
+def tell_shared_names(trainer: Trainer, trained: Collection[str]) -> None:
+    """Tell once that a monitored metric is logged both in training and in validation.
+
+    Args:
+        trainer: the trainer.
+        trained: what training logged in this epoch.
+    """
+    for owner, monitor in _monitors(trainer):
+        if monitor in trained and monitor in trainer.results.evaluated and monitor not in trainer.told:
+            trainer.told.add(monitor)
+            notice(
+                f"{monitor!r} is logged in training and in validation; {owner} monitors the value of validation. Use two "
+                f"names to tell them apart: self.log('train_{monitor}', value)"
+            )
+
+
+def tell_rare_logs(trainer: Trainer) -> None:
+    """Tell that an epoch has fewer optimizer steps than there are from one log boundary to the next."""
+    every, steps = trainer.log_every_n_steps, trainer.num_training_batches / trainer.accumulate_grad_batches
+    if trainer.loggers and steps < every:
+        notice(
+            f"an epoch has {math.ceil(steps)} optimizer steps, fewer than log_every_n_steps={every}: what is logged by step "
+            f"reaches the loggers at every {every}th step only. To log more often: Trainer(log_every_n_steps=1)"
+        )
+
+
+def _why_no_validation(trainer: Trainer) -> str | None:
+    """Why a fit validates nothing, and the fix; ``None`` if it does validate, or where none is running."""
+    if trainer.stage != "fit" or any(count > 0 for count in trainer.num_val_batches):
+        return None
+    if trainer.arguments.limit_val_batches == 0:
+        return "limit_val_batches=0 turns it off. Remove that argument"
+    if not overrides(trainer.lightning_module, "validation_step"):
+        return f"{type(trainer.lightning_module).__name__} has no validation_step. Define one"
+    return "no validation loader was given. Pass one, trainer.fit(module, train_loader, val_loader)"
+
+
+def _of_validation(monitor: str) -> bool:
+    return monitor.lower().startswith("val")
+
+
+def _monitors(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """Who monitors, and what."""
+    for callback in trainer.callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str):
+            yield type(callback).__name__, monitor
+    for config in trainer.fit_plan.schedulers:
+        if config.reduce_on_plateau and config.monitor is not None:
+            yield type(config.scheduler).__name__, config.monitor
+
+
+def _near(name: str, logged: Collection[str], cutoff: float) -> str | None:
+    """What was likely meant by a name that was not logged."""
+    if name in logged:
+        return None
+    of_loaders = sorted(one for one in logged if one.startswith(name + _DATALOADER))
+    names = {one.lower(): one for one in logged}
+    match = of_loaders or [names[one] for one in difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff)]
+    return match[0] if match else None
