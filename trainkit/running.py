@@ -87,8 +87,9 @@ def running(
     watchdog = trainer.strategy.world.watchdog
     if watchdog is not None:
         watchdog.folder = trainer.default_root_dir
-        watchdog.entered()
+        trainer.accelerator.meeting.enter_run(stage, watchdog.entered)
     try:
+        trainer.accelerator.meeting.begin_run(stage)
         module, trainer.compiler = _uncompiled(compiled(module))
         _check_inputs(module, datamodule, given)
         refuse_incomplete(module, stage, trainer.strategy.has_optimizer)
