@@ -207,6 +207,36 @@ def test_a_metric_logged_on_one_rank(run_dir: Path) -> None:
     assert "log('mine'): logged on rank 0, not on rank 1" in first
 
 
+class Asking(Callback):
+    """Fails on one rank, and asks the others for something after that."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero:
+            raise KeyError("mine")
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint("mine")
+
+
+def fails_and_asks() -> None:
+    trainer = make_trainer(Asking(), devices=2)
+    hasten(trainer)
+    trainer.fit(TinyModule(), tiny_loader(32))
+
+
+def script_that_fails() -> None:
+    as_script(fails_and_asks)
+
+
+def test_what_needs_all_ranks_after_an_error_of_one(run_dir: Path) -> None:
+    """It cannot be; the error itself is told once by each rank, as one line where it is another's."""
+    ended = end_of(2, script_that_fails)
+    assert ended.codes == [1, 1], ended.output
+    assert "[rank 0] on_exception was not completed: it needs all ranks, and the run has failed." in ended.output
+    assert "on_exception failed" not in ended.output
+    assert ended.output.count("KeyError: 'mine'") == 2, ended.output
+
+
 def of_three() -> str:
     """Two of three ranks wait, and one does not come: whichever finds out, both say it."""
     trainer = make_trainer(OneRank("on_train_epoch_end", _save, 0, 2), max_epochs=3, devices=3)

@@ -1,9 +1,9 @@
 """Where processes meet: each verb that users call on every rank comes through here, and must be the same on all of them.
 
-It holds for the verbs of own loops, and for those of the ``Trainer``: ``fit`` and the like, ``save_checkpoint``, ``all_gather``,
-``strategy.barrier``, and an epoch that ``on_train_batch_start`` ends. What a ``Trainer`` exchanges by itself is not compared,
-but counted (:class:`~trainkit.launch.waits.Waits`): a rank that went on to it without calling the verb is found out by those
-that did, before any collective of theirs can be mixed up with it.
+These are the verbs of own loops and those of the ``Trainer``: ``fit``, ``validate``, ``test``, ``predict``, ``save_checkpoint``,
+``all_gather``, ``strategy.barrier``, and the end of an epoch that ``on_train_batch_start`` asks for by returning -1. What a
+``Trainer`` exchanges by itself is only counted (:class:`~trainkit.launch.waits.Waits`): the ranks that have called a verb find
+out that another one has gone on without it, before a collective of theirs can meet a different one there.
 """
 
 from __future__ import annotations
@@ -281,7 +281,9 @@ def _advice(verb: str, *, both: bool = False) -> str:
         )
     if verb.startswith(_TRAINERS):
         return f"Every rank must call {verb}: do not call it inside 'if trainer.is_global_zero:' or the like."
-    return f"Both are for all processes: call neither {_ALONE}." if both else f"It is for all processes: do not call it {_ALONE}."
+    return (
+        f"Both are for all processes: call neither {_ALONE}." if both else f"It is for all processes: do not call it {_ALONE}."
+    )
 
 
 def _defined(hook: Callable[..., Any]) -> str:

@@ -240,14 +240,14 @@ def _tell_of_earlier_runs(each: int) -> None:
     again = f"devices={each} needs {each} processes, and each of them runs this script from its first line"
     if 1 in _before:
         raise ConfigurationError(
-            f"{again}. There has been a Trainer with devices=1 in it before, which none of them could make, so nothing has been "
-            f"run again. Use devices={each} for all Trainers of a script, or put the part with devices=1 into a script of its "
-            "own and load its checkpoint here."
+            f"{again}. There has been a Trainer with devices=1 in it before, which none of them could make, so nothing has "
+            f"been run again. Use devices={each} for all Trainers of a script, or put the part with devices=1 into a script of "
+            "its own and load its checkpoint here."
         )
     if _before:
         notice(
-            f"{again}: what it has done up to here, with one process, is done again there, with {each}. To do it once, make the "
-            f"first Trainer with devices={each} too, or put that part into a script of its own and load its checkpoint here."
+            f"{again}: what it has done up to here, with one process, is done again there, with {each}. To do it once, make "
+            f"the first Trainer with devices={each} too, or put that part into a script of its own and load its checkpoint here."
         )
 
 
