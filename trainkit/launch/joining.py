@@ -247,7 +247,7 @@ def _tell_of_earlier_runs(each: int) -> None:
     if _before:
         notice(
             f"{again}: what it has done up to here, with one process, is done again there, with {each}. To do it once, make "
-            f"the first Trainer with devices={each} too, or put that part into a script of its own and load its checkpoint here."
+            f"the first Trainer with devices={each} too, or put that part into a script of its own and load its checkpoint."
         )
 
 
