@@ -1,7 +1,7 @@
 """Where processes meet: each verb that users call on every rank comes through here, and must be the same on all of them.
 
 These are the verbs of own loops and those of the ``Trainer``: ``fit``, ``validate``, ``test``, ``predict``,
-``save_checkpoint``, ``all_gather``, ``strategy.barrier``, and the end of an epoch that ``on_train_batch_start`` asks for by returning -1. What a
+``save_checkpoint``, ``all_gather``, ``strategy.barrier``, and the end of an epoch by -1 from ``on_train_batch_start``. What a
 ``Trainer`` exchanges by itself is only counted (:class:`~trainkit.launch.waits.Waits`): the ranks that have called a verb find
 out that another one has gone on without it, before a collective of theirs can meet a different one there.
 """
