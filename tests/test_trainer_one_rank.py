@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,14 @@ def test_after_fit(verb: str, run_dir: Path) -> None:
     assert "exchange '" not in ended.output
 
 
+class Late(Callback):
+    """Rank 1 leaves a run after rank 0."""
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        if not trainer.is_global_zero:
+            time.sleep(0.3)
+
+
 def caught(kind: str) -> list[str]:
     """Errors that all ranks raise by themselves, and after which they go on."""
     trainkit.launch.channel._LOOK = 0.05
@@ -176,11 +185,12 @@ def caught(kind: str) -> list[str]:
         "verbs": [OneRank("on_train_epoch_end", _save, 0), OneRank("on_train_epoch_end", _gather, 1)],
         "log": [log],
     }
-    trainer = make_trainer(*callbacks[kind], max_epochs=3, devices=2, log_every_n_steps=100)
+    trainer = make_trainer(*callbacks[kind], Late(), max_epochs=3, devices=2, log_every_n_steps=100)
     try:
         trainer.fit(TinyModule(), tiny_loader(32))
     except (CollectiveError, MetricError) as error:
         texts.append(str(error))
+    trainer.save_checkpoint("at once", weights_only=True)  # while the other rank is on its way out of the run
     again = make_trainer(max_epochs=2, devices=2)
     again.fit(module := TinyModule(), tiny_loader(32))
     again.save_checkpoint("whole")

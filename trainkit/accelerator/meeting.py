@@ -23,6 +23,7 @@ from trainkit.launch.waits import called
 __all__ = ["Meeting", "described"]
 
 _SUBJECT = "verbs"
+_CLEARED = 60.0  # seconds that the other ranks have to leave a run that has failed
 _ALONE = "within 'if accelerator.is_main_process:' or the like"
 _TRAINERS = ("trainer.", "all_gather", "strategy.barrier")  # how the verbs begin that are called in a run of a Trainer
 _ENDING = "the end of the epoch that on_train_batch_start asked for by returning -1"
@@ -140,6 +141,7 @@ class Meeting:
             self._team = self._world.team(_SUBJECT)
         self._mine = verb, place or called(sys._getframe())[1]
         self._ahead = {}
+        self._get_over()
         looking = None if self._world.channel is None else self._look
         try:
             return self._team.exchange([*self._mine, self._waits.begun, value], looking)
@@ -229,6 +231,14 @@ class Meeting:
                 f"rank {rank} waits for all processes in {mine} ({where}), and {passed}. {_advice(mine, both=True)}"
             )
 
+    def _get_over(self) -> None:
+        """After a run that has failed on all ranks, and that they got over: wait until all are out of it."""
+        channel = self._world.channel
+        if channel is not None and not channel.runs.open:
+            channel.wait(
+                lambda: getattr(channel.failure, "run", None) is None or channel.closed or bool(channel.gone), _CLEARED
+            )
+
     def _refuse(self, error: ProcessFailedError) -> NoReturn:
         """Raise, instead of an error because a process is missing, one that names the verb and its place."""
         found = self._without(error)
@@ -259,10 +269,12 @@ class Meeting:
         begun = [count for _, _, count, _ in said]
         if len(set(begun)) > 1:
             shown = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(begun))
+            advice = f"They are for all processes: call none {_ALONE}. TRAINKIT_DEBUG_MODE=1 finds the place."
+            if verbs[0].startswith(_TRAINERS):
+                advice = "Every rank must call them as often, in the same order."
             raise CollectiveError(
                 f"before {verbs[0]} ({self._mine[1]}) the processes have not taken part in as many collectives ({shown}): one "
-                "has called backward, step or the like more often, and what was exchanged since then is mixed up. They are for "
-                f"all processes: call none {_ALONE}. TRAINKIT_DEBUG_MODE=1 finds the place."
+                f"has called backward, step or the like more often, and what was exchanged since then is mixed up. {advice}"
             )
         places = [place for _, place, *_ in said]
         if self.debug and len(set(places)) > 1:
