@@ -80,10 +80,12 @@ def chosen_strategy(name: str, wanted: Wanted) -> str:
     Raises:
         ConfigurationError: it does not run there, or the variables of a launcher contradict each other.
     """
+    if name == "single":
+        note_alone(1)
     if name == "auto":
         on_tpu = wanted.accelerator == "xla" or (wanted.accelerator == "auto" and tpu_is_chosen())
         if not on_tpu and processes(wanted) == 1:
-            note_alone(wanted)
+            note_alone(wanted.per_node)
             return name
         return "xla" if on_tpu else "ddp"
     if wanted.accelerator == "xla" and not name.startswith("xla"):

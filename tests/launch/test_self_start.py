@@ -134,17 +134,18 @@ def test_one_process_and_then_two(tmp_path: Path) -> None:
     assert started == "trainkit: 2 processes, started by this script (it asks for them)."
 
 
-def test_devices_1_and_then_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", [{"devices": 1}, {"strategy": "single"}])
+def test_devices_1_and_then_2(option: dict[str, object], tmp_path: Path) -> None:
     """In two processes devices=1 would be an error: it comes before anything is run again, once."""
-    (tmp_path / "script.py").write_text(TWICE.format(first={"devices": 1}))
+    (tmp_path / "script.py").write_text(TWICE.format(first=option))
     done = run_python("-u", "script.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (1, "{'devices': 1} 1\n"), done.stderr
+    assert (done.returncode, done.stdout) == (1, f"{option} 1\n"), done.stderr
     *_, last = done.stderr.splitlines()
     assert last == (
         "trainkit.errors.ConfigurationError: devices=2 needs 2 processes, and each of them runs this script from its first "
-        "line. There has been a Trainer with devices=1 in it before, which none of them could make, so nothing has been run "
-        "again. Use devices=2 for all Trainers of a script, or put the part with devices=1 into a script of its own and load "
-        "its checkpoint here."
+        "line. There has been a Trainer with devices=1 or strategy='single' in it before, which is for one process, so nothing "
+        "has been run again. Use devices=2 for all Trainers of a script, or put the part for one process into a script of its "
+        "own and load its checkpoint here."
     )
     assert done.stderr.count("trainkit.errors.ConfigurationError") == 1
 

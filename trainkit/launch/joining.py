@@ -94,10 +94,10 @@ def processes(wanted: Wanted) -> int:
     return processes_of_a_machine(wanted) * (wanted.nodes or 1) if place is None else place.size
 
 
-def note_alone(wanted: Wanted) -> None:
-    """A run that asks for these is one process: told if another one then needs several, which run the script again."""
+def note_alone(devices: int | None) -> None:
+    """A run is one process, whether so many devices were asked for or not: told if a later one needs several processes."""
     if _place() is None:
-        _before.add(wanted.per_node)
+        _before.add(devices)
 
 
 def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta, place: Place | None = None) -> World:
@@ -126,7 +126,7 @@ def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta, plac
         if place is not None:
             _check(wanted, place.size, place.local_size, place.nodes, place.launcher)
         elif _group() is None and processes(wanted) == 1:
-            note_alone(wanted)
+            note_alone(wanted.per_node)
             return World()
         elif _group() is None:
             _start(wanted)
@@ -240,9 +240,9 @@ def _tell_of_earlier_runs(each: int) -> None:
     again = f"devices={each} needs {each} processes, and each of them runs this script from its first line"
     if 1 in _before:
         raise ConfigurationError(
-            f"{again}. There has been a Trainer with devices=1 in it before, which none of them could make, so nothing has "
-            f"been run again. Use devices={each} for all Trainers of a script, or put the part with devices=1 into a script of "
-            "its own and load its checkpoint here."
+            f"{again}. There has been a Trainer with devices=1 or strategy='single' in it before, which is for one process, so "
+            f"nothing has been run again. Use devices={each} for all Trainers of a script, or put the part for one process "
+            "into a script of its own and load its checkpoint here."
         )
     if _before:
         notice(
