@@ -1,4 +1,4 @@
-"""Gathering tensors of all processes."""
+"""What users call on every rank: gathering tensors, waiting for each other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.accelerator.meeting import Meeting
 from trainkit.data.nested import leaves, map_tensors
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
 
-__all__ = ["gathered"]
+__all__ = ["barrier", "gathered"]
+
+
+def barrier(world: World) -> None:
+    """Wait until every rank has called it, for as long as that takes.
+
+    Raises:
+        CollectiveError: another one waits in a collective instead, or has ended; names the lines.
+    """
+    Meeting.of(world).wait("strategy.barrier")
 
 
 def gathered(data: Any, world: World, device: torch.device, sync_grads: bool, alike: bool = False) -> Any:
@@ -26,6 +36,7 @@ def gathered(data: Any, world: World, device: torch.device, sync_grads: bool, al
         alike: the shapes have been compared already.
 
     Raises:
+        CollectiveError: not all processes call it.
         ConfigurationError: the processes give different containers, shapes or dtypes.
     """
     if not alike:
@@ -43,7 +54,8 @@ def gathered(data: Any, world: World, device: torch.device, sync_grads: bool, al
 
 def _compare(data: Any, world: World) -> None:
     tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
-    said = world.exchange([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors])
+    mine = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    said = Meeting.of(world).exchange("all_gather", mine)
     if any(other != said[0] for other in said):
         lines = [f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in each)}" for rank, each in enumerate(said)]
         raise ConfigurationError(

@@ -37,7 +37,10 @@ class EngineWindow:
         """The engine's forward, in ``training_step``, which is called once for each micro-batch."""
         if self._window is None or self._window.first:
             self._begin()
-        return self.engine.forward(*args)
+        if self.engine.stage < 3:
+            return self.engine.forward(*args)
+        with self._world.waits:  # parameters are gathered
+            return self.engine.forward(*args)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The engine's forward, in a loop of the user's own, who may call his model several times in a micro-batch."""

@@ -20,7 +20,7 @@ from trainkit.precision import Precision
 from trainkit.strategies._compression import Compression
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._fixed_ddp import FixedDDP
-from trainkit.strategies._gather import gathered
+from trainkit.strategies._gather import barrier, gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import average_gradients, broadcast, mean, sparse_parameters
 from trainkit.strategies._replica import PreparedModel, Replica, TrainingStep
@@ -195,7 +195,9 @@ class DDPStrategy(Strategy):
         elif loss is None:
             self.skip_backward(None)
         elif self._step is not None:
-            self._step.backward(self.precision.scale(loss), self._due(), **kwargs)
+            due = self._due()
+            with self.world.waits if due else _NULL:
+                self._step.backward(self.precision.scale(loss), due, **kwargs)
         else:
             called = [model for model in self._models if model.replica.called]
             if self._models and not called:
@@ -225,7 +227,8 @@ class DDPStrategy(Strategy):
         if self._step is not None:
             if window is not None and window.filler:
                 self._step.begin_window(window.uneven)
-            self._step.skip(loss is not None, due)
+            with self.world.waits if due else _NULL:
+                self._step.skip(loss is not None, due)
             return
         called = [model for model in self._models if model.replica.called]
         if not called and any(model.replica.due() for model in self._models):
@@ -327,7 +330,7 @@ class DDPStrategy(Strategy):
 
     def barrier(self) -> None:
         """See :meth:`trainkit.Strategy.barrier`."""
-        self.world.barrier()
+        barrier(self.world)
 
     def teardown(self) -> None:
         """Take the hooks off the parameters. Process groups stay: others may use them."""

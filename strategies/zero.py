@@ -21,7 +21,7 @@ from trainkit.state.standin import StoredOptimizer
 from trainkit.strategies import zero_plan, zero_state
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._deepspeed import require
-from trainkit.strategies._gather import gathered
+from trainkit.strategies._gather import barrier, gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import broadcast, mean
 from trainkit.strategies._transformers import told_transformers
@@ -209,7 +209,7 @@ class ZeROStrategy(Strategy):
         if self._forward is None:
             learning = self._learning
             self._forward = self._without_optimizer() if learning is None else learning.engine.evaluate
-        with told_transformers():
+        with told_transformers(), self.world.waits:
             return self._forward(run, *args)
 
     def _without_optimizer(self) -> Callable[..., Any]:
@@ -386,7 +386,7 @@ class ZeROStrategy(Strategy):
 
     def barrier(self) -> None:
         """See :meth:`trainkit.Strategy.barrier`."""
-        self.world.barrier()
+        barrier(self.world)
 
     def teardown(self) -> None:
         """Take DeepSpeed off the modules. Process groups stay: others may use them."""

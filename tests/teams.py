@@ -11,6 +11,7 @@ from typing import Any
 from patience import PATIENCE
 
 from trainkit.distributed import Team, World
+from trainkit.launch.failure import Runs
 from trainkit.launch.waits import Waits
 
 __all__ = ["GoneError", "Hub", "ThreadWorld", "in_threads", "in_worlds", "values"]
@@ -63,7 +64,8 @@ class Hub:
 class _Line:
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
-        self.waits = Waits()
+        self.waits, self.runs = Waits(), Runs()
+        self.runs.begin()
 
     def exchange(
         self,

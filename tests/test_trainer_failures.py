@@ -12,7 +12,9 @@ from tiny import TinyModule, tiny_loader
 from trainers import Memory, make_trainer, parameters_of, same
 
 from trainkit import Callback, DataModule
-from trainkit.errors import ConfigurationError
+from trainkit.callbacks import ModelCheckpoint
+from trainkit.console import TrainkitWarning
+from trainkit.errors import CheckpointWriteError, ConfigurationError
 from trainkit.loggers import CSVLogger
 
 
@@ -150,6 +152,43 @@ def test_an_error_of_a_callback_does_not_hide_the_first() -> None:
     with pytest.raises(KeyError, match="mine"):
         make_trainer(Worse(), witness).fit(Failing("training_step"), tiny_loader())
     assert witness.calls == [("KeyError", "fit"), "fit"]
+
+
+@pytest.mark.parametrize("again", ["the same object", "the same", "another"])
+def test_an_error_is_told_once(again: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A callback that comes to the same error as the run, in ``on_exception`` or ``teardown``, tells nothing new."""
+
+    class Asking(Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            raise exception if again == "the same object" else KeyError("mine" if again == "the same" else "else")
+
+        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+            raise KeyError("mine" if again != "another" else "else")
+
+    with pytest.raises(KeyError, match="mine"):
+        make_trainer(Asking()).fit(Failing("training_step"), tiny_loader())
+    told = [message for message in caplog.messages if "failed" in message]
+    expected = ["on_exception failed: KeyError('else')", "the tear-down failed too: KeyError('else')"]
+    assert told == (expected if again == "another" else [])
+
+
+def test_saves_that_fail_are_counted_alike(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each warning counts down to the error, which is told once: not again by the save that an error asks for."""
+
+    class Full(Callback):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            if trainer.global_step > 1:
+                raise CheckpointWriteError("no space left.")
+
+    callbacks = [Full(), ModelCheckpoint(every_n_train_steps=1)]
+    with pytest.warns(TrainkitWarning) as warned, pytest.raises(CheckpointWriteError, match="^3 saves in a row have failed; "):
+        make_trainer(*callbacks, enable_checkpointing=True, max_epochs=3).fit(TinyModule(), tiny_loader(64))
+    texts = [str(warning.message) for warning in warned]
+    assert [text.partition("no space left. Training goes on, and ")[2].rpartition(". ")[2] for text in texts] == [
+        "After 2 more failures in a row the run ends.",
+        "After 1 more failure in a row the run ends.",
+    ]
+    assert not [message for message in caplog.messages if "saves in a row" in message]
 
 
 def test_an_error_in_a_tear_down_is_an_error() -> None:

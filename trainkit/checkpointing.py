@@ -315,7 +315,11 @@ class Checkpointing:
             raise CheckpointWriteError(
                 f"{self._failures} saves in a row have failed; {last}. The last error: {error}"
             ) from error
-        warn(f"a checkpoint could not be saved: {error} Training goes on, and {last}.")
+        left = _FAILURES - self._failures
+        warn(
+            f"a checkpoint could not be saved: {str(error).rstrip('.')}. Training goes on, and {last}. After {left} more "
+            f"failure{'s' if left > 1 else ''} in a row the run ends."
+        )
 
     def save_to(self, path: Path, *, weights_only: bool, blocking: bool) -> None:
         """Save to a path of the user's; a checkpoint that is there is replaced once the new one is complete."""

@@ -79,12 +79,13 @@ def train_epoch(trainer: Trainer) -> None:
         trainer.batch_idx, metrics.batch = batch_idx, batch
         if window.first:
             trainer.should_log = trainer.log_due(trainer.global_step + 1)
-        working, skip = not window.filler, False
+        working, skip = not window.filler, None
         if working:
             metrics.stamp = batch_idx
             for hook in hooks.on_train_batch_start:
-                skip = hook(batch, batch_idx) == -1 or skip
-        if skip:
+                skip = hook if hook(batch, batch_idx) == -1 else skip
+        if skip is not None:
+            engine.meeting.end_epoch(skip)
             complete, engine.skip_asked = True, False  # the user is done with this epoch
             break
         if optimizer is not None and window.first:

@@ -15,7 +15,15 @@ from trainkit.checkpointing import Checkpointing
 from trainkit.console import notice
 from trainkit.control import Control
 from trainkit.datamodule import DataModule
-from trainkit.errors import ConfigurationError, DataError, MissingMethodError, ModuleError, Preempted, ProcessFailedError
+from trainkit.errors import (
+    CheckpointWriteError,
+    ConfigurationError,
+    DataError,
+    MissingMethodError,
+    ModuleError,
+    Preempted,
+    ProcessFailedError,
+)
 from trainkit.evaluation import evaluate
 from trainkit.flags import torch_flags
 from trainkit.hooks import HookTable, check_datamodule, check_module
@@ -85,12 +93,13 @@ def running(
         )
     random_state = RandomState(trainer.strategy.generators())
     outer: Trainer | None = None
-    status = "none"  # there is nothing yet to be given back
+    status, ending = "none", None  # there is nothing yet to be given back
     watchdog = trainer.strategy.world.watchdog
     if watchdog is not None:
         watchdog.folder = trainer.default_root_dir
-        watchdog.entered()
+        trainer.accelerator.meeting.enter_run(stage, watchdog.entered)
     try:
+        trainer.accelerator.meeting.begin_run(stage)
         module, trainer.compiler = _uncompiled(compiled(module))
         _check_inputs(module, datamodule, given)
         refuse_incomplete(module, stage, trainer.strategy.has_optimizer)
@@ -108,7 +117,7 @@ def running(
         status = "success"
     except BaseException as exception:
         trainer.strategy.broken = trainer.strategy.world.size > 1
-        ending = report_failure(trainer.strategy.world.channel, _ending(trainer, exception))
+        ending = report_failure(trainer.strategy.world.channel, _cause(trainer, exception))
         if status != "none":
             _report(trainer, ending)
         if ending is exception:
@@ -117,7 +126,7 @@ def running(
     finally:
         try:
             if status != "none":
-                _tear_down(trainer, stage, status)
+                _tear_down(trainer, stage, status, ending)
         finally:
             trainer.stage, trainer.validating = None, False
             if outer is not None and outer.stage is not None:
@@ -272,7 +281,7 @@ def check_sanity(trainer: Trainer, given: Any) -> None:
     check_monitors(trainer, plan.metrics.results.evaluated)
 
 
-def _ending(trainer: Trainer, exception: BaseException) -> BaseException:
+def _cause(trainer: Trainer, exception: BaseException) -> BaseException:
     """What the run ends with: a signal to the whole process group ends the loader's workers too, and is the reason then."""
     workers = trainer.stage == "fit" and isinstance(exception, RuntimeError) and "DataLoader worker" in str(exception)
     return trainer.signals.ending(f"at step {trainer.global_step}") if workers and trainer.signals.soon() else exception
@@ -283,11 +292,20 @@ def _report(trainer: Trainer, exception: BaseException) -> None:
     for hook in trainer.hooks.on_exception:
         try:
             hook(exception)
+        except ProcessFailedError:
+            notice("on_exception was not completed: it needs all ranks, and the run has failed.", everywhere=True)
         except Exception as error:
-            notice(f"on_exception failed: {error!r}", everywhere=True)
+            if not _same(error, exception):
+                notice(f"on_exception failed: {error!r}", everywhere=True)
 
 
-def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
+def _same(error: BaseException, exception: BaseException | None) -> bool:
+    """Whether an error says nothing that the one that ended the run does not say: saves that fail go on failing."""
+    saves = isinstance(error, CheckpointWriteError) and isinstance(exception, CheckpointWriteError)
+    return saves or error is exception or (type(error) is type(exception) and str(error) == str(exception))
+
+
+def _tear_down(trainer: Trainer, stage: str, status: str, exception: BaseException | None) -> None:
     """All of it, whatever fails on the way; an error here must not hide the one that ended the run."""
     trainer.metrics.scope = Scope.NOWHERE
     trainer.metrics.batch = None
@@ -313,6 +331,6 @@ def _tear_down(trainer: Trainer, stage: str, status: str) -> None:
     if errors and (status == "success" or interrupts):
         raise (interrupts or errors)[0]
     for failure in errors:
-        if isinstance(failure, ProcessFailedError):  # what ended the run says more
+        if isinstance(failure, ProcessFailedError) or _same(failure, exception):  # what ended the run says as much or more
             continue
         notice(f"the tear-down failed too: {failure!r}", everywhere=True)

@@ -252,10 +252,14 @@ class Trainer(Evaluating):
             weights_only: leave out optimizers, schedulers, counters, callbacks.
             blocking: return when it is complete on the disk; ``False``: when it is copied, an error then comes as a warning.
 
+        Every rank must call it: each has a part in what is saved, though most of it is written by rank 0.
+
         Raises:
             CheckpointError: it cannot be written, or ``filepath`` is something else than a checkpoint.
+            CollectiveError: not every rank has called it; names the lines, within seconds.
             UnsavableError: a value that cannot be stored, with the path to it.
         """
+        self.accelerator.meeting.wait("trainer.save_checkpoint")
         self.checkpointing_now(weights_only).save_to(Path(filepath), weights_only=weights_only, blocking=blocking)
 
     def explain(self, module: TrainModule | None = None) -> str:

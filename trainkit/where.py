@@ -8,7 +8,7 @@ import torch
 
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
-from trainkit.launch.joining import processes
+from trainkit.launch.joining import note_alone, processes
 from trainkit.launch.tpu import tpu_is_chosen
 from trainkit.launch.wanted import Wanted
 from trainkit.registry import make_strategy
@@ -80,9 +80,14 @@ def chosen_strategy(name: str, wanted: Wanted) -> str:
     Raises:
         ConfigurationError: it does not run there, or the variables of a launcher contradict each other.
     """
+    if name == "single":
+        note_alone(1)
     if name == "auto":
         on_tpu = wanted.accelerator == "xla" or (wanted.accelerator == "auto" and tpu_is_chosen())
-        return "xla" if on_tpu else "ddp" if processes(wanted) > 1 else name
+        if not on_tpu and processes(wanted) == 1:
+            note_alone(wanted.per_node)
+            return name
+        return "xla" if on_tpu else "ddp"
     if wanted.accelerator == "xla" and not name.startswith("xla"):
         raise ConfigurationError(f"accelerator='tpu' works with strategy='xla', not with {name!r}. Leave strategy out.")
     return name

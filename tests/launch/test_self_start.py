@@ -111,6 +111,45 @@ if world.rank == 1:
     assert done.stderr.splitlines() == ["trainkit: 2 processes, started by this script (it asks for them).", "rank 1 ends it"]
 
 
+TWICE = """\
+from trainkit import Trainer
+
+for options in ({first}, {{"devices": 2}}):
+    trainer = Trainer(accelerator="cpu", logger=False, seed=1, **options)
+    print(options, trainer.world_size, flush=True)
+"""
+AGAIN = "trainkit: devices=2 needs 2 processes, and each of them runs this script from its first line"
+
+
+def test_one_process_and_then_two(tmp_path: Path) -> None:
+    """Where the number was left open the script can be run again, and says before that it is."""
+    (tmp_path / "script.py").write_text(TWICE.format(first={}))
+    done = run_python("-u", "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, *others = without_gloo(done.stdout).splitlines()
+    assert first == "{} 1"
+    assert sorted(others) == ["{'devices': 2} 2"] * 2 + ["{} 2"] * 2
+    told, started = done.stderr.splitlines()
+    assert told.startswith(f"{AGAIN}: what it has done up to here, with one process, is done again there, with 2. ")
+    assert started == "trainkit: 2 processes, started by this script (it asks for them)."
+
+
+@pytest.mark.parametrize("option", [{"devices": 1}, {"strategy": "single"}])
+def test_devices_1_and_then_2(option: dict[str, object], tmp_path: Path) -> None:
+    """In two processes devices=1 would be an error: it comes before anything is run again, once."""
+    (tmp_path / "script.py").write_text(TWICE.format(first=option))
+    done = run_python("-u", "script.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, f"{option} 1\n"), done.stderr
+    *_, last = done.stderr.splitlines()
+    assert last == (
+        "trainkit.errors.ConfigurationError: devices=2 needs 2 processes, and each of them runs this script from its first "
+        "line. There has been a Trainer with devices=1 or strategy='single' in it before, which is for one process, so nothing "
+        "has been run again. Use devices=2 for all Trainers of a script, or put the part for one process into a script of its "
+        "own and load its checkpoint here."
+    )
+    assert done.stderr.count("trainkit.errors.ConfigurationError") == 1
+
+
 # -------------------------------------------------------------------------------------- which command lines can be run again
 
 

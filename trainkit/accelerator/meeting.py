@@ -1,11 +1,17 @@
-"""Where the processes of own loops meet: each verb that all of them call comes through here, and must be the same for all."""
+"""Where processes meet: each verb that users call on every rank comes through here, and must be the same on all of them.
+
+These are the verbs of own loops and those of the ``Trainer``: ``fit``, ``validate``, ``test``, ``predict``,
+``save_checkpoint``, ``all_gather``, ``strategy.barrier``, and the end of an epoch by -1 from ``on_train_batch_start``. What a
+``Trainer`` exchanges by itself is only counted (:class:`~trainkit.launch.waits.Waits`): the ranks that have called a verb find
+out that another one has gone on without it, before a collective of theirs can meet a different one there.
+"""
 
 from __future__ import annotations
 
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +22,18 @@ from trainkit.launch.waits import called
 
 __all__ = ["Meeting", "described"]
 
-_SUBJECT = "own loop"
+_SUBJECT = "verbs"
+_CLEARED = 60.0  # seconds that the other ranks have to leave a run that has failed
 _ALONE = "within 'if accelerator.is_main_process:' or the like"
+_TRAINERS = ("trainer.", "all_gather", "strategy.barrier")  # how the verbs begin that are called in a run of a Trainer
+_ENDING = "the end of the epoch that on_train_batch_start asked for by returning -1"
 _FORWARD = "the forward of a model whose parameters are divided"
-_NAMES = {"forward": "the forward of a model", "__iter__": "reading a loader", "__next__": "reading a loader"}
+_NAMES = {
+    "forward": "the forward of a model",
+    "__iter__": "reading a loader",
+    "__next__": "reading a loader",
+    **{verb: f"trainer.{verb}" for verb in ("fit", "validate", "test", "predict", "save_checkpoint")},
+}
 
 
 class Meeting:
@@ -39,6 +53,7 @@ class Meeting:
         self._world, self._waits = world, world.waits
         self._team: Team | None = None
         self._mine = ("", "")
+        self._ahead: dict[int, int] = {}  # collectives of ranks that have begun more than this one, at the last look
         self.debug = False
 
     @classmethod
@@ -58,6 +73,51 @@ class Meeting:
         """
         self.exchange(verb)
 
+    def enter_run(self, stage: str, enter: Callable[[], None]) -> None:
+        """Enter a run of a ``Trainer``.
+
+        Args:
+            stage: the verb: "fit", say.
+            enter: does it; raises a ``ProcessFailedError`` if another rank is gone.
+
+        Raises:
+            CollectiveError: the script of another rank has ended.
+            ProcessFailedError: another one has failed.
+        """
+        self._mine = f"trainer.{stage}", called(sys._getframe())[1]
+        try:
+            enter()
+        except ProcessFailedError as error:
+            self._refuse(error)
+
+    def begin_run(self, stage: str) -> None:
+        """Wait until all ranks begin the same run of a ``Trainer``.
+
+        No rank is in a collective here, so all count from the same number on: an earlier run that failed may have left them
+        with different ones.
+
+        Raises:
+            CollectiveError: as of :meth:`wait`.
+            ProcessFailedError: as of :meth:`wait`.
+        """
+        if self._world.size > 1:
+            said = self._said(f"trainer.{stage}", None)
+            self._agree([[verb, place, 0, None] for verb, place, *_ in said])
+            self._waits.begun = max(begun for _, _, begun, _ in said)
+
+    def end_epoch(self, hook: Callable[..., Any]) -> None:
+        """Wait until all ranks end the training epoch because ``on_train_batch_start`` has returned -1.
+
+        Args:
+            hook: the one that has returned it here.
+
+        Raises:
+            CollectiveError: as of :meth:`wait`: not all of them do.
+            ProcessFailedError: as of :meth:`wait`.
+        """
+        if self._world.size > 1:
+            self._agree(self._said(_ENDING, None, _defined(hook)))
+
     def exchange(self, verb: str, value: Any = None) -> list[Any]:
         """What each process gives with a verb, in the order of their ranks.
 
@@ -71,19 +131,24 @@ class Meeting:
         """
         if self._world.size == 1:
             return [value]
-        if self._team is None:
-            self._team = self._world.team(_SUBJECT)
-        _, place = called(sys._getframe())
-        self._mine = verb, place
-        looking = None if self._world.channel is None else self._look
-        try:
-            said = self._team.exchange([verb, place, self._waits.begun, value], looking)
-        except ProcessFailedError as error:
-            raise self._without(error) from error
-        finally:
-            self._waits.turn = self._team.turn
+        said = self._said(verb, value)
         self._agree(said)
         return [its for *_, its in said]
+
+    def _said(self, verb: str, value: Any, place: str | None = None) -> list[Any]:
+        """The verb, its place, the number of collectives and the value of each process."""
+        if self._team is None:
+            self._team = self._world.team(_SUBJECT)
+        self._mine = verb, place or called(sys._getframe())[1]
+        self._ahead = {}
+        self._get_over()
+        looking = None if self._world.channel is None else self._look
+        try:
+            return self._team.exchange([*self._mine, self._waits.begun, value], looking)
+        except ProcessFailedError as error:
+            self._refuse(error)
+        finally:
+            self._waits.turn = self._team.turn
 
     def compare(self, verb: str, what: str | None = None) -> None:
         """In debug mode: that all processes have come to a collective in the same place, with the same.
@@ -145,31 +210,52 @@ class Meeting:
         """Whether the others can come at all.
 
         Raises:
-            CollectiveError: one waits in a collective for this process, which is to come to something else first.
+            CollectiveError: one waits in a collective for this process, which is to come to something else first; or it has
+                begun one and stays where it is, as a rank does that waits for its device.
         """
         channel, waits = self._world.channel, self._waits
         assert channel is not None
+        before, self._ahead = self._ahead, {}
         for other, its in enumerate(channel.ask() or ()):
-            if its is None or its["where"] is None or its["turn"] != waits.turn or its["begun"] <= waits.begun:
+            if its is None or its["turn"] != waits.turn or its["begun"] <= waits.begun:
                 continue
-            verb, place = its["where"]
-            mine, where = self._mine
+            self._ahead[other] = its["begun"]
+            if its["where"] is None and before.get(other) != its["begun"]:
+                continue
+            rank, (mine, where) = self._world.rank, self._mine
+            passed = f"rank {other} has gone on without it"
+            if its["where"] is not None:
+                verb, place = its["where"]
+                passed = f"rank {other} waits for rank {rank} in {_NAMES.get(verb, verb)} ({place})"
             raise CollectiveError(
-                f"rank {self._world.rank} waits for all processes in {mine} ({where}), and rank {other} waits for rank "
-                f"{self._world.rank} in {_NAMES.get(verb, verb)} ({place}). Both are for all processes: call neither {_ALONE}."
+                f"rank {rank} waits for all processes in {mine} ({where}), and {passed}. {_advice(mine, both=True)}"
             )
 
+    def _get_over(self) -> None:
+        """After a run that has failed on all ranks, and that they got over: wait until all are out of it."""
+        channel = self._world.channel
+        if channel is not None and not channel.runs.open:
+            channel.wait(
+                lambda: getattr(channel.failure, "run", None) is None or channel.closed or bool(channel.gone), _CLEARED
+            )
+
+    def _refuse(self, error: ProcessFailedError) -> NoReturn:
+        """Raise, instead of an error because a process is missing, one that names the verb and its place."""
+        found = self._without(error)
+        raise found from (None if isinstance(found, CollectiveError) else error)
+
     def _without(self, error: ProcessFailedError) -> Exception:
-        """What to raise instead of an error because a process is missing: one that has just ended has done nothing wrong."""
+        """That one: a process that has just ended has done nothing wrong."""
         channel, (verb, place) = self._world.channel, self._mine
         cause = None if channel is None else channel.cause
         if cause is None:
             return error
         if cause.kind != "left":
-            return ProcessFailedError(f"{verb} ({place}) needs all {self._world.size} processes, but {cause}.")
+            known = cause.collective_error  # of another one that waits for the same
+            return known or ProcessFailedError(f"{verb} ({place}) needs all {self._world.size} processes, but {cause}.")
         return CollectiveError(
             f"rank {self._world.rank} waits for all processes in {verb} ({place}), and the script of rank {cause.rank} has "
-            f"ended. It is for all processes: do not call it {_ALONE}."
+            f"ended. {_advice(verb)}"
         )
 
     def _agree(self, said: Sequence[Any]) -> None:
@@ -177,16 +263,18 @@ class Meeting:
         verbs = [verb for verb, *_ in said]
         if len(set(verbs)) > 1:
             shown = "; ".join(f"rank {rank}: {verb} ({place})" for rank, (verb, place, *_) in enumerate(said))
-            raise CollectiveError(
-                f"the processes have come to different verbs: {shown}. Each is for all processes: call none {_ALONE}."
-            )
+            known = next((verb for verb in verbs if verb.startswith(_TRAINERS)), None)
+            advice = f"Each is for all processes: call none {_ALONE}." if known is None else _advice(known)
+            raise CollectiveError(f"the processes have come to different verbs: {shown}. {advice}")
         begun = [count for _, _, count, _ in said]
         if len(set(begun)) > 1:
             shown = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(begun))
+            advice = f"They are for all processes: call none {_ALONE}. TRAINKIT_DEBUG_MODE=1 finds the place."
+            if verbs[0].startswith(_TRAINERS):
+                advice = "Every rank must call them as often, in the same order."
             raise CollectiveError(
                 f"before {verbs[0]} ({self._mine[1]}) the processes have not taken part in as many collectives ({shown}): one "
-                "has called backward, step or the like more often, and what was exchanged since then is mixed up. They are for "
-                f"all processes: call none {_ALONE}. TRAINKIT_DEBUG_MODE=1 finds the place."
+                f"has called backward, step or the like more often, and what was exchanged since then is mixed up. {advice}"
             )
         places = [place for _, place, *_ in said]
         if self.debug and len(set(places)) > 1:
@@ -194,6 +282,29 @@ class Meeting:
             raise CollectiveError(
                 f"{verbs[0]} was called in different places ({shown}): the processes have gone different ways. {_debugged()}"
             )
+
+
+def _advice(verb: str, *, both: bool = False) -> str:
+    """What to do about a verb that not all processes call; ``both``: about what the others have called, too."""
+    if verb == _ENDING:
+        return (
+            "Return -1 on every rank or on none: decide by batch_idx, or by a value that is the same on all ranks "
+            "(self.all_gather)."
+        )
+    if verb.startswith(_TRAINERS):
+        return f"Every rank must call {verb}: do not call it inside 'if trainer.is_global_zero:' or the like."
+    return (
+        f"Both are for all processes: call neither {_ALONE}." if both else f"It is for all processes: do not call it {_ALONE}."
+    )
+
+
+def _defined(hook: Callable[..., Any]) -> str:
+    """Where a hook is defined, which may be wrapped in calls that give it more arguments."""
+    found: Any = hook
+    while (inner := getattr(found, "func", None) or getattr(found, "__wrapped__", None)) is not None:
+        found = inner
+    code = getattr(found, "__code__", None)
+    return "an unknown place" if code is None else f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
 
 
 def described(tensors: Iterable[Tensor]) -> str:

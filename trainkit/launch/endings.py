@@ -41,7 +41,7 @@ def report_failure(channel: Channel | None, error: BaseException) -> BaseExcepti
     Returns:
         The error itself; or, where it is only what another process's failure looks like from here (a connection that is
         closed, an exchange that cannot be completed), a :class:`~trainkit.errors.ProcessFailedError` that names that one,
-        or ``Preempted`` if that one was told to end. To be raised from the error.
+        or its own ``CollectiveError``, or ``Preempted`` if that one was told to end. To be raised from the error.
     """
     if channel is None:
         return error
@@ -68,7 +68,10 @@ def _report(channel: Channel, error: BaseException, *, fatal: bool = False) -> B
     if cause.kind == "preempted":
         channel.farewell("preempted", str(cause))
         return Preempted(str(cause))
-    return error if isinstance(error, ProcessFailedError) else ProcessFailedError(f"{cause}.")
+    known = cause.collective_error
+    if known is not None:
+        return known
+    return error if isinstance(error, ProcessFailedError) else ProcessFailedError(f"{str(cause).rstrip('.')}.")
 
 
 def _cause(channel: Channel, error: BaseException) -> Failure | None:

@@ -7,6 +7,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from trainkit.errors import CollectiveError
+
 __all__ = ["Failure", "Runs", "is_communication", "is_timeout", "summary", "tells_of_another"]
 
 # What gloo, NCCL and torch's store say when another process has closed its connections, or does not answer.
@@ -33,6 +35,7 @@ _TIMED_OUT = (
     "Watchdog caught collective operation timeout",
 )
 
+_LINE, _LINES = 300, 1000  # characters of a summary; of one that names lines of several ranks
 _LONGEST = 65536  # characters of a traceback that travel
 
 
@@ -69,6 +72,12 @@ class Failure:
             "interrupt": f"{who} was interrupted (Ctrl-C)",
             "timeout": f"{who} waited too long for another: {self.summary}",
         }.get(self.kind, f"{who} failed: {self.summary}")
+
+    @property
+    def collective_error(self) -> CollectiveError | None:
+        """The error that it is on every rank, if not all of them have called the same; else ``None``."""
+        name, _, text = self.summary.partition(": ")
+        return CollectiveError(text) if name == CollectiveError.__name__ else None
 
     def record(self) -> dict[str, Any]:
         """It as JSON."""
@@ -118,8 +127,8 @@ class Runs:
 def summary(error: BaseException) -> str:
     """An error in one line."""
     first = re.sub(r"^\[\S+\.\w+:\d+\] ", "", _said(error).strip().partition("\n")[0])  # gloo begins with a line of its source
-    name = type(error).__name__
-    return f"{name}: {first[:300]}" if first else name
+    name, limit = type(error).__name__, _LINES if isinstance(error, CollectiveError) else _LINE
+    return f"{name}: {first[:limit]}" if first else name
 
 
 def is_communication(error: BaseException | None) -> bool:

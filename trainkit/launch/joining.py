@@ -29,12 +29,12 @@ from trainkit.launch.interface import lead_gloo_out
 from trainkit.launch.memory import Memory, restarts
 from trainkit.launch.parting import let_go
 from trainkit.launch.place import is_local
-from trainkit.launch.self_start import become_agent
+from trainkit.launch.self_start import become_agent, command_again
 from trainkit.launch.stores import connected
 from trainkit.launch.wanted import Wanted
 from trainkit.launch.watchdog import Watchdog
 
-__all__ = ["alone", "device_of", "join", "joined", "processes"]
+__all__ = ["alone", "device_of", "join", "joined", "note_alone", "processes"]
 
 _MEETING = timedelta(minutes=10)  # within which all processes must have come
 _LATE = 5.0  # seconds after which torch's own message about that is not waited for
@@ -74,6 +74,7 @@ class _Joined:
 
 _joined: _Joined | None = None  # all runs of the process share it
 _alone: Any = None  # the process group of a process that is none of several
+_before: set[int | None] = set()  # devices that runs of this process have asked for, all of which are one process
 
 # The store that the groups of this process are made with, and how many were: the user may destroy one, and what it has left in
 # the store must not be read by the next.
@@ -91,6 +92,12 @@ def processes(wanted: Wanted) -> int:
         return dist.get_world_size()
     place = _place()
     return processes_of_a_machine(wanted) * (wanted.nodes or 1) if place is None else place.size
+
+
+def note_alone(devices: int | None) -> None:
+    """A run is one process, whether so many devices were asked for or not: told if a later one needs several processes."""
+    if _place() is None:
+        _before.add(devices)
 
 
 def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta, place: Place | None = None) -> World:
@@ -119,6 +126,7 @@ def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta, plac
         if place is not None:
             _check(wanted, place.size, place.local_size, place.nodes, place.launcher)
         elif _group() is None and processes(wanted) == 1:
+            note_alone(wanted.per_node)
             return World()
         elif _group() is None:
             _start(wanted)
@@ -218,7 +226,29 @@ def _start(wanted: Wanted) -> None:
                 f"devices={each}, but torch sees {gpus} GPU{'' if gpus == 1 else 's'}. Use devices={max(1, gpus)}, or "
                 f"accelerator='cpu', devices={each}."
             )
+    command_again(each)  # else there is another way to start them, and nothing is run again
+    _tell_of_earlier_runs(each)
     become_agent(each)
+
+
+def _tell_of_earlier_runs(each: int) -> None:
+    """The processes run the script from its first line: say so where there has been more in it than what leads here.
+
+    Raises:
+        ConfigurationError: what has been there cannot be made in one of several processes.
+    """
+    again = f"devices={each} needs {each} processes, and each of them runs this script from its first line"
+    if 1 in _before:
+        raise ConfigurationError(
+            f"{again}. There has been a Trainer with devices=1 or strategy='single' in it before, which is for one process, so "
+            f"nothing has been run again. Use devices={each} for all Trainers of a script, or put the part for one process "
+            "into a script of its own and load its checkpoint here."
+        )
+    if _before:
+        notice(
+            f"{again}: what it has done up to here, with one process, is done again there, with {each}. To do it once, make "
+            f"the first Trainer with devices={each} too, or put that part into a script of its own and load its checkpoint."
+        )
 
 
 def _enter(wanted: Wanted, place: Place | None, backend: str | None, timeout: timedelta) -> _Joined:

@@ -148,7 +148,7 @@ class Watchdog:
 
     def _end(self, failure: Failure) -> None:
         rank = self._channel.rank
-        reason = "was ended in the middle of a run" if failure.rank == rank else f"was ended because {failure}"
+        reason = "was ended in the middle of a run" if failure.rank == rank else f"was ended because {str(failure).rstrip('.')}"
         where = "" if failure.kind in _CODES else f". Its stacks are in {self._write(failure)}"
         say(f"trainkit: rank {rank} {reason}{where}\n")
         leave_word(failure, rank)
