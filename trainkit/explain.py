@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from trainkit.resume import checkpoint_folders
+from trainkit.run_folder import shown_folders
 
 if TYPE_CHECKING:
     from trainkit.module import TrainModule
@@ -31,7 +31,7 @@ def _where(trainer: Trainer) -> list[str]:
         f"  seed           {trainer.seed}",
         f"  folder         {trainer.arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",
-        f"  checkpoints    {', '.join(map(str, checkpoint_folders(trainer))) if trainer.checkpoint_callbacks else 'none'}",
+        f"  checkpoints    {', '.join(shown_folders(trainer)) or 'none'}",
     ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator import Accelerator
-from trainkit.attach import merge_module_callbacks, share_log_folders
+from trainkit.attach import merge_module_callbacks, renew_loggers, share_log_folders
 from trainkit.checkpointing import Checkpointing
 from trainkit.console import notice
 from trainkit.control import Control
@@ -183,6 +183,8 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
         trainer.phase, trainer.attention, trainer.ended = Phase.STEP, False, False
         trainer.next_save_step = math.inf
         trainer.computed, trainer.states_of_loggers = {}, None
+        if hasattr(trainer, "checkpointing"):
+            renew_loggers(trainer)
         trainer.checkpointing = Checkpointing(trainer)
         trainer.control = Control(trainer) if trainer.strategy.world.size > 1 else None
         trainer.fitted = module

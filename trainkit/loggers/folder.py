@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePath, PureWindowsPath
+from typing import TYPE_CHECKING
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed"]
+if TYPE_CHECKING:
+    from trainkit.loggers.base import Logger
+
+__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder"]
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -54,6 +58,11 @@ def claimed(folder: RunFolder) -> Path:
             f"The log folder {folder.root} cannot be made: {error}. "
             "Fix: give a folder that can be written, save_dir='runs' or Trainer(default_root_dir='runs')"
         ) from error
+
+
+def has_folder(logger: Logger) -> bool:
+    """Whether its runs have folders below ``save_dir``: not if the backend has its own layout, or ``save_dir`` is None."""
+    return logger._in_run_folder and logger.save_dir is not None
 
 
 def _highest_version(root: Path) -> int:

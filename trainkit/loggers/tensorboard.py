@@ -73,6 +73,10 @@ class TensorBoardLogger(Logger):
         folder = super().log_dir
         return folder if folder is None or not self._sub_dir else str(Path(folder) / self._sub_dir)
 
+    def _new_version(self) -> None:
+        super()._new_version()
+        self._hparams, self._page, self._purge_step = {}, None, None
+
     def open_experiment(self) -> Any:
         """A ``SummaryWriter``: a new event file in the folder of the run."""
         from torch.utils.tensorboard import SummaryWriter
