@@ -181,7 +181,9 @@ def test_a_checkpoint_of_another_module_is_skipped_and_said_once(caplog: pytest.
     fit(module=Another(), max_epochs=2)
     trainer = fit(ckpt_path="auto", max_epochs=2)
     assert resumed(trainer) == "runs/version_0/checkpoints/step-00000004"
-    assert caplog.text.count("skipped newer checkpoints of another module") == caplog.text.count("test_run_folder.Another)") == 1
+    assert (
+        caplog.text.count("skipped newer checkpoints of another module") == caplog.text.count("test_run_folder.Another)") == 1
+    )
 
 
 def test_where_only_another_module_has_saved() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainkit.loggers import Logger
     from trainkit.trainer import Trainer
 
-__all__ = ["Places", "checkpoint_places", "choose_folder", "folder_of_run", "shown_folders"]
+__all__ = ["Places", "checkpoint_places", "choose_folder", "folder_of_run", "opens_files", "shown_folders"]
 
 
 class Places(NamedTuple):
@@ -130,10 +130,16 @@ def _logger_with_folder(trainer: Trainer) -> Logger | None:
     """The first logger that writes files to a folder of the run: one that opens nothing, which may print, has none."""
     if not trainer.loggers:
         return None
-    from trainkit.loggers.base import Logger
     from trainkit.loggers.folder import has_folder
 
-    return next((one for one in trainer.loggers if has_folder(one) and overrides(one, "open_experiment", Logger)), None)
+    return next((logger for logger in trainer.loggers if has_folder(logger) and opens_files(logger)), None)
+
+
+def opens_files(logger: Logger) -> bool:
+    """Whether it has something to open; one that does not, for example one that prints, needs no folder."""
+    from trainkit.loggers.base import Logger
+
+    return overrides(logger, "open_experiment", Logger)
 
 
 def _is_named(logger: Logger) -> tuple[bool, bool]:

@@ -20,7 +20,7 @@ from trainkit.console import notice, warn
 from trainkit.datamodule import DataModule
 from trainkit.errors import ConfigurationError
 from trainkit.evaluating import Evaluating
-from trainkit.explain import explain
+from trainkit.explain import explain, where_it_is, why_it_ended
 from trainkit.hooks import HookTable
 from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
@@ -231,6 +231,7 @@ class Trainer(Evaluating):
             loop.fit(self)
             self.hooks.run("on_fit_end")
             agree_on_signals(self)
+        notice(" ".join(filter(None, (why_it_ended(self), where_it_is(self)))))
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, blocking: bool = True) -> None:
         """Write a checkpoint of this moment to a folder of your choice; a checkpoint that is there is replaced.
