@@ -21,6 +21,7 @@ from trainkit.errors import (
     CorruptCheckpointError,
     nearest,
 )
+from trainkit.paths import local_path
 from trainkit.registry import load_callback
 from trainkit.run_folder import Places
 from trainkit.state.parts import model_stems
@@ -117,7 +118,7 @@ def _named(trainer: Trainer, ckpt_path: str | os.PathLike[str], places: Places) 
     """Where the checkpoint lies that is not asked for by its age."""
     if ckpt_path == "best":
         return _best(trainer, places.folders)
-    path = Path(ckpt_path)
+    path = local_path(ckpt_path, "ckpt_path")
     if path.name == POINTER and path.is_file():  # of save_last
         path = path.parent / (read_pointer(path.parent) or POINTER)
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):

@@ -14,6 +14,7 @@ from trainkit.console import notice, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameError, nearest
 from trainkit.finding import WORDS, Enter, Found, find_checkpoint, newest_of
+from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
 from trainkit.run_folder import Places, checkpoint_places, folder_of_run
 from trainkit.state.parts import Parts, check_names, restore, shown
@@ -40,6 +41,8 @@ def check_restore(ckpt_path: Any, given: Collection[str] | None, overrides: Mapp
         raise ConfigurationError(f"ckpt_path must be a path, 'auto', 'last' or 'best', not {ckpt_path!r}.")
     if ckpt_path == "":
         raise ConfigurationError("ckpt_path is an empty string. For a fresh start: ckpt_path=None; for the newest one: 'auto'.")
+    if ckpt_path is not None and ckpt_path not in WORDS:
+        local_path(ckpt_path, "ckpt_path")  # refused now, and expanded where it is looked for
     if ckpt_path is None and (given is not None or overrides):
         raise ConfigurationError("restore= and overrides= need a checkpoint: fit(module, loader, ckpt_path='auto', ...).")
     if overrides is not None and not isinstance(overrides, Mapping):

@@ -24,6 +24,7 @@ from trainkit.explain import explain, where_it_is, why_it_ended
 from trainkit.hooks import HookTable
 from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
+from trainkit.paths import local_path
 from trainkit.plan import PROCESSES, MemoryPlan, make_plan
 from trainkit.precision import Precision
 from trainkit.profiler import Profiler, make_profiler
@@ -249,7 +250,8 @@ class Trainer(Evaluating):
             CheckpointError: it cannot be written, or ``filepath`` is something else than a checkpoint.
             UnsavableError: a value that cannot be stored, with the path to it.
         """
-        self.checkpointing_now(weights_only).save_to(Path(filepath), weights_only=weights_only, blocking=blocking)
+        path = local_path(filepath, "filepath")
+        self.checkpointing_now(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
 
     def explain(self, module: TrainModule | None = None) -> str:
         """Print, and return, who handles which hook, what runs when, and how the arguments were resolved."""

@@ -16,6 +16,7 @@ from trainkit.checkpoint.commit import sync_folder
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import has_our_files, is_checkpoint, look_at, read_small_file
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
+from trainkit.paths import local_path
 
 __all__ = [
     "CHECKPOINTS",
@@ -71,7 +72,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
     Raises:
         CheckpointError: ``folder`` cannot be read.
     """
-    found = candidates(folder)
+    found = candidates(local_path(folder, "folder"))
     return [one for one in found if one.problem is None] + [one for one in found if one.problem is not None]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING
 
 from trainkit.errors import ConfigurationError
+from trainkit.paths import local_path
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
@@ -77,12 +78,7 @@ def check_save_dir(save_dir: object) -> Path | None:
         return None
     if not isinstance(save_dir, str | PurePath) or not str(save_dir) or "\0" in str(save_dir):
         raise ConfigurationError(f"save_dir: expected a folder, got {save_dir!r}. Fix: save_dir='runs'")
-    if "://" in str(save_dir):
-        raise ConfigurationError(
-            f"save_dir: expected a local folder, got the address {str(save_dir)!r}. "
-            "Fix: log to a local folder, save_dir='runs', and copy it when the run has ended"
-        )
-    return Path(save_dir).expanduser()
+    return local_path(save_dir, "save_dir")
 
 
 def check_name(name: object, argument: str = "name") -> str:

@@ -10,6 +10,7 @@ from trainkit.checkpoint.folder import Found, candidates, folders_below, list_ch
 from trainkit.checkpoint.reader import is_checkpoint, look_at
 from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, holds, on_one_line, say, table
 from trainkit.errors import CheckpointNotFoundError
+from trainkit.paths import local_path
 
 __all__ = ["checkpoints_at", "run"]
 
@@ -19,14 +20,14 @@ _RUN_SHOWN = 8  # characters of the run's id that tell it apart
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, or JSON. What is wrong with a checkpoint is said and is no error of the listing."""
-    found = checkpoints_at(Path(args.folder))
+    found = checkpoints_at(folder := local_path(args.folder, "FOLDER"))
     if args.json:
         print(as_json([_described(one) for one in found]))
     elif not found:
         say(f"{args.folder} holds no checkpoint.")
     else:
         several = len({one.path.parent for one in found}) > 1
-        names = [str(one.path.relative_to(args.folder)) if several else one.path.name for one in found]
+        names = [str(one.path.relative_to(folder)) if several else one.path.name for one in found]
         say(*table(_HEADER, map(_row, found, names), right="STEP EPOCH SIZE"))
     return 0
 
