@@ -259,6 +259,21 @@ def test_a_run_that_saves_to_two_folders_continues_in_both() -> None:
     ]
 
 
+def test_the_best_is_that_of_the_newest_run_of_the_module() -> None:
+    def best(module: Any, **more: Any) -> Trainer:
+        trainer = saving(ModelCheckpoint(monitor="val_loss", keep_last=1), max_epochs=2, **more)
+        trainer.fit(module, tiny_loader(), tiny_loader(8))
+        return trainer
+
+    best(TinyModule())
+    expected = best(TinyModule()).checkpoint_callback
+    best(Another())
+    trainer = saving(ModelCheckpoint(monitor="val_loss", keep_last=1), max_epochs=3)
+    trainer.fit(TinyModule(), tiny_loader(), tiny_loader(8), ckpt_path="best")
+    assert str(trainer.checkpointing.resumed_from) == expected.best_model_path  # type: ignore[union-attr]
+    assert folder(trainer) == "runs/version_1/checkpoints"
+
+
 def test_damage_in_an_older_run_is_not_told() -> None:
     """Of a folder that has a newer checkpoint than the damaged one's folder, nothing is said: warnings are errors here."""
     fit(max_epochs=2)

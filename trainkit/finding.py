@@ -117,7 +117,7 @@ def _is_busy(folder: Path, enter: Enter) -> bool:
 def _named(trainer: Trainer, ckpt_path: str | os.PathLike[str], places: Places) -> Path:
     """Where the checkpoint lies that is not asked for by its age."""
     if ckpt_path == "best":
-        return _best(trainer, places.folders)
+        return _best(trainer, places)
     path = local_path(ckpt_path, "ckpt_path")
     if path.name == POINTER and path.is_file():  # of save_last
         path = path.parent / (read_pointer(path.parent) or POINTER)
@@ -211,8 +211,8 @@ def _newest(trainer: Trainer, word: str, places: Places, whole: bool, enter: Ent
     busy: list[Path] = []  # folders of live runs
     listed, where = _listed(strategy.world, places)
     for one in listed:
-        if one.of_run and one.module is not None and one.module.rpartition(".")[2] != kind:
-            others.append(one.module)
+        if one.of_run and _is_another(one.module, kind):
+            others.append(str(one.module))
             continue
         if one.problem is not None:
             bad.append(one.problem)
@@ -264,15 +264,29 @@ def _say_skipped(kind: str, others: list[str], busy: list[Path]) -> None:
         notice(f"skipped the checkpoints in {folder}: another live run saves there. To continue from one, give its path.")
 
 
-def _best(trainer: Trainer, folders: list[Path]) -> Path:
+def _is_another(module: str | None, kind: str) -> bool:
+    """Whether a checkpoint is of another module than that of the class; one that names none may be of any."""
+    return module is not None and module.rpartition(".")[2] != kind
+
+
+def _best(trainer: Trainer, places: Places) -> Path:
     kind = load_callback("model_checkpoint")
     own = [callback for callback in trainer.callbacks if isinstance(callback, kind)]
     if not own:
         raise CheckpointNotFoundError(
             "ckpt_path='best' asks a ModelCheckpoint: Trainer(callbacks=[ModelCheckpoint(monitor=...)])."
         )
+    kind_of_module, told = type(trainer.lightning_module).__name__, set(places.told)
     for callback in own:
-        if path := callback.best_model_path or callback.best_in(candidates(*folders)):
+        found = candidates(*places.folders) if not callback.best_model_path else []
+        mine = [
+            one
+            for one in found
+            if one.path.parent in told
+            or one.manifest is None
+            or not _is_another(one.manifest.contents.get("module"), kind_of_module)
+        ]
+        if path := callback.best_model_path or callback.best_in(mine):
             return Path(path)
     raise CheckpointNotFoundError(
         "ckpt_path='best': no checkpoint has been ranked yet. A ModelCheckpoint ranks by its monitor: "

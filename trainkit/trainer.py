@@ -92,12 +92,12 @@ class Trainer(Evaluating):
 
         logger: ``True`` (TensorBoard if installed, else CSV), ``False``, a logger, its name such as ``"mlflow"``, or a list.
         callbacks: a callback or a list.
-        default_root_dir: where logs and checkpoints go (default ``./trainkit_runs``).
+        default_root_dir: where logs and checkpoints go (default ``./trainkit_runs``); each run has a folder of its own.
         log_every_n_steps: optimizer updates between log boundaries; 0: log epochs only.
         enable_progress_bar: attach ``TQDMProgressBar``.
         enable_model_summary: attach ``ModelSummary``.
         enable_checkpointing: attach ``ModelCheckpoint``, unless ``callbacks`` has one: the two newest checkpoints are kept in
-            ``<default_root_dir>/checkpoints``, written at the end of each epoch, every 30 minutes and when training ends.
+            ``checkpoints`` in the folder of the run, written at the end of each epoch, every 30 minutes and when training ends.
         slurm_requeue: after SIGTERM or SIGUSR1, when the checkpoint is written, ask SLURM to run the job again.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a ``Profiler``.
         detect_anomaly: autograd names the forward operation of a NaN gradient (slow).
@@ -187,8 +187,8 @@ class Trainer(Evaluating):
                 ``DataModule``.
             val_dataloaders: one loader or a list.
             datamodule: instead of loaders.
-            ckpt_path: go on from a checkpoint: ``"auto"``, the newest good one of the folder that this run saves to, or a fresh
-                start if there is none; ``"last"``, likewise, but an error if there is none; ``"best"``, that of
+            ckpt_path: go on from a checkpoint: ``"auto"``, the newest good one of the runs of this module below
+                ``default_root_dir``, or a fresh start if there is none; ``"last"``, likewise, but an error if there is none; ``"best"``, that of
                 ``ModelCheckpoint``; or a path. A damaged one is named and the next older one taken; one named by its path is
                 an error.
             restore: only these parts of it, of "model", "optimizer", "scheduler", "scaler", "loop" (counters, position in the
