@@ -134,7 +134,7 @@ def test_a_version_that_was_given_stays_for_the_second_fit() -> None:
 
 def test_a_logger_without_a_save_dir() -> None:
     class Printing(Logger):
-        save_dir = None
+        save_dir = None  # type: ignore[assignment]
 
         def write_metrics(self, metrics: Any, step: int) -> None:
             rows.append(step)

@@ -109,7 +109,7 @@ def shown_folders(trainer: Trainer) -> list[str]:
         logger = _logger_with_folder(trainer)
         place = trainer.default_root_dir if logger is None else logger.root_dir
         version = None if logger is None else logger._run_folder().path
-        running = os.path.join(os.path.abspath(version or os.path.join(place, "version_N")), CHECKPOINTS)
+        running = Path(os.path.abspath(version or os.path.join(place, "version_N")), CHECKPOINTS)
     return list(dict.fromkeys(str(running) if folder is None else folder for folder in own))
 
 

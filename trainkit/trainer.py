@@ -188,9 +188,9 @@ class Trainer(Evaluating):
             val_dataloaders: one loader or a list.
             datamodule: instead of loaders.
             ckpt_path: go on from a checkpoint: ``"auto"``, the newest good one of the runs of this module below
-                ``default_root_dir``, or a fresh start if there is none; ``"last"``, likewise, but an error if there is none; ``"best"``, that of
-                ``ModelCheckpoint``; or a path. A damaged one is named and the next older one taken; one named by its path is
-                an error.
+                ``default_root_dir``, or a fresh start if there is none; ``"last"``, likewise, but an error if there is none;
+                ``"best"``, that of ``ModelCheckpoint``; or a path. A damaged one is named and the next older one taken; one
+                named by its path is an error.
             restore: only these parts of it, of "model", "optimizer", "scheduler", "scaler", "loop" (counters, position in the
                 data, metrics), "callbacks", "loggers" (default: all).
             overrides: options of the optimizer to be put over the restored ones, such as ``{"lr": 1e-4}``; under a schedule

@@ -142,7 +142,7 @@ class Logger:
         return folder.version
 
     @property
-    def save_dir(self) -> str | None:
+    def save_dir(self) -> str:
         """The folder of all experiments. A logger of your own that keeps nothing on this machine may say None."""
         if self._save_dir is not None:
             return str(self._save_dir)
