@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.callbacks._checks import check_int
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
 from trainkit.metric_notices import not_logged
+from trainkit.paths import local_path
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
@@ -112,7 +113,9 @@ def absolute(path: str | os.PathLike[str]) -> str:
 def check_folder(dirpath: Any) -> None:
     """``dirpath`` names a folder of this machine, or is None."""
     is_path = isinstance(dirpath, str | os.PathLike) and os.fspath(dirpath) != ""
-    if dirpath is not None and (not is_path or "://" in os.fsdecode(dirpath)):
+    if is_path:
+        local_path(dirpath, "dirpath")
+    elif dirpath is not None:
         raise ConfigurationError(
             f"ModelCheckpoint(dirpath=...) expected a folder of a local or mounted file system, or None, got {dirpath!r}. "
             "Write, for example: ModelCheckpoint(dirpath='runs/checkpoints')"

@@ -54,6 +54,7 @@ class CheckpointBooks(Callback):
     """
 
     dirpath: str | None
+    _default_dirpath: bool
     monitor: str | None
     mode: str
     save_top_k: int
@@ -64,6 +65,15 @@ class CheckpointBooks(Callback):
         self.best_k_models: dict[str, Tensor] = {}
         self.last_model_path = ""
         self.current_score: Tensor | None = None
+
+    @property
+    def told_folder(self) -> str | None:
+        """The folder that it was told to save to by ``dirpath``; None: that of the run."""
+        return None if self._default_dirpath else self.dirpath
+
+    def _placed(self, folder: Path) -> None:
+        """The folder of the run is known."""
+        self.dirpath = str(folder)
 
     @property
     def best_model_path(self) -> str:

@@ -152,6 +152,11 @@ class EarlyStopping(Callback):
         raised = self._ran_out and self.wait_count < self.patience
         if self._ran_out and not raised:
             trainer.should_stop = True  # a run that goes on from where it was stopped, for the same reason
+            self.stopping_reason = f"{self.monitor} had not improved for {self.wait_count} checks"
+            notice(
+                f"EarlyStopping had stopped the run that is resumed: {self.stopping_reason}, so it trains no further. To "
+                f"continue, raise patience={self.patience}: EarlyStopping({self.monitor!r}, patience={self.wait_count + 3})"
+            )
             return
         self._ran_out = False
         if raised:

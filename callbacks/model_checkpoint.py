@@ -54,7 +54,9 @@ class ModelCheckpoint(CheckpointBooks):
     a value of its own step: one that was measured earlier does not count.
 
     Args:
-        dirpath: the folder; default: ``<default_root_dir>/checkpoints``. Of several processes all must see the same one.
+        dirpath: the folder; default: ``checkpoints`` in the folder of the run, which is that of its logger
+            (``<save_dir>/<name>/version_N``), or ``<default_root_dir>/version_N`` without one; it is known when training
+            begins. All processes must see the same folder.
         filename: name of a checkpoint, with metrics, ``epoch`` (from 0) and ``step`` in braces:
             ``"{epoch:02d}-{val_loss:.2f}"``. Default: ``"step-{step:08d}"``. A ``/`` in it becomes ``_``. A name that is
             taken gets ``-v1``, ``-v2``, …
@@ -185,17 +187,22 @@ class ModelCheckpoint(CheckpointBooks):
     # ------------------------------------------------------------------------------------------------ when one is due
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self.dirpath = self.folder_in(trainer)
         if stage != "fit":
             return
         self._start_over()  # each fit is a new run; one that is resumed loads its state after this
         twins = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.state_key == self.state_key]
-        if any(twin is not self and twin.folder_in(trainer) == self.dirpath for twin in twins):
+        if any(twin is not self and twin.told_folder == self.told_folder for twin in twins):
             raise ConfigurationError(
-                f"two callbacks are {self.state_key} and save to {self.dirpath}: each would delete what the other has saved. "
-                "Give one of them another dirpath, monitor or every_n_train_steps."
+                f"two callbacks are {self.state_key} and save to {self.told_folder or 'the folder of the run'}: each would "
+                "delete what the other has saved. Give one of them another dirpath, monitor or every_n_train_steps."
             )
-        if not trainer.fast_dev_run:
+        if self._default_dirpath:
+            self.dirpath = None
+        if trainer.fast_dev_run:
+            return
+        if self.dirpath is None:
+            trainer.checkpointing.places.use_of_run(self._placed)
+        else:
             trainer.checkpointing.use_folder(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -310,7 +317,7 @@ class ModelCheckpoint(CheckpointBooks):
         if self.keep_last == 0 and why != "exception" and not from_main("" in self._best_with("", save.score)):
             return
         checkpointing.wait()  # so that a save in flight that fails is taken back before this one is entered
-        name, folder = self._name(trainer, why, values), Path(self.folder_in(trainer))
+        name, folder = self._name(trainer, why, values), Path(self.dirpath or "")
         try:
             path = checkpointing.save(
                 folder,
@@ -382,12 +389,6 @@ class ModelCheckpoint(CheckpointBooks):
             template = DEFAULT_TEMPLATE
         insert = template is self.filename and self.auto_insert_metric_name
         return fill(template, values, insert=insert)
-
-    def folder_in(self, trainer: Trainer) -> str:
-        """The folder that it saves to, under a trainer."""
-        if self._default_dirpath or self.dirpath is None:
-            return absolute(Path(trainer.default_root_dir) / "checkpoints")
-        return self.dirpath
 
     def _tell(self, text: str) -> None:
         """A notice, once in a fit."""

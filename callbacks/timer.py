@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_choice
+from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Timer(Callback):
         self._end: dict[str, float] = {}
         self._before: dict[str, float] = {}  # seconds of earlier runs, of a resume
         self._stopped = False
+        self.stopping_reason: str | None = None
 
     def start_time(self, stage: str = "train") -> float | None:
         """When the stage began last, in seconds of ``time.monotonic``; None if it has not."""
@@ -95,9 +97,14 @@ class Timer(Callback):
                 times.pop("train", None)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._stopped = False
+        self._stopped, self.stopping_reason = False, None
         self._begin("train")
         self._check_together(trainer, module)  # a resumed run may have used up its time
+        if self._stopped:
+            notice(
+                f"the run that is resumed had used up its time: {self.stopping_reason}, so it trains no further. To continue, "
+                "raise max_time, or the duration of Timer."
+            )
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish("train")
@@ -167,6 +174,7 @@ class Timer(Callback):
     def _stop(self, trainer: Trainer, module: TrainModule) -> None:
         trainer.should_stop = True  # each time: EarlyStopping takes a stop of its own back when its patience was raised
         said, self._stopped = self._stopped, True
+        self.stopping_reason = f"the time limit of {timedelta(seconds=self.duration or 0)} is reached"
         if self.verbose and not said:
             assert self.duration is not None
             elapsed = timedelta(seconds=int(self.time_elapsed()))

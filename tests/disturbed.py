@@ -30,7 +30,7 @@ from worlds import World, start_world
 
 from trainkit import Callback, Trainer
 from trainkit.callbacks import ModelCheckpoint
-from trainkit.checkpoint.folder import list_checkpoints
+from trainkit.checkpoint.folder import candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.lock import LOCK
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.loggers import JSONLLogger
@@ -216,7 +216,7 @@ def logged(folder: str | Path) -> list[dict[str, Any]]:
 
 def newest(folder: str | Path) -> Checkpoint:
     """The newest checkpoint; all of them must be good, and nothing else be there."""
-    folder = Path(folder) / "checkpoints"
+    folder = candidates(*folders_below(folder))[0].path.parent
     found = list_checkpoints(folder)
     assert not [one.problem for one in found if one.problem is not None]
     left = [name for name in os.listdir(folder) if name.startswith(".") and name != LOCK]

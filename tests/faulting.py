@@ -22,10 +22,10 @@ from resuming import Run, fork
 from torch import Tensor
 
 from trainkit import Callback
-from trainkit.checkpoint.folder import list_checkpoints
+from trainkit.checkpoint.folder import candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.lock import LOCK
 
-__all__ = ["At", "Child", "Watched", "checkpoints", "left_over", "rows", "send", "tell", "told"]
+__all__ = ["At", "Child", "Watched", "checkpoints", "left_over", "rows", "saved_in", "send", "tell", "told"]
 
 
 class Child:
@@ -157,6 +157,11 @@ def checkpoints(folder: str | Path) -> list[str]:
     found = list_checkpoints(folder)
     assert not [one.problem for one in found if one.problem is not None]
     return [one.path.name for one in found]
+
+
+def saved_in(folder: str | Path) -> Path:
+    """The folder of the checkpoints of the newest run below a folder."""
+    return candidates(*folders_below(folder))[0].path.parent
 
 
 def left_over(folder: str | Path) -> list[str]:

@@ -30,14 +30,14 @@ class Adam(TinyModule):
 
 
 def saved(*callbacks: Callback, module: Any = None, **arguments: Any) -> Trainer:
-    """A Trainer after a fit that has saved to ``runs/checkpoints``."""
+    """A Trainer after a fit that has saved to ``runs/version_0/checkpoints``."""
     trainer = saving(*callbacks, **arguments)
     trainer.fit(module or Adam(), tiny_loader(shuffle=True), tiny_loader(8))
     return trainer
 
 
 def saving(*callbacks: Callback, **arguments: Any) -> Trainer:
-    """A Trainer that saves to ``runs/checkpoints``."""
+    """A Trainer that saves to ``runs/version_0/checkpoints``."""
     return make_trainer(*callbacks, **{"enable_checkpointing": True, "default_root_dir": "runs", **arguments})
 
 

@@ -51,7 +51,7 @@ def test_killed_twenty_times() -> None:
     compare(20, 1, (0, 2), "32-true")
     steps = Counter((row["step"], *sorted(set(row) - {"step", "epoch"})) for row in rows("runs"))
     assert max(steps.values()) == 1, "no row twice"
-    assert not [path for path in Path("runs/checkpoints").iterdir() if ".tmp-" in path.name]
+    assert not [path for path in Path("runs").rglob("*") if ".tmp-" in path.name]
 
 
 def test_killed_in_bf16() -> None:

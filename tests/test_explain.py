@@ -46,7 +46,7 @@ def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         r"seed\s+12345",
         rf"folder\s+{tmp_path}",
         r"loggers\s+CSVLogger in ",
-        rf"checkpoints\s+{tmp_path}/checkpoints",
+        rf"checkpoints\s+{tmp_path}/default/version_0/checkpoints",
         r"micro-batches in an update\s+2\b",
         r"micro-batches in an epoch\s+5\b",
         r"updates in the whole fit\s+9\b",

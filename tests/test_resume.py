@@ -52,14 +52,16 @@ def test_last_wants_one() -> None:
 def test_a_path() -> None:
     saved(max_epochs=2)
     recorder = Recorder()
-    saving(recorder, max_epochs=2).fit(Adam(), tiny_loader(shuffle=True), ckpt_path=Path("runs/checkpoints/step-00000004"))
+    saving(recorder, max_epochs=2).fit(
+        Adam(), tiny_loader(shuffle=True), ckpt_path=Path("runs/version_0/checkpoints/step-00000004")
+    )
     assert recorder.batches == [(1, m) for m in range(4)]
 
 
 def test_a_path_that_is_not_there_names_what_is_near() -> None:
     saved()
     with pytest.raises(CheckpointNotFoundError, match="step-00000004"):
-        saving().fit(Adam(), tiny_loader(), ckpt_path="runs/checkpoints/step-0000004")
+        saving().fit(Adam(), tiny_loader(), ckpt_path="runs/version_0/checkpoints/step-0000004")
     with pytest.raises(CheckpointNotFoundError, match="Did you mean 'last'"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="lastt")
     with pytest.raises(ConfigurationError, match="ckpt_path is an empty string"):
@@ -82,7 +84,7 @@ def test_best() -> None:
 
 def test_a_damaged_one_is_passed_over_and_named() -> None:
     saved(max_epochs=2)
-    file = Path("runs/checkpoints/step-00000008/model.safetensors")
+    file = Path("runs/version_0/checkpoints/step-00000008/model.safetensors")
     data = bytearray(file.read_bytes())
     data[-3] ^= 4
     file.write_bytes(data)
@@ -91,7 +93,7 @@ def test_a_damaged_one_is_passed_over_and_named() -> None:
         trainer.fit(Adam(), tiny_loader(), ckpt_path="auto")
     assert trainer.checkpointing.resumed_from.name == "step-00000004"
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
-        saving().fit(Adam(), tiny_loader(), ckpt_path="runs/checkpoints/step-00000008")
+        saving().fit(Adam(), tiny_loader(), ckpt_path="runs/version_0/checkpoints/step-00000008")
 
 
 # ------------------------------------------------------------------------------------------------------------ exactness
@@ -169,7 +171,7 @@ def test_no_skipped_sample_is_fetched() -> None:
     first = loader()
     saving(ModelCheckpoint(every_n_train_steps=990), max_steps=991).fit(Adam(), first)
     second = loader()
-    saving().fit(Adam(), second, ckpt_path="runs/checkpoints/step-00000990")
+    saving().fit(Adam(), second, ckpt_path="runs/version_0/checkpoints/step-00000990")
     assert second.dataset.fetched[: 4 * 1] == first.dataset.fetched[990 * 4 : 991 * 4]
     assert len(second.dataset.fetched) == 4000 - 990 * 4
 
@@ -287,7 +289,7 @@ def test_a_new_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_does_not_fit_is_listed_whole() -> None:
-    saved()
+    path = saved().checkpoint_callback.last_model_path
 
     class Other(Adam):
         def __init__(self) -> None:
@@ -298,7 +300,7 @@ def test_what_does_not_fit_is_listed_whole() -> None:
     module = Other()
     before = parameters_of(module)
     with pytest.raises(StateMismatchError) as caught:
-        saving().fit(module, tiny_loader(), ckpt_path="auto", restore={"model"})
+        saving().fit(module, tiny_loader(), ckpt_path=path, restore={"model"})
     text = str(caught.value)
     assert all(name in text for name in ("layer.weight", "layer.bias", "extra.weight", "extra.bias", "(1, 4)", "(2, 4)"))
     assert same(parameters_of(module), before)
@@ -330,7 +332,7 @@ def test_hooks_see_and_change_the_checkpoint() -> None:
             checkpoint["state_dict"] = {name.removeprefix("old."): value for name, value in state.items()}
 
     trainer = saved(module=Module())
-    assert "old.layer.weight" in open_checkpoint("runs/checkpoints/step-00000004").read().tensors["model"]
+    assert "old.layer.weight" in open_checkpoint("runs/version_0/checkpoints/step-00000004").read().tensors["model"]
     module = Module()
     saving(max_epochs=1).fit(module, tiny_loader(), ckpt_path="auto")
     mine, step = module.seen
@@ -507,7 +509,7 @@ def test_not_blocking() -> None:
 
 def test_state_json_is_json() -> None:
     saved()
-    folder = Path("runs/checkpoints/step-00000004")
+    folder = Path("runs/version_0/checkpoints/step-00000004")
     state = json.loads((folder / "state.json").read_text())
     assert state["loop"]["global_step"] == 4
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -526,7 +528,7 @@ def test_another_run_leaves_the_log_of_the_first_alone() -> None:
     log = Path("logs/default/version_0/metrics.jsonl")
     before = log.read_text()
     other = make_trainer(logger=JSONLLogger("logs"), max_epochs=2)
-    other.fit(Adam(), tiny_loader(), tiny_loader(8), ckpt_path="runs/checkpoints/step-00000004")
+    other.fit(Adam(), tiny_loader(), tiny_loader(8), ckpt_path="logs/default/version_0/checkpoints/step-00000004")
     assert log.read_text() == before
     assert other.checkpointing.run_id != first.checkpointing.run_id
     assert Path("logs/default/version_1/metrics.jsonl").exists()
@@ -578,12 +580,12 @@ def test_a_trial_run_of_a_checkpoint_makes_its_step(caplog: pytest.LogCaptureFix
     trainer = saving(recorder, fast_dev_run=True)
     trainer.fit(Adam(), tiny_loader(), ckpt_path="auto")
     assert (recorder.batches, trainer.global_step) == ([(0, 0)], 1)
-    assert len(list(Path("runs/checkpoints").glob("step-*"))) == 1
+    assert len(list(Path("runs/version_0/checkpoints").glob("step-*"))) == 1
 
 
 def test_an_evaluation_without_a_checkpoint_says_so(caplog: pytest.LogCaptureFixture) -> None:
     make_trainer(default_root_dir="runs").validate(Adam(), tiny_loader(8), verbose=False, ckpt_path="auto")
-    assert "there is no checkpoint in runs/checkpoints: weights as they are." in caplog.text
+    assert f"there is no checkpoint in {Path('runs').absolute()}: weights as they are." in caplog.text
 
 
 def test_a_step_that_a_scheduler_has_ended_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:
@@ -597,5 +599,5 @@ def test_a_step_that_a_scheduler_has_ended_is_not_saved(caplog: pytest.LogCaptur
 
     with pytest.raises(ValueError, match="Tried to step"):
         saving(max_epochs=3).fit(Short(), tiny_loader())
-    assert [path.name for path in Path("runs/checkpoints").glob("step-*")] == ["step-00000004"]
+    assert [path.name for path in Path("runs/version_0/checkpoints").glob("step-*")] == ["step-00000004"]
     assert "nothing is saved now, as the step that failed had begun to change the parameters" in caplog.text

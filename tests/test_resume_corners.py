@@ -69,7 +69,7 @@ def test_a_stop_that_min_epochs_holds_up_is_not_forgotten() -> None:
     recorder = Recorder()
     saving(StopAt(2), max_epochs=9, min_epochs=3, max_steps=8).fit(Adam(), tiny_loader())
     trainer = saving(recorder, max_epochs=9, min_epochs=3)
-    trainer.fit(Adam(), tiny_loader(), ckpt_path="runs/checkpoints/step-00000004")
+    trainer.fit(Adam(), tiny_loader(), ckpt_path="runs/version_0/checkpoints/step-00000004")
     assert (trainer.current_epoch, recorder.batches[-1]) == (3, (2, 3))
 
 

@@ -29,7 +29,7 @@ from trainkit.checkpoint import together as verdicts
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.reader import open_checkpoint
 
-FOLDER = Path("runs/checkpoints")
+FOLDER = Path("runs/version_0/checkpoints")
 
 
 class Wide(TinyModule):

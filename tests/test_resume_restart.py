@@ -17,7 +17,7 @@ from trainkit.console import TrainkitWarning
 from trainkit.distributed import World
 from trainkit.errors import CorruptCheckpointError
 
-FOLDER = Path("runs/checkpoints")
+FOLDER = Path("runs/version_0/checkpoints")
 
 
 class Memory:
@@ -87,7 +87,7 @@ def test_without_a_restart_it_is_a_fresh_start(job: Job) -> None:
     assert job.fit(3).began == 0
 
 
-@pytest.mark.parametrize("ckpt_path", ["auto", "last", "runs/checkpoints/step-00000001"])
+@pytest.mark.parametrize("ckpt_path", ["auto", "last", "runs/version_0/checkpoints/step-00000001"])
 def test_whatever_it_is_told(job: Job, ckpt_path: str) -> None:
     job.fit(3)
     job.restarts = -1
@@ -101,7 +101,7 @@ def test_whatever_it_is_told(job: Job, ckpt_path: str) -> None:
 def test_all_of_it_comes_back(job: Job) -> None:
     """What the first start took of another run's checkpoint, and put over it, is not taken and put over again."""
     job.fit(3, folder="other")
-    options = {"ckpt_path": "other/checkpoints/step-00000003", "restore": {"model"}, "overrides": None}
+    options = {"ckpt_path": "other/version_0/checkpoints/step-00000003", "restore": {"model"}, "overrides": None}
     first = job.fit(2, **options)
     assert first.began == 0
     job.start()
@@ -115,7 +115,7 @@ def test_overrides_are_of_the_first_start(job: Job, caplog: pytest.LogCaptureFix
     job.fit(2)
     job.start()
     job.memory.texts.clear()
-    options = {"ckpt_path": "runs/checkpoints/step-00000002", "overrides": {"weight_decay": 0.3}}
+    options = {"ckpt_path": "runs/version_0/checkpoints/step-00000002", "overrides": {"weight_decay": 0.3}}
     assert job.fit(4, **options).optimizers[0].param_groups[0]["weight_decay"] == 0.3
     assert "weight_decay is 0.3 from here on" in caplog.text
     job.start()
@@ -176,7 +176,7 @@ def test_one_of_which_nothing_can_be_known_is_named(job: Job) -> None:
         assert job.fit(3).began == 1
 
 
-@pytest.mark.parametrize("ckpt_path, began", [("runs/checkpoints/step-00000001", 1), ("auto", 3)])
+@pytest.mark.parametrize("ckpt_path, began", [("runs/version_0/checkpoints/step-00000001", 1), ("auto", 3)])
 def test_what_the_run_had_before_the_job_is_not_what_the_job_has_saved(job: Job, ckpt_path: str, began: int) -> None:
     """Going back to an older one and killed before the first save, it does not land on what was left behind."""
     job.fit(3)
@@ -200,7 +200,7 @@ def test_a_restart_before_the_first_checkpoint(job: Job, caplog: pytest.LogCaptu
     assert "no checkpoint was saved since the job began" in caplog.text
     job.start()
     job.memory.texts["run/1"] = "anotherrun"
-    assert job.fit(4, ckpt_path="runs/checkpoints/step-00000002").began == 2
+    assert job.fit(4, ckpt_path="runs/version_0/checkpoints/step-00000002").began == 2
 
 
 def test_a_trial_run_goes_on_from_nothing(job: Job) -> None:

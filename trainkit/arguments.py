@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.paths import local_path
 
 __all__ = ["UNSUPPORTED", "TrainerArguments", "limited", "refuse_unknown"]
 
@@ -298,7 +299,7 @@ class TrainerArguments:
 
     def _settle(self) -> None:
         """Defaults, also those that depend on other arguments."""
-        self.default_root_dir = Path(self.default_root_dir or "trainkit_runs")
+        self.default_root_dir = local_path(self.default_root_dir or "trainkit_runs", "default_root_dir")
         if self.max_epochs is None:
             limitless = self.max_steps != -1 or self.max_time is not None
             self.max_epochs = -1 if limitless else max(1000, self.min_epochs or 0)

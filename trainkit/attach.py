@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainkit.module import TrainModule
     from trainkit.trainer import Trainer
 
-__all__ = ["attach_callbacks", "attach_loggers", "merge_module_callbacks", "share_log_folders"]
+__all__ = ["attach_callbacks", "attach_loggers", "merge_module_callbacks", "renew_loggers", "share_log_folders"]
 
 
 def attach_callbacks(
@@ -121,6 +121,14 @@ def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str |
     assert root is not None
     attach(loggers, root, trainer.strategy.rank)
     return loggers
+
+
+def renew_loggers(trainer: Trainer) -> None:
+    """Another fit of the same Trainer gets a log version of its own, unless it continues a run."""
+    if trainer.loggers:
+        from trainkit.loggers.attach import attach_again
+
+        attach_again(trainer.loggers, trainer.default_root_dir, trainer.strategy.rank)
 
 
 def share_log_folders(trainer: Trainer, saved: Sequence[Mapping[str, Any]] = ()) -> None:

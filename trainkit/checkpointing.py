@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.together import together
 from trainkit.console import notice, warn
 from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
+from trainkit.run_folder import choose_folder
 from trainkit.state.model import frozen_fingerprint, has_adapters
 from trainkit.state.parts import SaveMode, about, capture, shown
 from trainkit.state.run import Phase, added_by_hooks, capture_run, consumed, parts_of
@@ -43,6 +45,7 @@ class Checkpointing:
     Attributes:
         run_id: what all checkpoints of a run have in common; a full resume keeps it.
         resumed_from: the checkpoint that the run went on from.
+        places: the folders that it saves to.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -50,7 +53,7 @@ class Checkpointing:
         self._world = trainer.strategy.world
         self.run_id: str = self._world.from_main(secrets.token_hex(8))
         self.resumed_from: Path | None = None
-        self._places = RunFolders(self._world, self.run_id)
+        self.places = RunFolders(self._world, self.run_id)
         self._counter = 0
         self._saver = Saver(self._failed, self._world.team(f"saves/{self.run_id}"))
         self._requests: deque[Callable[[], None]] = deque()
@@ -66,7 +69,7 @@ class Checkpointing:
     @property
     def folders(self) -> list[Path]:
         """The folders that the run saves to."""
-        return self._places.folders
+        return self.places.folders
 
     def use_folder(self, folder: Path) -> None:
         """Save to a folder; no other run may save there as long as this one lives.
@@ -75,11 +78,11 @@ class Checkpointing:
             CheckpointWriteError: it cannot be written, or is not the same one for all processes.
             CheckpointLockedError: another live run saves there.
         """
-        self._places.use(folder, self.run_id)
+        self.places.use(folder, self.run_id)
 
     def last_counter(self) -> int:
         """The highest save counter of this run in its folders; 0 if it has saved none."""
-        return self._places.last_counter(self.run_id)
+        return self.places.last_counter(self.run_id)
 
     def begin(self) -> None:
         """The run starts, new or resumed; what a checkpoint would hold is encoded once, so that an error comes now.
@@ -89,10 +92,11 @@ class Checkpointing:
             CheckpointWriteError: a folder cannot be made or written.
         """
         self._first_step = self._trainer.global_step
+        self.places.choose(partial(choose_folder, self._trainer))
         if self.folders:
             self._counter = max(self._counter, self.last_counter())
             self._draft(self.content())
-            self._places.begin(self.run_id)
+            self.places.begin(self.run_id)
 
     def request(self, due: Callable[[], None]) -> None:
         """Call ``due`` at the next safe point; from any hook. From another thread with one process only."""
@@ -220,6 +224,7 @@ class Checkpointing:
             metrics=metrics,
             saved_by=saved_by,
         )
+        described["contents"]["module"] = state["module"]  # by which "auto" tells what a run has trained
         return Content(taken.tensors, state, described, taken.attachments)
 
     def _frozen(self) -> str:
@@ -276,7 +281,7 @@ class Checkpointing:
             CheckpointLockedError: another run has taken over the folder, as this one did not answer for too long.
         """
         self._saver.wait()
-        path = self._places.place(folder, name, replace)
+        path = self.places.place(folder, name, replace)
         if before_capture is not None:
             before_capture(path)
 
@@ -392,4 +397,4 @@ class Checkpointing:
         try:
             self._saver.close()
         finally:
-            self._places.release()
+            self.places.release()

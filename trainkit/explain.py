@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
-from trainkit.resume import checkpoint_folders
+from trainkit.run_folder import opens_files, shown_folders
 
 if TYPE_CHECKING:
     from trainkit.module import TrainModule
     from trainkit.trainer import Trainer
 
-__all__ = ["explain", "results_table"]
+__all__ = ["explain", "results_table", "where_it_is", "why_it_ended"]
 
 
 def explain(trainer: Trainer, module: TrainModule | None) -> str:
@@ -31,7 +32,7 @@ def _where(trainer: Trainer) -> list[str]:
         f"  seed           {trainer.seed}",
         f"  folder         {trainer.arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",
-        f"  checkpoints    {', '.join(map(str, checkpoint_folders(trainer))) if trainer.checkpoint_callbacks else 'none'}",
+        f"  checkpoints    {', '.join(shown_folders(trainer)) or 'none'}",
     ]
 
 
@@ -95,3 +96,33 @@ def results_table(stage: str, results: list[dict[str, float]]) -> str:
 
 def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.6g}"
+
+
+def why_it_ended(trainer: Trainer) -> str:
+    """How far a fit has come and what ended it, in one line with :func:`where_it_is`."""
+    reasons: list[str] = []
+    if trainer.fast_dev_run:
+        reasons.append("fast_dev_run, which writes nothing")
+    elif -1 < trainer.max_steps <= trainer.global_step:
+        reasons.append(f"max_steps={trainer.max_steps} reached")
+    elif -1 < trainer.max_epochs <= trainer.current_epoch:
+        reasons.append(f"max_epochs={trainer.max_epochs} reached")
+    if trainer.should_stop and not trainer.fast_dev_run:
+        named = [(type(callback).__name__, getattr(callback, "stopping_reason", None)) for callback in trainer.callbacks]
+        asked = [f"{name}: {reason.removesuffix(' Training stops.').rstrip('.')}" for name, reason in named if reason]
+        reasons += asked or ([] if reasons else ["trainer.should_stop was set"])
+    return f"fit ended at step {trainer.global_step}, epoch {trainer.current_epoch}: {'; '.join(reasons) or 'it was left'}."
+
+
+def where_it_is(trainer: Trainer) -> str:
+    """Where the checkpoints and the logs of a fit are."""
+    logs = list(dict.fromkeys(filter(None, (logger.log_dir for logger in trainer.loggers if opens_files(logger)))))
+    saved = trainer.checkpointing.folders if trainer.checkpoint_callbacks else []
+    places = (("Checkpoints", [_from_here(folder) for folder in saved]), ("logs", [_from_here(log) for log in logs]))
+    return "; ".join(f"{what} in {', '.join(where)}" for what, where in places if where)
+
+
+def _from_here(path: str | os.PathLike[str]) -> str:
+    """A path as it is typed in the folder of the process, if it lies below that."""
+    full, here = os.path.abspath(path), os.getcwd()
+    return os.path.relpath(full, here) if full.startswith(here + os.sep) else full

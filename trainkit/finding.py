@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,17 +14,31 @@ from trainkit.checkpoint.shared_reading import read_together
 from trainkit.checkpoint.together import together
 from trainkit.console import notice, warn
 from trainkit.distributed import World
-from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, nearest
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointLockedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    nearest,
+)
+from trainkit.paths import local_path
 from trainkit.registry import load_callback
+from trainkit.run_folder import Places
 from trainkit.state.parts import model_stems
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
     from trainkit.trainer import Trainer
 
-__all__ = ["WORDS", "Found", "checkpoint_folders", "find_checkpoint", "newest_of"]
+__all__ = ["WORDS", "Enter", "Found", "find_checkpoint", "newest_of"]
 
 WORDS = ("auto", "last", "best")
+
+Enter = Callable[[Path], None]
+"""Called on all processes with the folder of the run that is resumed, before a checkpoint in it is read, to continue there.
+
+Raises ``CheckpointLockedError`` if another live run saves there.
+"""
 
 
 class Found:
@@ -50,19 +65,25 @@ class _Listed(NamedTuple):
     path: Path
     problem: str | None
     resumable: bool
+    of_run: bool  # it is in the folder of a run, not in one that a callback was told
+    module: str | None  # the class that was trained; None: not known
     run_id: str | None  # None: nothing can be known of it
     counter: int
 
 
-def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str], folders: list[Path], *, whole: bool) -> Found | None:
+def find_checkpoint(
+    trainer: Trainer, ckpt_path: str | os.PathLike[str], places: Places, *, whole: bool, enter: Enter | None = None
+) -> Found | None:
     """Read the checkpoint that ``ckpt_path`` names; ``None`` for a fresh start, which only "auto" allows.
 
     Args:
         trainer: whose callbacks know the best one.
         ckpt_path: "auto": the newest good one, if there is one. "last": the newest good one. "best": that of
             ``ModelCheckpoint``. Or a path.
-        folders: where to look.
+        places: where to look.
         whole: read everything, not the weights only.
+        enter: continue in the folder of the run. The newest one of a live run is skipped, and one that is named then
+            begins another run.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -70,16 +91,34 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str], folders
     """
     strategy, world = trainer.strategy, trainer.strategy.world
     if ckpt_path in ("auto", "last"):
-        return _newest(strategy, str(ckpt_path), folders, whole)
-    named = together(world, lambda: os.fspath(_named(trainer, ckpt_path, folders)) if world.is_main else None)[0]
+        return _newest(trainer, str(ckpt_path), places, whole, enter)
+
+    def look() -> list[Any] | None:
+        if not world.is_main:
+            return None
+        path = _named(trainer, ckpt_path, places)
+        folder = Path(os.path.abspath(path)).parent
+        return [os.fspath(path), str(folder) if folder in places.runs else None]
+
+    named, folder = together(world, look)[0]
+    if folder is not None and enter is not None and _is_busy(Path(folder), enter):
+        notice(f"{folder} is in use by another live run: this run continues from its checkpoint in a folder of its own.")
     return _read(strategy, Path(named), whole)
 
 
-def _named(trainer: Trainer, ckpt_path: str | os.PathLike[str], folders: list[Path]) -> Path:
+def _is_busy(folder: Path, enter: Enter) -> bool:
+    try:
+        enter(folder)
+    except CheckpointLockedError:
+        return True
+    return False
+
+
+def _named(trainer: Trainer, ckpt_path: str | os.PathLike[str], places: Places) -> Path:
     """Where the checkpoint lies that is not asked for by its age."""
     if ckpt_path == "best":
-        return _best(trainer, folders)
-    path = Path(ckpt_path)
+        return _best(trainer, places)
+    path = local_path(ckpt_path, "ckpt_path")
     if path.name == POINTER and path.is_file():  # of save_last
         path = path.parent / (read_pointer(path.parent) or POINTER)
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):
@@ -105,44 +144,50 @@ def _resumable(manifest: Manifest | None) -> bool:
     return manifest is not None and bool(manifest.contents.get("resumable", False))
 
 
-def _listed(world: World, folders: list[Path]) -> tuple[list[_Listed], str]:
+def _listed(world: World, places: Places) -> tuple[list[_Listed], str]:
     """The checkpoints in the order in which to try them, and the folders for messages, as the main process sees them."""
+    runs = set(places.runs) - set(places.told)
 
     def look() -> Any:
         if not world.is_main:
             return None
         rows = []
-        for found in candidates(*folders):
+        for found in candidates(*places.folders):
             about, problem = found.manifest, found.problem
             sound = problem is None and about is not None
-            who = [None, 0] if about is None else [about.run_id, about.save_counter]
-            rows.append([str(found.path), None if sound else str(problem), sound and _resumable(about), *who])
-        return rows, ", ".join(map(str, folders)) or "no folder"
+            who = [None, None, 0] if about is None else [about.contents.get("module"), about.run_id, about.save_counter]
+            place = found.path.parent in runs
+            rows.append([str(found.path), None if sound else str(problem), sound and _resumable(about), place, *who])
+        return rows, str(places)
 
     rows, where = together(world, look)[0]
     return [_Listed(Path(path), *rest) for path, *rest in rows], where
 
 
-def newest_of(strategy: Strategy, run_id: str, since: int, folders: list[Path]) -> Found | None:
+def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter: Enter | None) -> Found | None:
     """The newest good checkpoint of a run that it can go on from; bad ones are named.
 
     Args:
         strategy: of the run.
         run_id: the run.
         since: only those of a higher save counter.
-        folders: where to look.
+        places: where to look.
+        enter: continue in the folder of the run.
 
     Raises:
+        CheckpointLockedError: another live run saves to the folder of the run.
         CorruptCheckpointError: there are some, and all are bad.
     """
     bad: list[str] = []
-    listed, where = _listed(strategy.world, folders)
+    listed, where = _listed(strategy.world, places)
     for one in listed:
         own = one.run_id == run_id and one.counter > since and (one.problem is not None or one.resumable)
         if not own and one.run_id is not None:
             continue
         try:
             if one.problem is None:
+                if one.of_run and enter is not None:
+                    enter(one.path.parent)
                 return _read(strategy, one.path, whole=True)
             problem = one.problem
         except CorruptCheckpointError as error:
@@ -158,25 +203,37 @@ def newest_of(strategy: Strategy, run_id: str, since: int, folders: list[Path]) 
     return None
 
 
-def _newest(strategy: Strategy, word: str, folders: list[Path], whole: bool) -> Found | None:
+def _newest(trainer: Trainer, word: str, places: Places, whole: bool, enter: Enter | None) -> Found | None:
+    strategy, kind = trainer.strategy, type(trainer.lightning_module).__name__
     bad: list[str] = []
     weights: list[str] = []
-    listed, where = _listed(strategy.world, folders)
+    others: list[str] = []  # of another module
+    busy: list[Path] = []  # folders of live runs
+    listed, where = _listed(strategy.world, places)
     for one in listed:
+        if one.of_run and _is_another(one.module, kind):
+            others.append(str(one.module))
+            continue
         if one.problem is not None:
             bad.append(one.problem)
             continue
         if whole and not one.resumable:
             weights.append(str(one.path))
             continue
+        folder = one.path.parent
+        if one.of_run and enter is not None and (folder in busy or _is_busy(folder, enter)):
+            busy += [] if folder in busy else [folder]
+            continue
         try:
             read = _read(strategy, one.path, whole)
         except CorruptCheckpointError as error:
             bad.append(str(error))
             continue
+        _say_skipped(kind, others, busy)
         for problem in bad:
             warn(f"a checkpoint is damaged and passed over: {problem}")
         return read
+    _say_skipped(kind, others, busy)
     if bad:
         raise CorruptCheckpointError(
             f"ckpt_path={word!r}: none of the checkpoints in {where} is good:\n  "
@@ -190,31 +247,48 @@ def _newest(strategy: Strategy, word: str, folders: list[Path], whole: bool) -> 
             f"run with the weights: fit(..., ckpt_path={weights[0]!r}, restore={{'model'}})"
         )
     if word == "auto":
-        notice(f"there is no checkpoint in {where}: " + ("starting from the beginning." if whole else "weights as they are."))
+        which = f"checkpoint of {kind}" if others else "checkpoint"
+        notice(f"there is no {which} in {where}: " + ("starting from the beginning." if whole else "weights as they are."))
         return None
     raise CheckpointNotFoundError(
         f"ckpt_path='last': there is no checkpoint in {where}. ckpt_path='auto' starts from the beginning then."
     )
 
 
-def _best(trainer: Trainer, folders: list[Path]) -> Path:
+def _say_skipped(kind: str, others: list[str], busy: list[Path]) -> None:
+    """What newer there is that this run does not continue."""
+    if others:
+        names = ", ".join(dict.fromkeys(others))
+        notice(f"skipped newer checkpoints of another module ({names}): this run trains {kind}. To use one, give its path.")
+    for folder in busy:
+        notice(f"skipped the checkpoints in {folder}: another live run saves there. To continue from one, give its path.")
+
+
+def _is_another(module: str | None, kind: str) -> bool:
+    """Whether a checkpoint is of another module than that of the class; one that names none may be of any."""
+    return module is not None and module.rpartition(".")[2] != kind
+
+
+def _best(trainer: Trainer, places: Places) -> Path:
     kind = load_callback("model_checkpoint")
     own = [callback for callback in trainer.callbacks if isinstance(callback, kind)]
     if not own:
         raise CheckpointNotFoundError(
             "ckpt_path='best' asks a ModelCheckpoint: Trainer(callbacks=[ModelCheckpoint(monitor=...)])."
         )
+    kind_of_module, told = type(trainer.lightning_module).__name__, set(places.told)
     for callback in own:
-        if path := callback.best_model_path or callback.best_in(candidates(*folders)):
+        found = candidates(*places.folders) if not callback.best_model_path else []
+        mine = [
+            one
+            for one in found
+            if one.path.parent in told
+            or one.manifest is None
+            or not _is_another(one.manifest.contents.get("module"), kind_of_module)
+        ]
+        if path := callback.best_model_path or callback.best_in(mine):
             return Path(path)
     raise CheckpointNotFoundError(
         "ckpt_path='best': no checkpoint has been ranked yet. A ModelCheckpoint ranks by its monitor: "
         "ModelCheckpoint(monitor='val_loss')"
     )
-
-
-def checkpoint_folders(trainer: Trainer) -> list[Path]:
-    """Where "auto", "last" and "best" look: where this run saves."""
-    own: list[Any] = list(trainer.checkpoint_callbacks)
-    folders = [Path(callback.folder_in(trainer)) for callback in own]
-    return list(dict.fromkeys(folders)) or [Path(trainer.default_root_dir) / "checkpoints"]

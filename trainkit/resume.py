@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,8 +14,10 @@ from trainkit.console import notice, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.datamodule import DataModule
 from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameError, nearest
-from trainkit.finding import WORDS, Found, checkpoint_folders, find_checkpoint, newest_of
+from trainkit.finding import WORDS, Enter, Found, find_checkpoint, newest_of
+from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
+from trainkit.run_folder import Places, checkpoint_places, folder_of_run
 from trainkit.state.parts import Parts, check_names, restore, shown
 from trainkit.state.run import parts_of, restore_loop, restore_run
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from trainkit.strategy import Strategy
     from trainkit.trainer import Trainer
 
-__all__ = ["PARTS", "Found", "begin_resume", "check_restore", "checkpoint_folders", "load_weights", "restore_fit"]
+__all__ = ["PARTS", "Found", "begin_resume", "check_restore", "load_weights", "restore_fit"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers")
 _FITS = itertools.count(1)  # of this process: after a restart the same script comes by the same ones
@@ -47,6 +48,8 @@ def check_restore(
         raise ConfigurationError("ckpt_path is an empty string. For a fresh start: ckpt_path=None; for the newest one: 'auto'.")
     if not isinstance(strict, bool):
         raise ConfigurationError(f"strict must be True or False, not {strict!r}.")
+    if ckpt_path is not None and ckpt_path not in WORDS:
+        local_path(ckpt_path, "ckpt_path")  # refused now, and expanded where it is looked for
     if ckpt_path is None and (given is not None or overrides or not strict):
         raise ConfigurationError(
             "restore=, overrides= and strict=False need a checkpoint: fit(module, loader, ckpt_path='auto', ...)."
@@ -75,21 +78,26 @@ def begin_resume(
     _agree(trainer, ckpt_path, wanted, strict)
     before = world.recall(key) if world.restarts else None
     if ckpt_path is not None or before is not None:
-        folders = checkpoint_folders(trainer)
-        if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
-            for folder in folders:
+        places = checkpoint_places(trainer)
+        callbacks: list[Any] = [] if trainer.fast_dev_run else list(trainer.checkpoint_callbacks)
+        if callbacks:
+            for folder in places.told:
                 trainer.checkpointing.use_folder(folder)  # so that no other run removes what is being read
+        enter = None if all(own.told_folder for own in callbacks) else trainer.checkpointing.places.continue_in
         if trainer.fast_dev_run and wanted - {"model"}:
             wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
         elif before is not None:
-            trainer.found = _restarted(trainer.strategy, before, folders)
+            trainer.found = _restarted(trainer.strategy, before, places, enter)
         if trainer.found is not None:
             wanted |= set(PARTS)
         elif ckpt_path is not None:
-            trainer.found = find_checkpoint(trainer, ckpt_path, folders, whole=not wanted <= {"model"})
+            continues = enter if wanted >= set(PARTS) else None  # with some parts only it is another run
+            trainer.found = find_checkpoint(trainer, ckpt_path, places, whole=not wanted <= {"model"}, enter=continues)
         if trainer.found is not None:
             trainer.found.wanted = wanted
             _take_over(trainer, trainer.found, wanted, chosen and not trainer.found.restart)
+            if enter is not None:
+                _find_folder(trainer, places, enter)
     if trainer.found is None:
         world.remember(key, trainer.checkpointing.run_id)
     elif not trainer.found.restart:  # of a run that is gone on with, what was there before is not what this job has saved
@@ -116,10 +124,20 @@ def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: s
                 )
 
 
-def _restarted(strategy: Strategy, before: str, folders: list[Path]) -> Found | None:
+def _find_folder(trainer: Trainer, places: Places, enter: Enter) -> None:
+    """Continue in the run's own folder also where the checkpoint was in one that a callback was told."""
+    checkpointing = trainer.checkpointing
+    assert trainer.found is not None
+    if checkpointing.places.of_run is None and checkpointing.run_id == trainer.found.loaded.manifest.run_id:
+        folder = folder_of_run(trainer.strategy.world, places.runs, checkpointing.run_id)
+        if folder is not None:
+            enter(folder)
+
+
+def _restarted(strategy: Strategy, before: str, places: Places, enter: Enter | None) -> Found | None:
     """What a run goes on from whose processes were started anew: the newest that it has saved since the job began."""
     run_id, _, since = before.partition(" ")
-    found = newest_of(strategy, run_id, int(since or 0), folders)
+    found = newest_of(strategy, run_id, int(since or 0), places, enter)
     if found is None:
         notice(
             "the processes were started anew, and no checkpoint was saved since the job began: the run starts as it did the "
@@ -226,7 +244,7 @@ def _ask_hooks(trainer: Trainer, loaded: Loaded) -> dict[str, Any]:
 
 def load_weights(trainer: Trainer, ckpt_path: str | os.PathLike[str], strict: bool = True) -> None:
     """The model's weights only, for an evaluation; ``strict`` as of :func:`restore_fit`."""
-    found = find_checkpoint(trainer, ckpt_path, checkpoint_folders(trainer), whole=False)
+    found = find_checkpoint(trainer, ckpt_path, checkpoint_places(trainer), whole=False)
     if found is None:
         return
     loaded = found.loaded

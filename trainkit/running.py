@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator import Accelerator
-from trainkit.attach import merge_module_callbacks, share_log_folders
+from trainkit.attach import merge_module_callbacks, renew_loggers, share_log_folders
 from trainkit.checkpointing import Checkpointing
 from trainkit.console import notice
 from trainkit.control import Control
@@ -65,7 +65,9 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
     except (Preempted, KeyboardInterrupt) as ending:
         newest = trainer.checkpointing.newest if hasattr(trainer, "checkpointing") else None
         if newest is not None:
-            notice(f"to go on: trainer.fit(..., ckpt_path={str(newest)!r}), or ckpt_path='auto' for the newest.")
+            why = "Ctrl-C" if isinstance(ending, KeyboardInterrupt) else str(ending)
+            more = "or ckpt_path='auto' for the newest."
+            notice(f"fit ended by {why}; to go on: trainer.fit(..., ckpt_path={str(newest)!r}), {more}")
         if isinstance(ending, Preempted) and trainer.arguments.slurm_requeue and trainer.is_global_zero:
             requeue()
         raise
@@ -194,6 +196,8 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
         trainer.phase, trainer.attention, trainer.ended = Phase.STEP, False, False
         trainer.next_save_step = math.inf
         trainer.computed, trainer.told, trainer.states_of_loggers = {}, set(), None
+        if hasattr(trainer, "checkpointing"):
+            renew_loggers(trainer)
         trainer.checkpointing = Checkpointing(trainer)
         trainer.control = Control(trainer) if trainer.strategy.world.size > 1 else None
         trainer.fitted = module

@@ -20,11 +20,12 @@ from trainkit.console import notice, warn
 from trainkit.datamodule import DataModule
 from trainkit.errors import ConfigurationError
 from trainkit.evaluating import Evaluating
-from trainkit.explain import explain
+from trainkit.explain import explain, where_it_is, why_it_ended
 from trainkit.hooks import HookTable
 from trainkit.metric_notices import tell_rare_logs
 from trainkit.metrics import MetricStore
 from trainkit.module import TrainModule
+from trainkit.paths import local_path
 from trainkit.plan import PROCESSES, MemoryPlan, make_plan
 from trainkit.precision import Precision
 from trainkit.profiler import Profiler, make_profiler
@@ -94,12 +95,12 @@ class Trainer(Evaluating):
 
         logger: ``True`` (TensorBoard if installed, else CSV), ``False``, a logger, its name such as ``"mlflow"``, or a list.
         callbacks: a callback or a list.
-        default_root_dir: where logs and checkpoints go (default ``./trainkit_runs``).
+        default_root_dir: where logs and checkpoints go (default ``./trainkit_runs``); each run has a folder of its own.
         log_every_n_steps: optimizer updates between log boundaries; 0: log epochs only.
         enable_progress_bar: attach ``TQDMProgressBar``.
         enable_model_summary: attach ``ModelSummary``.
         enable_checkpointing: attach ``ModelCheckpoint``, unless ``callbacks`` has one: the two newest checkpoints are kept in
-            ``<default_root_dir>/checkpoints``, written at the end of each epoch, every 30 minutes and when training ends.
+            ``checkpoints`` in the folder of the run, written at the end of each epoch, every 30 minutes and when training ends.
         slurm_requeue: after SIGTERM or SIGUSR1, when the checkpoint is written, ask SLURM to run the job again.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a ``Profiler``.
         detect_anomaly: autograd names the forward operation of a NaN gradient (slow).
@@ -190,10 +191,10 @@ class Trainer(Evaluating):
                 ``DataModule``.
             val_dataloaders: one loader or a list.
             datamodule: instead of loaders.
-            ckpt_path: go on from a checkpoint: ``"auto"``, the newest good one of the folder that this run saves to, or a fresh
-                start if there is none; ``"last"``, likewise, but an error if there is none; ``"best"``, that of
-                ``ModelCheckpoint``; or a path. A damaged one is named and the next older one taken; one named by its path is
-                an error.
+            ckpt_path: go on from a checkpoint: ``"auto"``, the newest good one of the runs of this module below
+                ``default_root_dir``, or a fresh start if there is none; ``"last"``, likewise, but an error if there is none;
+                ``"best"``, that of ``ModelCheckpoint``; or a path. A damaged one is named and the next older one taken; one
+                named by its path is an error.
             restore: only these parts of it, of "model", "optimizer", "scheduler", "scaler", "loop" (counters, position in the
                 data, metrics), "callbacks", "loggers" (default: all).
             overrides: options of the optimizer to be put over the restored ones, such as ``{"lr": 1e-4}``; under a schedule
@@ -239,6 +240,7 @@ class Trainer(Evaluating):
             loop.fit(self)
             self.hooks.run("on_fit_end")
             agree_on_signals(self)
+        notice(" ".join(filter(None, (why_it_ended(self), where_it_is(self)))))
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, blocking: bool = True) -> None:
         """Write a checkpoint of this moment to a folder of your choice; a checkpoint that is there is replaced.
@@ -259,8 +261,9 @@ class Trainer(Evaluating):
             CollectiveError: not every rank has called it; names the lines, within seconds.
             UnsavableError: a value that cannot be stored, with the path to it.
         """
+        path = local_path(filepath, "filepath")
         self.accelerator.meeting.wait("trainer.save_checkpoint")
-        self.checkpointing_now(weights_only).save_to(Path(filepath), weights_only=weights_only, blocking=blocking)
+        self.checkpointing_now(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
 
     def explain(self, module: TrainModule | None = None) -> str:
         """Print, and return, who handles which hook, what runs when, and how the arguments were resolved."""

@@ -331,8 +331,16 @@ def test_a_run_that_had_stopped_goes_on_with_more_patience(trainer, module, capl
     second = resumed(first.state_dict(), trainer, module, patience=patience)  # the trainer comes back with should_stop, too
     assert trainer.should_stop is not goes_on
     assert second.stopped_epoch == (0 if goes_on else 4)
-    expected = "EarlyStopping had stopped after 2 checks without an improvement of val_loss; with patience=3 training goes on."
-    assert caplog.messages == ([expected] if goes_on else [])
+    if goes_on:
+        expected = (
+            "EarlyStopping had stopped after 2 checks without an improvement of val_loss; with patience=3 training goes on."
+        )
+    else:
+        expected = (
+            "EarlyStopping had stopped the run that is resumed: val_loss had not improved for 2 checks, so it trains no "
+            f"further. To continue, raise patience={patience}: EarlyStopping('val_loss', patience=5)"
+        )
+    assert caplog.messages == [expected]
     assert validate(second, trainer, module, 2.0)
 
 

@@ -43,6 +43,15 @@ class Checkpointing:
         self.intervals: list[tuple[timedelta, Callable[[], None]]] = []
         self._in_flight: Callable[[], None] | None = None
 
+    @property
+    def places(self) -> Checkpointing:
+        return self
+
+    def use_of_run(self, placed: Callable[[Path], None]) -> None:
+        folder = Path("runs", "version_0", "checkpoints").absolute()
+        self.use_folder(folder)
+        placed(folder)
+
     def use_folder(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if folder not in self.folders:
@@ -335,13 +344,13 @@ def test_a_name_without_its_metric_is_an_error_that_names_the_nearest() -> None:
 def test_by_default_the_ends_of_epochs_are_saved_and_the_two_newest_kept(begin, run_dir) -> None:
     callback = ModelCheckpoint()
     run = begin(callback)
-    assert run.checkpointing.folders == [run_dir / "runs" / "checkpoints"]
+    assert run.checkpointing.folders == [run_dir / "runs" / "version_0" / "checkpoints"]
     assert [interval for interval, _ in run.checkpointing.intervals] == [timedelta(minutes=30)]
     for _ in range(4):
         run.epoch({"val_loss": 1.0})
     assert run.saved == [10, 20, 30, 40]
     assert run.names == ["step-00000030", "step-00000040"]
-    newest = str(run_dir / "runs" / "checkpoints" / "step-00000040")
+    newest = str(run_dir / "runs" / "version_0" / "checkpoints" / "step-00000040")
     assert callback.last_model_path == callback.best_model_path == newest
     assert (callback.best_model_score, callback.current_score, callback.best_k_models) == (None, None, {})
     assert not any(save["blocking"] for save in run.checkpointing.saves)
@@ -553,7 +562,7 @@ def test_only_what_this_callback_saved_in_this_run_is_deleted(begin, run_dir) ->
     first.epoch()
     first.epoch()
     second = begin(ModelCheckpoint(keep_last=1), ModelCheckpoint(every_n_train_steps=5, keep_last=1), run_id="b" * 16)
-    folder = run_dir / "runs" / "checkpoints"
+    folder = run_dir / "runs" / "version_0" / "checkpoints"
     (folder / "mine").mkdir()
     second.epoch()
     damaged = folder / "step-00000010"
@@ -608,7 +617,9 @@ def test_a_name_that_is_used_again_does_not_take_the_place_of_a_better_one(begin
 
 def test_two_callbacks_that_would_delete_each_others_checkpoints(begin) -> None:
     with pytest.raises(ConfigurationError, match="two callbacks are ModelCheckpoint.*another dirpath"):
-        begin(ModelCheckpoint(), ModelCheckpoint("runs/checkpoints", filename="x"))
+        begin(ModelCheckpoint("there"), ModelCheckpoint("there", filename="x"))
+    with pytest.raises(ConfigurationError, match="two callbacks are ModelCheckpoint.*the folder of the run"):
+        begin(ModelCheckpoint(), ModelCheckpoint(filename="x"))
     begin(ModelCheckpoint(), ModelCheckpoint("elsewhere"), ModelCheckpoint(every_n_train_steps=1))
 
 

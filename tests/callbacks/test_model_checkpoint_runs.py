@@ -23,7 +23,7 @@ from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
 from trainkit.errors import CheckpointError, MissingMetricError, Preempted
 
-FOLDER = Path("trainkit_runs") / "checkpoints"
+FOLDER = Path("trainkit_runs") / "version_0" / "checkpoints"
 
 
 def fit(
@@ -356,10 +356,10 @@ def test_a_resumed_run_that_has_nothing_to_train_saves_nothing() -> None:
 
 
 def test_two_runs_in_one_folder_do_not_delete_each_others_checkpoints() -> None:
-    fit(ModelCheckpoint(keep_last=1), max_epochs=2)
-    fit(ModelCheckpoint(keep_last=1), max_epochs=3)
-    fit(ModelCheckpoint(keep_last=1), max_epochs=2)
-    assert [found.path.name for found in found()] == ["step-00000008", "step-00000008-v1", "step-00000012"]
+    fit(ModelCheckpoint("mine", keep_last=1), max_epochs=2)
+    fit(ModelCheckpoint("mine", keep_last=1), max_epochs=3)
+    fit(ModelCheckpoint("mine", keep_last=1), max_epochs=2)
+    assert [found.path.name for found in found("mine")] == ["step-00000008", "step-00000008-v1", "step-00000012"]
 
 
 def test_a_folder_that_was_moved_still_has_its_best() -> None:

@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 from trainkit import Callback, TrainModule
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.errors import CheckpointWriteError
+from trainkit.loggers import TensorBoardLogger, tensorboard
+from trainkit.loggers.reader import read_metrics
 
 MOUNT = Path("disk")
 MIB = 2**20
@@ -277,3 +279,36 @@ def test_a_limit_on_the_size_of_files() -> None:
     assert len(texts) == 2
     assert all("File too large" in text for text in texts)
     assert all(event["left"] == [] for event in told())
+
+
+def test_tensorboard_on_a_full_disk() -> None:
+    """One warning, no traceback of a thread, and training goes on; what fits is there, and more once there is space."""
+
+    class Logged(Steady):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("loss", float(batch_idx))
+            for number in range(40):
+                self.log(f"more_{number}", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    def work() -> Any:
+        tensorboard._RETRY = 0.0
+        logger = TensorBoardLogger(MOUNT / "logs", flush_secs=0)
+        acts = {5: lambda: fill(0), 15: free}
+        trainer = saving(
+            Events(MOUNT / "logs", acts), ModelCheckpoint("saves"), logger=logger, max_steps=20, log_every_n_steps=1
+        )
+        trainer.fit(Logged(), DataLoader(list(range(100))))
+        steps = [step for step, _ in read_metrics(str(logger.log_dir))["loss"]]
+        return [trainer.global_step, steps]
+
+    (global_step, steps), output = on_a_disk(work)
+    assert global_step == 20
+    assert "Traceback" not in output
+    [text] = warnings_in(output)
+    assert "TensorBoardLogger could not write to disk/logs" in text
+    assert "No space left" in text
+    assert "Training continues" in text
+    assert {1, 2, 3, 4} <= set(steps)
+    assert {17, 18, 19, 20} <= set(steps), "it is written again when there is space"
+    assert len(steps) < 20, "the disk was full"

@@ -26,7 +26,7 @@ from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint.reader import open_checkpoint
 
 NUMBERS = 7_500_000  # in the parameter; as many in the optimizer's state: 60 MB
-FOLDER = Path("runs") / "checkpoints"
+FOLDER = Path("runs") / "version_0" / "checkpoints"
 # What a save does to the disk beside writing into open files, and how often, the removal of an old one included.
 CHANGES = {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
 OPERATIONS = 18

@@ -135,7 +135,7 @@ def test_killed_under_torchrun(plain: Path) -> None:
 @pytest.mark.parametrize("kills", [1, 5])
 def test_the_newest_counts_and_not_the_one_that_was_named(plain: Path, kills: int) -> None:
     """The script names an older checkpoint: the first start goes on from that one, each later one from the run's newest."""
-    older = plain / "checkpoints" / "step-00000004"
+    older = newest(plain).path.with_name("step-00000004")
     killed(plain, kills, 2, ckpt_path=str(older), since=4)
 
 

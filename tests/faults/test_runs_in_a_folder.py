@@ -1,4 +1,4 @@
-"""Several runs in one folder of checkpoints, after each other and at the same time, and damaged checkpoints in it."""
+"""Several runs told to save to one folder, after each other and at the same time, and damaged checkpoints in it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class At(Callback):
 
 def fit(steps: int = 6, *more: Callback, ckpt_path: Any = None, keep: int = 2, **options: Any) -> Trainer:
     """A run that saves after every second update."""
-    checkpoint = ModelCheckpoint(every_n_train_steps=2, keep_last=keep, **options)
+    checkpoint = ModelCheckpoint(**{"dirpath": FOLDER, **options}, every_n_train_steps=2, keep_last=keep)
     trainer = saving(checkpoint, *more, max_steps=steps, max_epochs=None)
     trainer.fit(TinyModule(), tiny_loader(200), ckpt_path=ckpt_path)
     return trainer

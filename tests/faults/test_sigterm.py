@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulting import At, Child, Watched, checkpoints, left_over, rows, send, tell, told
+from faulting import At, Child, Watched, checkpoints, left_over, rows, saved_in, send, tell, told
 from resuming import Run, read_trace
 from support import run_python
 
 from trainkit import Callback
+from trainkit.checkpoint.folder import candidates, folders_below
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 
 WINDOW = Run().accumulate
@@ -41,7 +42,7 @@ def lines(trace: str) -> int:
 
 def newest(folder: str) -> Checkpoint:
     """The newest checkpoint of a run."""
-    return open_checkpoint(Path(folder) / "checkpoints" / checkpoints(f"{folder}/checkpoints")[0])
+    return open_checkpoint(candidates(*folders_below(folder))[0].path)
 
 
 def reached(trace: str, number: int, child: Child) -> bool:
@@ -62,7 +63,7 @@ def assert_nothing_lost(expected: Any, run: Run, name: str = "last") -> None:
     assert read_trace(run.trace) == read_trace("plain.jsonl")
     assert lines(run.trace) == lines("plain.jsonl"), "nothing is done twice"
     assert rows(run.folder) == rows("plain")
-    assert left_over(f"{run.folder}/checkpoints") == []
+    assert left_over(saved_in(run.folder)) == []
 
 
 # ----------------------------------------------------------------------------------------------------- at random moments
@@ -198,7 +199,7 @@ def test_sigterm_before_the_first_step(hook: str) -> None:
     setattr(stop, hook, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with Child(Watched(more=[stop]).go) as child:
         assert child.code == 143, child.output
-    assert checkpoints("runs/checkpoints") == []
+    assert checkpoints("runs/logs/default/version_0/checkpoints") == []
     assert lines("trace.jsonl") == 0
 
 
@@ -206,10 +207,10 @@ def test_sigterm_before_the_first_step_of_a_resumed_run() -> None:
     expected = plain()
     with Child(Watched(more=[At("on_train_batch_end", send(signal.SIGTERM), 4)]).go) as child:
         assert child.code == 143
-    before = checkpoints("runs/checkpoints")
+    before = checkpoints("runs/logs/default/version_0/checkpoints")
     with Child(Watched(more=[At("on_train_start", send(signal.SIGTERM))]).go) as child:
         assert child.code == 143
-    assert checkpoints("runs/checkpoints") == before
+    assert checkpoints("runs/logs/default/version_0/checkpoints") == before
     assert_nothing_lost(expected, Watched())
 
 
@@ -233,13 +234,13 @@ def test_a_second_sigterm_ends_at_once() -> None:
         Watched(more=[At("on_before_backward", lambda: wait_forever("steps"), 5)]).go()
 
     with Child(work) as child:
-        child.until(lambda: told("steps") and checkpoints("runs/checkpoints"), "the step")
+        child.until(lambda: told("steps") and checkpoints("runs/logs/default/version_0/checkpoints"), "the step")
         child.signal(signal.SIGTERM)
         child.until(lambda: told(), "the first signal's handler")
         assert not child.ended
         child.signal(signal.SIGTERM)
         assert child.code == -signal.SIGTERM
-    assert checkpoints("runs/checkpoints")[0] == "step-00000003"
+    assert checkpoints("runs/logs/default/version_0/checkpoints")[0] == "step-00000003"
     assert told() == ["noted"]
 
 
@@ -247,7 +248,7 @@ def test_ctrl_c() -> None:
     expected = plain()
     with Child(Watched(more=[At("on_before_backward", send(signal.SIGINT), 4)]).go) as child:
         assert child.code == 130, child.output
-    path = Path("runs/checkpoints/step-00000005").absolute()
+    path = Path("runs/logs/default/version_0/checkpoints/step-00000005").absolute()
     assert child.output.count("Ctrl-C") == 1
     assert "finishing the step" in child.output
     assert newest("runs").path.absolute() == path, "the step in which it came was finished"
@@ -263,18 +264,18 @@ def test_ctrl_c_to_the_whole_process_group() -> None:
     with Child(Watched(more=[stop], workers=2).go, group=True) as child:
         assert child.code == 130, child.output
     assert child.output.count("Ctrl-C") == 1
-    assert checkpoints("runs/checkpoints")[0] == "step-00000005"
+    assert checkpoints("runs/logs/default/version_0/checkpoints")[0] == "step-00000005"
     assert_nothing_lost(expected, Watched(workers=2))
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
     with Child(Watched(more=[At("on_before_backward", lambda: wait_forever("steps"), 5)]).go) as child:
-        child.until(lambda: told("steps") and checkpoints("runs/checkpoints"), "the step")
+        child.until(lambda: told("steps") and checkpoints("runs/logs/default/version_0/checkpoints"), "the step")
         child.signal(signal.SIGINT)
         child.until(lambda: "finishing the step" in child.output, "its answer")
         child.signal(signal.SIGINT)
         assert child.code == 130, child.output
-    assert checkpoints("runs/checkpoints")[0] == "step-00000003", "nothing was saved any more"
+    assert checkpoints("runs/logs/default/version_0/checkpoints")[0] == "step-00000003", "nothing was saved any more"
 
 
 def test_the_users_own_handler() -> None:

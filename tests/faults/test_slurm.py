@@ -18,7 +18,7 @@ def slurm(variables: dict[str, str], number: int = signal.SIGTERM, script: str =
     Path("bin").mkdir()
     scontrol = Path("bin/scontrol")
     if script:
-        scontrol.write_text(f'#!/bin/sh\necho "$@" >> called\nls runs/checkpoints >> called\n{script}\n')
+        scontrol.write_text(f'#!/bin/sh\necho "$@" >> called\nls runs/logs/default/version_0/checkpoints >> called\n{script}\n')
         scontrol.chmod(0o755)
 
     def work() -> None:

@@ -113,7 +113,7 @@ def test_a_starter_that_is_killed(hosts: Hosts, tmp_path: Path) -> None:
     os.kill(starter(), signal.SIGKILL)
     (run / "open").touch()
     wait_until(lambda: hosts.processes(0) == hosts.processes(1) == 0)
-    assert list((run / "checkpoints").glob("step-*"))
+    assert list(run.rglob("step-*"))
 
 
 # -------------------------------------------------------------------------------------------------------------- a real ssh

@@ -169,7 +169,7 @@ def test_buffers_are_those_of_the_main_replica(replicas: Any) -> None:
 def test_goes_on_from_a_checkpoint_bit_for_bit(replicas: Any, tmp_path: Path) -> None:
     whole = replicas(root=str(tmp_path / "whole"))
     part = replicas(root=str(tmp_path / "part"), max_epochs=1)
-    [saved] = (tmp_path / "part" / "checkpoints").glob("step-*")
+    [saved] = (tmp_path / "part").rglob("step-*")
     assert open_checkpoint(saved).manifest.world_size == 2
     rest = replicas(root=str(tmp_path / "part"), ckpt_path="last")
     for one, before, after in zip(whole, part, rest, strict=True):

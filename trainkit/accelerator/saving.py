@@ -18,6 +18,7 @@ from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice
 from trainkit.distributed import World
 from trainkit.errors import CheckpointWriteError, ConfigurationError
+from trainkit.paths import local_path
 from trainkit.state.adapters import adapter_folders
 from trainkit.state.model import capture_model, clean_names
 from trainkit.state.names import without_checkpoint_wrapper
@@ -118,13 +119,14 @@ class SavingVerbs:
             ConfigurationError: an adapter of a method whose parameters only PEFT can tell; ``safe_serialization=False``.
         """
         refuse_pickle("save_model", safe_serialization)
+        folder = local_path(save_directory, "save_directory")
         accelerator = self._accelerator()
         inner, size = accelerator.unwrap_model(model), shard_size(max_shard_size)
         standins = accelerator.strategy.exported_weights(inner)
         if any(is_scattered(tensor) for tensor in standins.values()):
             meet(accelerator.world, "save_model")  # they are gathered from all
         state = capture_model(inner, standins=standins)
-        files, adapters, folder = configurations(state.configs), adapter_folders(state), Path(save_directory)
+        files, adapters = configurations(state.configs), adapter_folders(state)
         rank = accelerator.world.rank
 
         def write() -> None:

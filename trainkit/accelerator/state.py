@@ -24,6 +24,7 @@ from trainkit.errors import (
     CorruptCheckpointError,
     StateMismatchError,
 )
+from trainkit.paths import local_path
 from trainkit.state.model import has_adapters
 from trainkit.state.parts import Parts, SaveMode, about, capture, check_names, restore
 from trainkit.utils.configurations import ProjectConfiguration
@@ -91,6 +92,7 @@ class StateVerbs(SavingVerbs):
         refuse_unknown("Accelerator.save_state", unknown, ("output_dir", "safe_serialization", "blocking"))
         refuse_pickle("save_state", safe_serialization)
         naming = _is_naming(accelerator, output_dir, "save_state")
+        folder = None if output_dir is None else local_path(output_dir, "output_dir")
         meet(accelerator.world, "save_state")
         saver, world = accelerator.saver, accelerator.world
         if world.size > 1 and saver.team.size == 1:
@@ -98,10 +100,9 @@ class StateVerbs(SavingVerbs):
             saver.team = world.team(f"save_state/{accelerator.run_id}")
         saver.wait()
         if not naming:
-            assert output_dir is not None
-            path = Path(output_dir)
-            saver.save(_draft(accelerator, path), path, blocking=blocking, replace=True)
-            return path
+            assert folder is not None
+            saver.save(_draft(accelerator, folder), folder, blocking=blocking, replace=True)
+            return folder
         project = self.project
         path = next_place(project, world)
         if output_dir is not None:
@@ -153,7 +154,8 @@ class StateVerbs(SavingVerbs):
         if input_dir is None:
             path, loaded = _newest(accelerator)
         else:
-            path, loaded = Path(input_dir), _read(accelerator, input_dir)
+            path = local_path(input_dir, "input_dir")
+            loaded = _read(accelerator, path)
         resumes = accelerator.options.resume_loaders if resume_loaders is None else resume_loaders
         _load(accelerator, path, loaded, wanted, strict, resumes)
         if naming:

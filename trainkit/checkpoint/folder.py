@@ -16,12 +16,15 @@ from trainkit.checkpoint.commit import sync_folder
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import has_our_files, is_checkpoint, look_at, read_small_file
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
+from trainkit.paths import local_path
 
 __all__ = [
+    "CHECKPOINTS",
     "POINTER",
     "Found",
     "candidates",
     "check_writable",
+    "folders_below",
     "free_name",
     "list_checkpoints",
     "next_counter",
@@ -30,6 +33,9 @@ __all__ = [
     "remove_leftovers",
     "write_pointer",
 ]
+
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of checkpoints in the folder of a run."""
 
 POINTER = "last"
 """Name of the file that holds the name of the checkpoint saved last."""
@@ -66,7 +72,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
     Raises:
         CheckpointError: ``folder`` cannot be read.
     """
-    found = candidates(folder)
+    found = candidates(local_path(folder, "folder"))
     return [one for one in found if one.problem is None] + [one for one in found if one.problem is not None]
 
 
@@ -74,7 +80,7 @@ def candidates(*folders: str | os.PathLike[str]) -> list[Found]:
     """The checkpoints in the order in which to try them: of the run saved to last the newest first, then older runs.
 
     Bad ones are in it, so that each is named before an older one is used: those whose manifest is sound at their place,
-    the others, of which nothing can be known, first.
+    the others, of which nothing can be known, before the newest of their folder; first if there is none.
 
     Raises:
         CheckpointError: a folder cannot be read.
@@ -90,8 +96,43 @@ def candidates(*folders: str | os.PathLike[str]) -> list[Found]:
         about = one.manifest
         return latest[about.run_id], about.run_id, about.save_counter, about.saved_at, one.path.name
 
-    unknown = sorted((one for one in found if one.manifest is None), key=lambda one: one.path.name)
-    return unknown + sorted((one for one in found if one.manifest is not None), key=age, reverse=True)
+    unknown: dict[Path, list[Found]] = {}
+    for one in sorted((one for one in found if one.manifest is None), key=lambda one: one.path.name):
+        unknown.setdefault(one.path.parent, []).append(one)
+    ordered: list[Found] = []
+    for one in sorted((one for one in found if one.manifest is not None), key=age, reverse=True):
+        ordered += [*unknown.pop(one.path.parent, []), one]
+    return [one for left in unknown.values() for one in left] + ordered
+
+
+def folders_below(root: str | os.PathLike[str], *, deep: bool = True) -> list[Path]:
+    """The folders ``checkpoints`` of the runs below ``root``, which need not exist; no other folder is read whole.
+
+    Args:
+        root: a ``default_root_dir``, the folder of an experiment, or that of a run.
+        deep: as far down as loggers put their runs: ``<root>/<name>/<run>`` and ``<root>/logs/<name>/<run>``. Else:
+            ``<root>`` and ``<root>/<run>`` only.
+
+    Raises:
+        CheckpointError: ``root`` cannot be read.
+    """
+    level, places = [Path(root)], [Path(root)]
+    for _ in range(2 if deep else 1):
+        level = [inner for folder in level for inner in _folders_in(folder)]
+        places += level
+    if deep:
+        level = [inner for folder in level if folder.parent == Path(root, "logs") for inner in _folders_in(folder)]
+        places += level
+    return [folder / CHECKPOINTS for folder in places if (folder / CHECKPOINTS).is_dir()]
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    except OSError:  # not there, or somebody else's
+        return []
+    return [folder / name for name in names if name != CHECKPOINTS]
 
 
 def next_counter(folder: str | os.PathLike[str], run_id: str) -> int:

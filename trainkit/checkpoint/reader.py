@@ -24,6 +24,7 @@ from trainkit.checkpoint.regular_file import map_file, not_regular, read_file, r
 from trainkit.checkpoint.tagged import MAX_JSON_BYTES, loads, strict_json
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
+from trainkit.paths import local_path
 
 __all__ = ["Checkpoint", "Loaded", "has_our_files", "is_checkpoint", "look_at", "open_checkpoint", "read_small_file"]
 
@@ -42,7 +43,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         CorruptCheckpointError: it is damaged; the message names the files.
         CheckpointError: it cannot be read, or a newer trainkit wrote it.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.abspath(local_path(path, "path")))
     if not is_checkpoint(path):
         raise CheckpointNotFoundError(nothing_at(path))
     manifest, problem, which = _look(path)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from trainkit.checkpoint.folder import check_writable, free_name, next_counter, remove_leftovers
@@ -26,10 +27,15 @@ class RunFolders:
 
     Attributes:
         folders: in the order in which they were named.
+        of_run: the one that is used where no other was named, ``<the run's folder>/checkpoints``; None before it is known.
     """
 
     def __init__(self, world: World, name: str) -> None:
         self.folders: list[Path] = []
+        self.of_run: Path | None = None
+        self._placed: list[Callable[[Path], None]] = []
+        self._may_leave = False  # of_run was not named by use()
+        self._name = name
         self._world = world
         self._team = world.team(f"folders/{name}")  # for a lock that is waited for
         self._locks: dict[Path, FolderLock] = {}  # on the main process
@@ -44,9 +50,40 @@ class RunFolders:
         """
         path, there = together(self._world, lambda: [str(folder.absolute()), os.path.exists(folder)])[0]
         if Path(path) not in self.folders:
-            self.folders.append(Path(path))
             if there:  # else it is made when training begins: a fit that fails before leaves none behind
                 self._enter(Path(path), run_id)
+            self.folders.append(Path(path))
+
+    def use_of_run(self, placed: Callable[[Path], None]) -> None:
+        """Save to the folder of the run; ``placed`` is called with it now or, if it is not known yet, by :meth:`choose`."""
+        if self.of_run is None:
+            self._placed.append(placed)
+        else:
+            placed(self.of_run)
+
+    def choose(self, choice: Callable[[], Path]) -> None:
+        """A run that continues no other gets its folder, if :meth:`use_of_run` was called; raises as :meth:`use` does."""
+        waiting, self._placed = self._placed, []
+        if waiting:
+            if self.of_run is None:
+                self.continue_in(choice())
+            assert self.of_run is not None
+            for placed in waiting:
+                placed(self.of_run)
+
+    def continue_in(self, folder: Path) -> None:
+        """Let ``folder`` be that of the run, instead of the one before; raises as :meth:`use` does."""
+        if self.of_run == folder:
+            return
+        before, self.of_run = self.of_run, None
+        if before is not None and self._may_leave:
+            self.folders.remove(before)
+            self._entered.discard(before)
+            if before in self._locks:
+                self._locks.pop(before).release()
+        self._may_leave = folder not in self.folders
+        self.use(folder, self._name)
+        self.of_run = folder
 
     def begin(self, run_id: str) -> None:
         """Enter the folders that were not there when they were named; raises as :meth:`use` does."""
@@ -90,8 +127,9 @@ class RunFolders:
         def take() -> None:
             if self._world.is_main:
                 check_writable(folder)
-                lock = self._locks[folder] = FolderLock(folder, run_id)
+                lock = FolderLock(folder, run_id)
                 lock.acquire()
+                self._locks[folder] = lock
                 remove_leftovers(folder)
 
         together(self._team, take, CheckpointWriteError)

@@ -11,11 +11,11 @@ from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.loggers.base import Logger
 from trainkit.loggers.csv_logs import CSVLogger
-from trainkit.loggers.folder import RunFolder, claimed
+from trainkit.loggers.folder import RunFolder, claimed, has_folder
 from trainkit.loggers.resume import find_again
 from trainkit.loggers.tensorboard import TensorBoardLogger
 
-__all__ = ["attach", "default_logger", "share_folders", "states_of"]
+__all__ = ["attach", "attach_again", "default_logger", "share_folders", "states_of"]
 
 
 def attach(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank: int = 0) -> None:
@@ -32,7 +32,7 @@ def attach(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank
         logger.set_rank(rank)
     placed: list[Logger] = []
     for logger in loggers:
-        if not logger._in_run_folder:
+        if not has_folder(logger):
             continue
         folder = logger._run_folder()
         same_kind = [other for other in placed if type(other) is type(logger)]
@@ -47,6 +47,14 @@ def attach(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank
             shared = [other._run_folder() for other in placed if other._run_folder() not in taken]
             logger._folder = next((other for other in shared if other.root == folder.root), folder)
         placed.append(logger)
+
+
+def attach_again(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank: int = 0) -> None:
+    """:func:`attach` for another run of the same Trainer: loggers that choose their version choose another one."""
+    for logger in loggers:
+        if has_folder(logger) and logger._version is None:
+            logger._new_version()
+    attach(loggers, default_root, rank)
 
 
 def default_logger() -> Logger:
@@ -107,7 +115,7 @@ def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mappi
 
 def _told(logger: Logger) -> list[Any] | None:
     """The folder of a logger in plain values; None where the backend has a layout of its own."""
-    if not logger._in_run_folder:
+    if not has_folder(logger):
         return None
     folder = logger._run_folder()
     claimed(folder)

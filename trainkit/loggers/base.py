@@ -135,6 +135,8 @@ class Logger(KnownKeywords):
     @property
     def version(self) -> int | str | None:
         """The run. Chosen now if it was not yet. On another process that of the main one; None before a run has begun."""
+        if self.save_dir is None:
+            return self._version
         folder = self._run_folder()
         if self.is_main_process:
             claimed(folder)
@@ -142,23 +144,31 @@ class Logger(KnownKeywords):
 
     @property
     def save_dir(self) -> str:
-        """The folder of all experiments."""
+        """The folder of all experiments. A logger of your own that keeps nothing on this machine may say None."""
         if self._save_dir is not None:
             return str(self._save_dir)
         return str((self._default_root or Path("trainkit_runs")) / "logs")
 
     @property
     def root_dir(self) -> str:
-        """The folder of this experiment: ``<save_dir>/<name>``. Reading it makes nothing."""
-        return str(Path(self.save_dir) / self._name)
+        """The folder of this experiment: ``<save_dir>/<name>``. Reading it makes nothing. "" without a ``save_dir``."""
+        return "" if self.save_dir is None else str(Path(self.save_dir) / self._name)
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this run: ``<save_dir>/<name>/version_N``; version as in ``version``."""
+        """The folder of this run: ``<save_dir>/<name>/version_N``; version as in ``version``. None without a ``save_dir``."""
+        if self.save_dir is None:
+            return None
         folder = self._run_folder()
         if self.is_main_process:
             return str(claimed(folder))
         return None if folder.path is None else str(folder.path)
+
+    def _new_version(self) -> None:
+        """The next run gets a folder of its own; a version that was given stays."""
+        if self._experiment is not None:
+            self.finalize("success")
+        self._folder, self._last_step = None, -1
 
     def _run_folder(self) -> RunFolder:
         if self._folder is None:
@@ -337,6 +347,8 @@ class Logger(KnownKeywords):
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write plain hyper-parameters; here to ``hparams.yaml`` in ``log_dir``, added to those that are there."""
+        if self.save_dir is None:
+            return
         import yaml
 
         path = Path(self.log_dir or self.root_dir) / "hparams.yaml"

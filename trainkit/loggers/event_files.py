@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from trainkit.loggers.resume import cut_file
 
-__all__ = ["cut_event_files", "event_files", "last_step_in"]
+__all__ = ["cut_event_files", "event_files", "last_step_in", "quiet_writers"]
 
 _NAME = re.compile(r"events\.out\.tfevents\.\d+\.(.+\.\d+)\.\d+(?!\d)")  # seconds, then host and process, then a number
+_WRITERS = "tensorboard.summary.writer.event_file_writer"
 _START = 32  # bytes of an event that hold its time and its step
 
 
@@ -79,3 +81,21 @@ def _step_of(event: bytes) -> int:
         if byte < 0x80:
             break
     return value - 2**64 if value >= 2**63 else value
+
+
+class _Quiet:
+    """A hook for errors of threads that passes on all but those that a logger reports."""
+
+    def __init__(self) -> None:
+        self._before = threading.excepthook
+
+    def __call__(self, arguments: threading.ExceptHookArgs) -> None:
+        ours = type(arguments.thread).__module__ == _WRITERS and isinstance(arguments.exc_value, OSError)
+        if not ours:
+            self._before(arguments)
+
+
+def quiet_writers() -> None:
+    """Let the thread of an event file that cannot be written print no traceback: its next use raises the same error."""
+    if not isinstance(threading.excepthook, _Quiet):
+        threading.excepthook = _Quiet()

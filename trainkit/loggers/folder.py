@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePath, PureWindowsPath
+from typing import TYPE_CHECKING
 
 from trainkit.errors import ConfigurationError
+from trainkit.paths import local_path
 
-__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed"]
+if TYPE_CHECKING:
+    from trainkit.loggers.base import Logger
+
+__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder"]
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -56,6 +61,11 @@ def claimed(folder: RunFolder) -> Path:
         ) from error
 
 
+def has_folder(logger: Logger) -> bool:
+    """Whether its runs have folders below ``save_dir``: not if the backend has its own layout, or ``save_dir`` is None."""
+    return logger._in_run_folder and logger.save_dir is not None
+
+
 def _highest_version(root: Path) -> int:
     if not root.is_dir():
         return -1
@@ -68,12 +78,7 @@ def check_save_dir(save_dir: object) -> Path | None:
         return None
     if not isinstance(save_dir, str | PurePath) or not str(save_dir) or "\0" in str(save_dir):
         raise ConfigurationError(f"save_dir: expected a folder, got {save_dir!r}. Fix: save_dir='runs'")
-    if "://" in str(save_dir):
-        raise ConfigurationError(
-            f"save_dir: expected a local folder, got the address {str(save_dir)!r}. "
-            "Fix: log to a local folder, save_dir='runs', and copy it when the run has ended"
-        )
-    return Path(save_dir).expanduser()
+    return local_path(save_dir, "save_dir")
 
 
 def check_name(name: object, argument: str = "name") -> str:

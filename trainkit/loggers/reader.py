@@ -12,6 +12,7 @@ from typing import Any
 
 from trainkit.errors import ConfigurationError, TrainkitError, missing_package
 from trainkit.loggers.files import complete_lines
+from trainkit.paths import local_path
 
 __all__ = ["Series", "find_run", "read_metrics"]
 
@@ -30,7 +31,7 @@ def find_run(run_dir: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigurationError: There is no such folder, or no metrics are in it; says what was looked for.
     """
-    root = Path(run_dir).expanduser()
+    root = local_path(run_dir, "run_dir")
     if not root.is_dir():
         raise ConfigurationError(
             f"Expected the folder of a run, got {str(root)!r}, which is {'a file' if root.exists() else 'not there'}. "

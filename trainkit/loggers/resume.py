@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import notice, warn
-from trainkit.loggers.folder import RunFolder
+from trainkit.loggers.folder import RunFolder, has_folder
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
@@ -75,7 +75,7 @@ def too_short(path: Path, found: str, expected: str) -> str:
 def folder_state(logger: Logger) -> dict[str, Any]:
     """The folder of a logger and how much of its files is written; empty as long as it has none."""
     folder = logger._folder
-    if folder is None or folder.path is None or not logger._in_run_folder:
+    if folder is None or folder.path is None or not has_folder(logger):
         return {}
     state = {"folder": os.path.abspath(folder.path), "version": folder.version, "name": logger._name}
     if not logger.is_main_process:

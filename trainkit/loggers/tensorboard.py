@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainkit.console import warn
 from trainkit.errors import UnsupportedArgumentError, missing_package
 from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.event_files import cut_event_files, event_files, last_step_in
+from trainkit.loggers.event_files import cut_event_files, event_files, last_step_in, quiet_writers
 from trainkit.loggers.folder import check_name
 from trainkit.loggers.values import flatten, number
 
 __all__ = ["TensorBoardLogger"]
+
+_RETRY = 60.0  # seconds until a disk that was full is tried again
 
 
 class TensorBoardLogger(Logger):
@@ -64,6 +68,7 @@ class TensorBoardLogger(Logger):
         self._sub_dir = check_name(sub_dir, "sub_dir")
         self._writer_options = {"max_queue": max_queue, "flush_secs": flush_secs, "filename_suffix": filename_suffix}
         self._purge_step = purge_step
+        self._failed_at: float | None = None  # when the disk could not be written, in seconds of time.monotonic()
         self._hparams: dict[str, Any] = {}
         self._page: tuple[dict[str, Any], dict[str, int | float]] | None = None
 
@@ -73,10 +78,15 @@ class TensorBoardLogger(Logger):
         folder = super().log_dir
         return folder if folder is None or not self._sub_dir else str(Path(folder) / self._sub_dir)
 
+    def _new_version(self) -> None:
+        super()._new_version()
+        self._hparams, self._page, self._purge_step, self._failed_at = {}, None, None, None
+
     def open_experiment(self) -> Any:
         """A ``SummaryWriter``: a new event file in the folder of the run."""
         from torch.utils.tensorboard import SummaryWriter
 
+        quiet_writers()
         purge_step, self._purge_step = self._purge_step, None  # a file opened later must not hide this one's events
         writer = SummaryWriter(log_dir=self.log_dir, purge_step=purge_step, **self._writer_options)
         self._close_when_dropped(writer.close)
@@ -84,17 +94,42 @@ class TensorBoardLogger(Logger):
 
     def close_experiment(self, experiment: Any, status: str) -> None:
         """Write what waits and end the writer's thread."""
-        experiment.close()
+        try:
+            experiment.close()
+        except OSError as error:
+            self._note_failure(error)
 
     def save(self) -> None:
         """Wait until all events are in the file."""
         if self._experiment is not None:
-            self._experiment.flush()
+            self._write(lambda: self._experiment.flush())
+
+    def _write(self, work: Callable[[], object]) -> None:
+        """Write something; what a full disk cannot take is dropped, which is said once. Tried again after a minute."""
+        if self._failed_at is not None and self._experiment is None and time.monotonic() < self._failed_at + _RETRY:
+            return
+        try:
+            work()
+        except OSError as error:
+            self._note_failure(error)
+            super().finalize("failed")  # the writer's thread has ended
+
+    def _note_failure(self, error: OSError) -> None:
+        first, self._failed_at = self._failed_at is None, time.monotonic()
+        if first:
+            warn(
+                f"TensorBoardLogger could not write to {self.log_dir}: {error}. Training continues, and what cannot be written "
+                "is missing from the log. Fix: free some space; it is tried again every minute"
+            )
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
         """Write one scalar each; TensorBoard keeps them in single precision."""
-        for key, value in metrics.items():
-            self.experiment.add_scalar(key, value, step)
+
+        def add() -> None:
+            for key, value in metrics.items():
+                self.experiment.add_scalar(key, value, step)
+
+        self._write(add)
 
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | float | None = None) -> None:
         """Write hyper-parameters for the HPARAMS page and to ``hparams.yaml``.
@@ -146,22 +181,30 @@ class TensorBoardLogger(Logger):
             return  # a second fit of the same run
         known = {} if self._page is None else self._page[1]
         self._page = page
-        for summary in hparams(self._hparams, metrics):
-            self.experiment.file_writer.add_summary(summary)
-        for key, value in metrics.items():
-            if known.get(key) != value:  # once: a resume with another learning rate is no other result
-                self.experiment.add_scalar(key, value, 0)
+
+        def add() -> None:
+            for summary in hparams(self._hparams, metrics):
+                self.experiment.file_writer.add_summary(summary)
+            for key, value in metrics.items():
+                if known.get(key) != value:  # once: a resume with another learning rate is no other result
+                    self.experiment.add_scalar(key, value, 0)
+
+        self._write(add)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
         """Write images; those of a list are called ``<key>/0``, ``<key>/1``, …"""
-        for index, image in enumerate(images):
-            tag = key if len(images) == 1 else f"{key}/{index}"
-            self.experiment.add_image(tag, image, step, dataformats="HWC")
+
+        def add() -> None:
+            for index, image in enumerate(images):
+                tag = key if len(images) == 1 else f"{key}/{index}"
+                self.experiment.add_image(tag, image, step, dataformats="HWC")
+
+        self._write(add)
 
     def write_text(self, key: str, text: str, step: int) -> None:
         """Write a text; TensorBoard reads it as Markdown."""
-        self.experiment.add_text(key, text, step)
+        self._write(lambda: self.experiment.add_text(key, text, step))
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
         """Write a histogram of TensorBoard's own bins."""
-        self.experiment.add_histogram(key, values, step)
+        self._write(lambda: self.experiment.add_histogram(key, values, step))

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.paths import local_path
 
 __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration"]
 
@@ -48,9 +49,8 @@ class ProjectConfiguration:
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Take a project's folder, which is also that of the logs if they have none."""
-        self.project_dir = project_dir
-        if self.logging_dir is None:
-            self.logging_dir = project_dir
+        self.project_dir = _local(project_dir, "project_dir")
+        self.logging_dir = self.project_dir if self.logging_dir is None else _local(self.logging_dir, "logging_dir")
 
 
 @dataclass
@@ -121,6 +121,14 @@ class DataLoaderConfiguration:
                 f"DataLoaderConfiguration(data_seed={self.data_seed!r}): the order of the data is that of the run's seed. Use "
                 f"trainkit.set_seed({self.data_seed!r}) before Accelerator()."
             )
+
+
+def _local(folder: str | os.PathLike[str] | None, argument: str) -> str | os.PathLike[str] | None:
+    """The folder as it was given, but for ``~``; an address is refused."""
+    if folder is None:
+        return None
+    path = local_path(folder, argument)
+    return path if os.fspath(folder).startswith("~") else folder
 
 
 def _check_number(name: str, value: int, least: int) -> None:

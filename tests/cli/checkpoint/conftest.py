@@ -61,4 +61,4 @@ def run_folder(tmp_path: Path) -> Path:
     """The folder of checkpoints of a run of two epochs: steps 4 and 8."""
     root = tmp_path / "run"
     make_trainer(max_epochs=2, default_root_dir=root, enable_checkpointing=True).fit(Momentum(), tiny_loader(), tiny_loader())
-    return root / "checkpoints"
+    return root / "version_0" / "checkpoints"

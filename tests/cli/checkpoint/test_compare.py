@@ -21,7 +21,7 @@ from trainkit.state.parts import model_stem
 def trained(root: Path, steps: int = 4, **arguments: Any) -> Path:
     trainer = make_trainer(default_root_dir=root, enable_checkpointing=True, max_steps=steps, max_epochs=-1, **arguments)
     trainer.fit(TinyModule(), tiny_loader())
-    return root / "checkpoints" / f"step-{steps:08d}"
+    return Path(trainer.checkpoint_callback.last_model_path)
 
 
 def diff(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:

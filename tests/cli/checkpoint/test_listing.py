@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,34 @@ def test_the_default_folder_and_a_folder_above(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    root = run_folder.parent.rename(run_folder.parent.with_name("trainkit_runs"))
+    root = run_folder.parent.parent.rename(run_folder.parent.parent.with_name("trainkit_runs"))
     monkeypatch.chdir(root.parent)
     shown = []
-    for arguments in ([], ["trainkit_runs"], ["trainkit_runs/checkpoints"]):
+    for arguments in ([], ["trainkit_runs"], ["trainkit_runs/version_0"], ["trainkit_runs/version_0/checkpoints"]):
         assert main(["checkpoint", "ls", *arguments]) == 0
         shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1] == shown[2]
+    assert shown[0] == shown[1] == shown[2] == shown[3]
     assert "step-00000008" in shown[0]
-    assert main(["checkpoint", "ls", "trainkit_runs/checkpoints/step-00000004"]) == 0
+    assert main(["checkpoint", "ls", "trainkit_runs/version_0/checkpoints/step-00000004"]) == 0
     assert [row["NAME"] for row in rows(capsys.readouterr().out)] == ["step-00000004"]
+
+
+def test_all_runs_below_a_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = run_folder.parent.parent
+    shutil.copytree(run_folder, root / "checkpoints")  # as earlier versions of trainkit wrote them
+    shutil.copytree(run_folder, root / "logs" / "mine" / "version_3" / "checkpoints")
+    capsys.readouterr()
+    assert main(["checkpoint", "ls", str(root / "logs")]) == 0
+    assert [row["NAME"] for row in rows(capsys.readouterr().out)] == ["step-00000008", "step-00000004"]
+    shutil.rmtree(root / "checkpoints" / "step-00000004")
+    assert main(["checkpoint", "ls", str(root)]) == 0
+    assert sorted(row["NAME"] for row in rows(capsys.readouterr().out)) == [
+        "checkpoints/step-00000008",
+        "logs/mine/version_3/checkpoints/step-00000004",
+        "logs/mine/version_3/checkpoints/step-00000008",
+        "version_0/checkpoints/step-00000004",
+        "version_0/checkpoints/step-00000008",
+    ]
 
 
 def test_what_is_wrong_stands_at_the_end(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, purpose: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False)
 
-    ls = add("ls", "list the checkpoints of a folder, newest first")
-    default = "trainkit_runs/checkpoints"
+    ls = add("ls", "list the checkpoints of a folder, or of all runs below it, newest first")
+    default = "trainkit_runs"
     ls.add_argument("folder", metavar="FOLDER", nargs="?", default=default, help=f"default: ./{default}")
     ls.add_argument("--json", action="store_true", help="print JSON")
 

@@ -1,4 +1,4 @@
-"""``trainkit checkpoint ls``: the checkpoints of a folder."""
+"""``trainkit checkpoint ls``: the checkpoints of a folder, of a run, or of all runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.folder import Found, list_checkpoints
+from trainkit.checkpoint.folder import Found, candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.reader import is_checkpoint, look_at
 from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, holds, on_one_line, say, table
 from trainkit.errors import CheckpointNotFoundError
+from trainkit.paths import local_path
 
 __all__ = ["checkpoints_at", "run"]
 
@@ -19,18 +20,20 @@ _RUN_SHOWN = 8  # characters of the run's id that tell it apart
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, or JSON. What is wrong with a checkpoint is said and is no error of the listing."""
-    found = checkpoints_at(Path(args.folder))
+    found = checkpoints_at(folder := local_path(args.folder, "FOLDER"))
     if args.json:
         print(as_json([_described(one) for one in found]))
     elif not found:
         say(f"{args.folder} holds no checkpoint.")
     else:
-        say(*table(_HEADER, map(_row, found), right="STEP EPOCH SIZE"))
+        several = len({one.path.parent for one in found}) > 1
+        names = [str(one.path.relative_to(folder)) if several else one.path.name for one in found]
+        say(*table(_HEADER, map(_row, found, names), right="STEP EPOCH SIZE"))
     return 0
 
 
 def checkpoints_at(path: Path) -> list[Found]:
-    """The checkpoint at ``path``, or those in it, or those in its folder ``checkpoints``; in that order.
+    """The checkpoint at ``path``, or those in it, or those of the run or runs whose folder it is or that are below it.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
@@ -40,21 +43,22 @@ def checkpoints_at(path: Path) -> list[Found]:
     if not path.is_dir():
         raise CheckpointNotFoundError(
             f"Expected a folder of checkpoints, got {str(path)!r}, which is {'a file' if path.exists() else 'not there'}. "
-            "Fix: name the folder that the run saved to: trainkit checkpoint ls <default_root_dir>/checkpoints"
+            "Fix: name the folder that the run saved to: trainkit checkpoint ls <default_root_dir>"
         )
-    return list_checkpoints(path) or list_checkpoints(path / "checkpoints")
+    found = list_checkpoints(path) or candidates(*folders_below(path))
+    return [one for one in found if one.problem is None] + [one for one in found if one.problem is not None]
 
 
-def _row(one: Found) -> tuple[str, ...]:
+def _row(one: Found, name: str) -> tuple[str, ...]:
     manifest = one.manifest
     state = "good" if one.problem is None else on_one_line(one.problem, one.path)
     if manifest is None:
-        return (one.path.name, *["?"] * 6, "", state)
+        return (name, *["?"] * 6, "", state)
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in manifest.metrics.items())
     size = bytes_text(sum(entry.size for entry in manifest.files.values()))
     saved = manifest.saved_at[:19].replace("T", " ")
     about = (str(manifest.step), str(manifest.epoch), manifest.run_id[:_RUN_SHOWN], saved, size, holds(manifest))
-    return (one.path.name, *about, metrics, state)
+    return (name, *about, metrics, state)
 
 
 def _described(one: Found) -> dict[str, Any]:

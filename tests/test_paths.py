@@ -1,0 +1,108 @@
+"""``~`` is expanded and an address is refused, wherever a folder is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saving import saved, saving
+from tiny import TinyModule, tiny_loader
+
+from trainkit import Accelerator, ProjectConfiguration, Trainer
+from trainkit.callbacks import ModelCheckpoint
+from trainkit.checkpoint import list_checkpoints, open_checkpoint
+from trainkit.cli.main import main
+from trainkit.errors import ConfigurationError
+from trainkit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
+from trainkit.loggers.reader import read_metrics
+from trainkit.paths import local_path
+
+
+@pytest.fixture
+def home(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's home, which is not where the process is."""
+    there = run_dir / "home"
+    there.mkdir()
+    monkeypatch.setenv("HOME", str(there))
+    return there
+
+
+def fit(path: Any = None, **arguments: Any) -> Trainer:
+    trainer = saving(max_epochs=1, **arguments)
+    trainer.fit(TinyModule(), tiny_loader(), ckpt_path=path)
+    return trainer
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "default_root_dir": lambda url: Trainer(default_root_dir=url),
+    "dirpath": lambda url: ModelCheckpoint(url),
+    "save_dir": lambda url: CSVLogger(url),
+    "ckpt_path": lambda url: fit(url),
+    "ckpt_path of an evaluation": lambda url: saving().validate(TinyModule(), tiny_loader(), ckpt_path=url),
+    "filepath": lambda url: fit().save_checkpoint(url),
+    "project_dir": lambda url: Accelerator(project_dir=url),
+    "logging_dir": lambda url: ProjectConfiguration(project_dir="runs", logging_dir=url),
+    "output_dir": lambda url: Accelerator().save_state(url),
+    "input_dir": lambda url: Accelerator().load_state(url),
+    "save_directory": lambda url: Accelerator().save_model(TinyModule(), url),
+    "path": lambda url: TinyModule.load_from_checkpoint(url),
+    "folder": lambda url: list_checkpoints(url),
+}
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", Path("hdfs://host/run")], ids=str)
+@pytest.mark.parametrize("argument", list(REFUSED))
+def test_an_address_is_refused_and_no_folder_is_made_of_it(argument: str, url: Any, run_dir: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        REFUSED[argument](url)
+    for part in (f"{argument.split()[0]}: expected a folder on a local or mounted disk", str(url), "Fix: use a local folder"):
+        assert part in str(caught.value)
+    assert not [path.name for path in run_dir.iterdir() if ":" in path.name]
+
+
+def test_home_is_expanded_for_a_trainer(home: Path) -> None:
+    trainer = fit(default_root_dir="~/runs", logger=CSVLogger())
+    assert trainer.default_root_dir == str(home / "runs")
+    assert trainer.log_dir == str(home / "runs/logs/default/version_0")
+    [found] = list_checkpoints("~/runs/logs/default/version_0/checkpoints")
+    assert found.path.is_relative_to(home)
+    saved_to = "~/mine"
+    trainer.save_checkpoint(saved_to)
+    assert open_checkpoint(saved_to).path == home / "mine"
+    assert fit(saved_to, default_root_dir="~/others").checkpointing.resumed_from == home / "mine"
+    assert isinstance(TinyModule.load_from_checkpoint(saved_to), TinyModule)
+    trainer.validate(TinyModule(), tiny_loader(8), ckpt_path=saved_to, verbose=False)
+    assert not Path("~").exists()
+
+
+def test_home_is_expanded_for_callbacks_and_loggers(home: Path) -> None:
+    assert ModelCheckpoint("~/mine").dirpath == str(home / "mine")
+    for kind in (CSVLogger, JSONLLogger, TensorBoardLogger):
+        assert kind("~/logs").save_dir == str(home / "logs")
+
+
+def test_home_is_expanded_for_an_accelerator(home: Path) -> None:
+    accelerator = Accelerator(project_dir="~/project")
+    assert str(accelerator.project_dir) == str(accelerator.logging_dir) == str(home / "project")
+    accelerator.prepare(TinyModule())
+    assert accelerator.save_state("~/state") == home / "state"
+    accelerator.load_state("~/state")
+    accelerator.save_model(TinyModule(), "~/model")
+    assert (home / "model" / "model.safetensors").is_file()
+    assert not Path("~").exists()
+
+
+def test_home_is_expanded_on_the_command_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(default_root_dir="~/runs", logger=CSVLogger(), max_epochs=1, log_every_n_steps=1)
+    assert main(["checkpoint", "ls", "~/runs"]) == 0
+    assert "step-00000004" in capsys.readouterr().out
+    assert main(["checkpoint", "show", "~/runs/logs/default/version_0/checkpoints/step-00000004"]) == 0
+    assert read_metrics("~/runs")
+
+
+def test_a_folder_that_was_given_stays_as_it_was() -> None:
+    assert Accelerator(project_dir="runs/first").project_dir == "runs/first"
+    for path in ("runs", "C:/runs", "C:\\runs", "a:b", Path("runs")):
+        assert local_path(path, "x") == Path(path)

@@ -1,0 +1,154 @@
+"""The folder of a run: where it saves its checkpoints by default, and where those of earlier runs are looked for.
+
+Each run has a folder of its own: that of its first logger that writes files, ``<save_dir>/<name>/version_N``, or
+``<default_root_dir>/version_N`` if no logger has one. Its checkpoints are in the folder ``checkpoints`` inside it. A resumed
+run continues in the folder of the run that it resumes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainkit.checkpoint.folder import CHECKPOINTS, candidates, check_writable, folders_below
+from trainkit.checkpoint.together import together
+from trainkit.errors import CheckpointWriteError
+from trainkit.setup_run import overrides
+
+if TYPE_CHECKING:
+    from trainkit.distributed import World
+    from trainkit.loggers import Logger
+    from trainkit.trainer import Trainer
+
+__all__ = ["Places", "checkpoint_places", "choose_folder", "folder_of_run", "opens_files", "shown_folders"]
+
+
+class Places(NamedTuple):
+    """Where checkpoints are looked for.
+
+    Attributes:
+        told: the folders that callbacks were told to save to (``dirpath``).
+        runs: the checkpoint folders of all runs that ``"auto"``, ``"last"`` and ``"best"`` may mean.
+        below: what ``runs`` were looked for in, for messages.
+    """
+
+    told: list[Path]
+    runs: list[Path]
+    below: list[Path]
+
+    @property
+    def folders(self) -> list[Path]:
+        """All of them, without repetition."""
+        return list(dict.fromkeys([*self.told, *self.runs]))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, dict.fromkeys([*self.told, *self.below])))
+
+
+def choose_folder(trainer: Trainer) -> Path:
+    """The folder for the checkpoints of a new run, chosen by the main process. Collective.
+
+    Raises:
+        CheckpointWriteError: it cannot be made.
+        ConfigurationError: the folder of a logger cannot be made.
+    """
+    world = trainer.strategy.world
+
+    def choose() -> str | None:
+        if not world.is_main:
+            return None
+        from trainkit.loggers.folder import RunFolder, claimed
+
+        logger = _logger_with_folder(trainer)
+        folder = None if logger is None else str(claimed(logger._run_folder()))
+        if folder is None:
+            root = Path(trainer.default_root_dir)
+            check_writable(root)
+            folder = str(RunFolder(root, None).claim())
+        return os.path.abspath(os.path.join(folder, CHECKPOINTS))
+
+    return Path(together(world, choose, CheckpointWriteError)[0])
+
+
+def checkpoint_places(trainer: Trainer) -> Places:
+    """Where ``"auto"``, ``"last"`` and ``"best"`` look: where this run saves, and the folders of earlier runs.
+
+    An experiment whose logger was given a name, or a run whose logger was given a version, is looked for under that name only:
+    the folds of a cross-validation, for example, must not continue each other. What versions of trainkit before run folders
+    wrote to ``<default_root_dir>/checkpoints`` counts where there is nothing else.
+    """
+    callbacks: list[Any] = list(trainer.checkpoint_callbacks)
+    told = [Path(own) for callback in callbacks if (own := callback.told_folder) is not None]
+    if callbacks and len(told) == len(callbacks):
+        return Places(list(dict.fromkeys(told)), [], [])
+    root = Path(os.path.abspath(trainer.default_root_dir))
+    below, runs = [root], [*folders_below(root)]
+    logger = _logger_with_folder(trainer)
+    if logger is not None:
+        named, versioned = _is_named(logger)
+        place = Path(os.path.abspath(logger.root_dir))
+        if versioned:
+            place = Path(os.path.abspath(logger._run_folder().path or place))
+        own = folders_below(place, deep=False)
+        if not named and not versioned:
+            runs += own
+            below = below if place.is_relative_to(root) else [*below, place]
+        else:
+            below = [place]
+            runs = own if any(map(_holds_any, own)) else [root / CHECKPOINTS]
+    return Places(list(dict.fromkeys(told)), list(dict.fromkeys(runs)), below)
+
+
+def shown_folders(trainer: Trainer) -> list[str]:
+    """Where the checkpoints of a run go, in words; nothing is chosen or made."""
+    callbacks: list[Any] = list(trainer.checkpoint_callbacks)
+    own = [callback.told_folder for callback in callbacks]
+    running = trainer.checkpointing.places.of_run if hasattr(trainer, "checkpointing") else None
+    if running is None:
+        logger = _logger_with_folder(trainer)
+        place = trainer.default_root_dir if logger is None else logger.root_dir
+        version = None if logger is None else logger._run_folder().path
+        running = Path(os.path.abspath(version or os.path.join(place, "version_N")), CHECKPOINTS)
+    return list(dict.fromkeys(str(running) if folder is None else folder for folder in own))
+
+
+def folder_of_run(world: World, runs: list[Path], run_id: str) -> Path | None:
+    """The folder among ``runs`` that holds checkpoints of a run; collective."""
+
+    def look() -> str | None:
+        if not world.is_main:
+            return None
+        found = (one for one in candidates(*runs) if one.manifest is not None and one.manifest.run_id == run_id)
+        return next((str(one.path.parent) for one in found), None)
+
+    folder = together(world, look)[0]
+    return None if folder is None else Path(folder)
+
+
+def _logger_with_folder(trainer: Trainer) -> Logger | None:
+    """The first logger that writes files to a folder of the run: one that opens nothing, which may print, has none."""
+    if not trainer.loggers:
+        return None
+    from trainkit.loggers.folder import has_folder
+
+    return next((logger for logger in trainer.loggers if has_folder(logger) and opens_files(logger)), None)
+
+
+def opens_files(logger: Logger) -> bool:
+    """Whether it has something to open; one that does not, for example one that prints, needs no folder."""
+    from trainkit.loggers.base import Logger
+
+    return overrides(logger, "open_experiment", Logger)
+
+
+def _is_named(logger: Logger) -> tuple[bool, bool]:
+    """Whether the experiment was given a name, and the run a version."""
+    return logger.name not in ("", "default"), logger._version is not None
+
+
+def _holds_any(folder: Path) -> bool:
+    try:
+        return any(not name.startswith(".") for name in os.listdir(folder))
+    except OSError:
+        return False
