@@ -1,18 +1,26 @@
 """What trainkit says to the user: notices (facts worth knowing, on standard error) and warnings (something is likely wrong).
 
-Notices go through ``logging.getLogger("trainkit")`` at level INFO; a program that configures logging gets them its way.
+Warnings name the line of the user's own code that led to them. What a stream cannot show (its encoding is ASCII, say) is
+replaced by the nearest characters that it can: nothing that is said may end a run. Notices go through ``logging.getLogger("trainkit")`` at level INFO; a program that configures logging gets them its way.
 Of several processes the main one speaks, so that nothing is said as often as there are processes.
 """
 
 from __future__ import annotations
 
+import codecs
 import logging
 import sys
 import threading
+import unicodedata
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["TrainkitWarning", "notice", "speak", "speaks", "warn"]
+__all__ = ["TrainkitWarning", "counted", "notice", "only_printable", "printable", "speak", "speaks", "warn", "with_article"]
 
+_PLAIN = {"×": "x", "≥": ">=", "≤": "<=", "→": "->", "…": "...", "·": "*", "–": "-", "—": "-", "’": "'", "“": '"', "”": '"'}
+_LIBRARIES = ("trainkit", "torch", "contextlib", "functools", "importlib")  # a warning points to none of their lines
 _LOGGER = logging.getLogger("trainkit")
 
 
@@ -38,6 +46,9 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), sys.stderr)
 
 
 _HANDLER = _StandardError()
@@ -93,6 +104,78 @@ def warn(text: str, everywhere: bool = False) -> None:
         everywhere: of several processes each warns, with its rank: for what is wrong with one of them.
     """
     if everywhere:
-        warnings.warn((_voice.prefix or _prefix) + text, TrainkitWarning, stacklevel=3)
-    elif speaks():
-        warnings.warn(text, TrainkitWarning, stacklevel=3)
+        text = (_voice.prefix or _prefix) + text
+    elif not speaks():
+        return
+    warnings.warn(printable(text, sys.stderr), TrainkitWarning, stacklevel=_outside())
+
+
+def _outside() -> int:
+    """The ``stacklevel``, for whoever calls this, of the innermost line that is neither trainkit's nor torch's.
+
+    3.12 has ``skip_file_prefixes`` for that; this is the same for every Python. Without such a line, as in a thread of ours, the
+    caller of what warns.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        if frame.f_back is None:
+            return 3
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 epoch", "2 epochs", "2 batches"."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}es" if noun.endswith(("ch", "s", "sh", "x")) else f"{number} {noun}s"
+
+
+def with_article(noun: str) -> str:
+    """A noun, or the name of a class, with "a" or "an"."""
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
+def printable(text: str, stream: Any) -> str:
+    """A text with what a stream cannot show replaced: by characters alike where there are some ("->" for an arrow), else by "?".
+
+    Args:
+        text: what is to be written.
+        stream: such as ``sys.stdout``.
+    """
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        return text.encode(encoding, "trainkit-plain").decode(encoding)
+    except (LookupError, UnicodeError):  # an encoding that Python does not know by this name
+        return text
+
+
+@contextmanager
+def only_printable() -> Iterator[None]:
+    """Within it all that this process prints is :func:`printable`; for a program that is ours, such as a subcommand."""
+    streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
+    before = [(stream, stream.errors) for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="trainkit-plain")
+    try:
+        yield
+    finally:
+        for stream, errors in before:
+            stream.reconfigure(errors=errors)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """The handler ``trainkit-plain`` of :mod:`codecs`."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_alike, error.object[error.start : error.end])), error.end
+
+
+def _alike(character: str) -> str:
+    if character in _PLAIN:
+        return _PLAIN[character]
+    letters = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()  # an accent falls off
+    return letters if letters.isprintable() and letters else "?"
+
+
+codecs.register_error("trainkit-plain", _plain)

@@ -270,16 +270,9 @@ def _stdout(monkeypatch, stream: Any) -> bool:
 
 
 def test_what_passes_for_a_terminal(monkeypatch) -> None:
-    class Notebook:
-        __module__ = "ipykernel.iostream"
-
-        def isatty(self) -> bool:
-            return False
-
     assert not _stdout(monkeypatch, None)  # a program without a console
     assert not _stdout(monkeypatch, io.StringIO())
     assert _stdout(monkeypatch, SimpleNamespace(isatty=lambda: True, fileno=io.StringIO().fileno))  # of unknown size
-    assert _stdout(monkeypatch, Notebook())
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
