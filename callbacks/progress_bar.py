@@ -30,7 +30,7 @@ _SECONDS_RATE = 1.0  # a bar's rate is measured over at least this long: over 0.
 
 
 class _LastRate:
-    """What our bars add to a class of tqdm: the rate of the last interval, and no monitor thread, which would outlive the run."""
+    """What our bars add to tqdm: the rate of the last interval; and no monitor thread, which would outlive the run."""
 
     monitor_interval = 0
     rate: float | None = None
@@ -47,7 +47,7 @@ class _Bar(_LastRate, tqdm):  # type: ignore[type-arg]
 
 @lru_cache(maxsize=1)  # the notice once
 def _widget_bar() -> type[tqdm[Any]] | None:
-    """tqdm's widget for notebooks; ``None`` without ipywidgets: moves of the cursor would stay in the notebook that is saved."""
+    """tqdm's widget for notebooks; ``None`` without ipywidgets: a saved notebook would keep the moves of the cursor."""
     if importlib.util.find_spec("ipywidgets") is None:
         notice("the progress bar prints lines in this notebook. For a bar: pip install ipywidgets, then restart the kernel.")
         return None
@@ -62,9 +62,7 @@ def _widget_bar() -> type[tqdm[Any]] | None:
 class _Stage:
     """One stage's bar, or its lines where there is no terminal; between two looks it costs one reading of the clock."""
 
-    def __init__(
-        self, description: str, total: float, *, kind: type[tqdm[Any]] | None, position: int, leave: bool
-    ) -> None:
+    def __init__(self, description: str, total: float, *, kind: type[tqdm[Any]] | None, position: int, leave: bool) -> None:
         self.description = description
         self.total = int(total) if math.isfinite(total) else None
         self.done = 0

@@ -1,8 +1,8 @@
 """What trainkit says to the user: notices (facts worth knowing, on standard error) and warnings (something is likely wrong).
 
-Warnings name the line of the user's own code that led to them. What a stream cannot show (its encoding is ASCII, say) is
-replaced by the nearest characters that it can: nothing that is said may end a run. Notices go through ``logging.getLogger("trainkit")`` at level INFO; a program that configures logging gets them its way.
-Of several processes the main one speaks, so that nothing is said as often as there are processes.
+Notices go through ``logging.getLogger("trainkit")`` at level INFO; a program that configures logging gets them its way.
+Warnings name the line of the user's own code that led to them. Of several processes the main one speaks, so that nothing is
+said as often as there are processes. What a stream cannot show is replaced by characters that it can: no message ends a run.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def warn(text: str, everywhere: bool = False) -> None:
 def _outside() -> int:
     """The ``stacklevel``, for whoever calls this, of the innermost line that is neither trainkit's nor torch's.
 
-    3.12 has ``skip_file_prefixes`` for that; this is the same for every Python. Without such a line, as in a thread of ours, the
-    caller of what warns.
+    Python 3.12 has ``skip_file_prefixes`` for that; this is the same for every Python. Without such a line, as in a thread of
+    ours, the caller of what warns.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
@@ -137,7 +137,7 @@ def with_article(noun: str) -> str:
 
 
 def printable(text: str, stream: Any) -> str:
-    """A text with what a stream cannot show replaced: by characters alike where there are some ("->" for an arrow), else by "?".
+    """A text with what a stream cannot show replaced: by similar characters ("->" for an arrow), else by "?".
 
     Args:
         text: what is to be written.
