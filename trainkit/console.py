@@ -15,9 +15,21 @@ import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["TrainkitWarning", "counted", "notice", "only_printable", "printable", "speak", "speaks", "warn", "with_article"]
+__all__ = [
+    "TrainkitWarning",
+    "counted",
+    "notice",
+    "only_printable",
+    "printable",
+    "speak",
+    "speaks",
+    "users_frames",
+    "warn",
+    "with_article",
+]
 
 _PLAIN = {"×": "x", "≥": ">=", "≤": "<=", "→": "->", "…": "...", "·": "*", "–": "-", "—": "-", "’": "'", "“": '"', "”": '"'}
 _LIBRARIES = ("trainkit", "torch", "contextlib", "functools", "importlib")  # a warning points to none of their lines
@@ -117,11 +129,23 @@ def _outside() -> int:
     ours, the caller of what warns.
     """
     frame, level = sys._getframe(1), 1
-    while frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+    while _is_inside(frame):
         if frame.f_back is None:
             return 3
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _is_inside(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES
+
+
+def users_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of trainkit, torch and the like."""
+    if trace is None:
+        return None
+    rest = users_frames(trace.tb_next)
+    return rest if _is_inside(trace.tb_frame) else TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def counted(number: int, noun: str) -> str:
