@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from trainkit.console import only_printable, printable
 from trainkit.errors import TrainkitError, UnknownNameError, nearest
 
 __all__ = ["main", "options"]
@@ -48,19 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and not arguments[0].startswith("-"):
-            return _run(arguments[0], arguments[1:])
-        parser = _parser()
-        ended = _parse(parser, arguments)
-        if isinstance(ended, int):
-            return ended
-        parser.print_help(sys.stderr)
-        return _FAILED
+        with only_printable():
+            if arguments and not arguments[0].startswith("-"):
+                return _run(arguments[0], arguments[1:])
+            parser = _parser()
+            ended = _parse(parser, arguments)
+            if isinstance(ended, int):
+                return ended
+            parser.print_help(sys.stderr)
+            return _FAILED
     except TrainkitError as error:
         if os.environ.get("TRAINKIT_TRACEBACK") == "1":
             traceback.print_exc()
         else:
-            print(f"trainkit: {error}", file=sys.stderr)
+            print(printable(f"trainkit: {error}", sys.stderr), file=sys.stderr)
         return _FAILED
     except BrokenPipeError:  # whoever reads has read enough: `trainkit checkpoint show … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at the end complain
@@ -142,9 +144,8 @@ def _module(command: str) -> Any:
 
 
 def _subparser(command: str) -> argparse.ArgumentParser:
-    module = _module(command)
-    parser = argparse.ArgumentParser(
-        prog=f"trainkit {command}", description=_SUBCOMMANDS[command][1].capitalize() + ".", allow_abbrev=False
-    )
+    module, purpose = _module(command), _SUBCOMMANDS[command][1]
+    description = purpose[0].upper() + purpose[1:] + "."  # not capitalize(), which makes a "PNG file" a "png file"
+    parser = argparse.ArgumentParser(prog=f"trainkit {command}", description=description, allow_abbrev=False)
     module.add_arguments(parser)
     return parser
