@@ -148,16 +148,21 @@ def users_frames(trace: TracebackType | None) -> TracebackType | None:
     return rest if _is_inside(trace.tb_frame) else TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: "1 epoch", "2 epochs", "2 batches"."""
-    if number == 1:
-        return f"{number} {noun}"
-    return f"{number} {noun}es" if noun.endswith(("ch", "s", "sh", "x")) else f"{number} {noun}s"
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number with its noun: "1 epoch", "2 epochs", "2 batches".
+
+    Args:
+        number: how many.
+        one: the noun, perhaps with its verb, for a single one.
+        many: for several; default: ``one`` with "s" or "es".
+    """
+    return f"{number} {one if number == 1 else many or one + ('es' if one.endswith(('ch', 's', 'sh', 'x')) else 's')}"
 
 
 def with_article(noun: str) -> str:
-    """A noun, or the name of a class, with "a" or "an"."""
-    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+    """A noun, or the name of a class, with "a" or "an": "an EarlyStopping", "an SGD", "a list"."""
+    spelled = noun[:2].isupper() and noun[:1] in "FHLMNRSX"  # letter by letter: an "ess"
+    return f"{'an' if spelled or noun[:1].lower() in tuple('aeio') else 'a'} {noun}"
 
 
 def printable(text: str, stream: Any) -> str:

@@ -17,6 +17,7 @@ from trainkit.cli.demo.baselines import bigram_bits, unigram_bits
 from trainkit.cli.demo.corpus import SourceCode
 from trainkit.cli.demo.gpt import ByteGPT
 from trainkit.cli.plot import draw
+from trainkit.console import counted
 from trainkit.errors import ConfigurationError, missing_package
 from trainkit.loggers.base import is_installed
 from trainkit.loggers.csv_logs import CSVLogger
@@ -167,7 +168,8 @@ def _introduce(data: SourceCode, model: ByteGPT, max_steps: int) -> None:
     corpus = data.corpus
     parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"A GPT over bytes with {parameters:,} parameters learns to write Python: {max_steps} updates on Python's own\n"
+        f"A GPT over bytes with {parameters:,} parameters learns to write Python: {counted(max_steps, 'update')} on "
+        f"Python's own\n"
         f"standard library, {len(corpus.train_files)} files ({len(corpus.train) / 1e6:.1f} MB) to train on and "
         f"{len(corpus.val_files)} others to validate on.",
         flush=True,
@@ -186,7 +188,7 @@ def report(result: Result, seconds: float) -> None:
     verdict = f"{abs(difference):.2f} bits {'better' if difference > 0 else 'worse'} than the bigram baseline"
     folder = result.log_dir
     print(f"\nWhat it writes after {PROMPT.decode()!r}:\n\n{_indented(result.sample)}\n")
-    print(f"{result.steps} updates in {seconds:.0f} s, all included{early}.")
+    print(f"{counted(result.steps, 'update')} in {seconds:.0f} s, all included{early}.")
     print(f"Validation loss     {result.val_loss:.3f} bits per byte, {verdict}")
     print(f"  bigram baseline   {result.bigram:.3f} on the same bytes")
     print(f"  unigram baseline  {result.unigram:.3f} on the same bytes")
