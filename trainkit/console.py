@@ -156,7 +156,7 @@ def counted(number: int, one: str, many: str = "") -> str:
         one: the noun, perhaps with its verb, for a single one.
         many: for several; default: ``one`` with "s" or "es".
     """
-    return f"{number} {one if number == 1 else many or one + ('es' if one.endswith(('ch', 's', 'sh', 'x')) else 's')}"
+    return f"{number} {one if number == 1 else many or one + ('es' if one.endswith(('tch', 's', 'sh', 'x')) else 's')}"
 
 
 def with_article(noun: str) -> str:
