@@ -31,6 +31,9 @@ _SUBCOMMANDS = {
     "verify-resume": ("trainkit.cli.verify_resume", "kill a script's training, resume it, and tell whether it goes on exactly"),
 }
 
+# For its threads, set before torch is imported: two of OpenMP's that wait by spinning stand still next to another busy process.
+_ENVIRONMENT = {"demo": {"OMP_WAIT_POLICY": "PASSIVE"}}
+
 _FAILED = 2
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
@@ -85,6 +88,9 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         raise UnknownNameError(
             f"Unknown subcommand {command!r}.{nearest(command, _SUBCOMMANDS)} There are: {', '.join(_SUBCOMMANDS)}"
         )
+    for name, value in _ENVIRONMENT.get(command, {}).items():
+        if "torch" not in sys.modules:
+            os.environ.setdefault(name, value)
     parser = _subparser(command)
     parsed = _parse(parser, arguments)
     return parsed if isinstance(parsed, int) else int(_module(command).run(parsed))
