@@ -90,6 +90,7 @@ setup(
             "build",
             "hypothesis",
             "ipykernel",
+            "ipywidgets",
             "mypy",
             "nbclient",
             "omegaconf",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_choice, check_int, check_number
-from trainkit.console import notice, warn
+from trainkit.console import counted, notice, warn
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
 from trainkit.metric_notices import not_logged
 
@@ -164,7 +164,8 @@ class EarlyStopping(Callback):
         if raised and trainer.should_stop:
             trainer.should_stop = False
             notice(
-                f"EarlyStopping had stopped after {self.wait_count} checks without an improvement of {self.monitor}; with "
+                f"EarlyStopping had stopped after {counted(self.wait_count, 'check')} without an improvement of "
+                f"{self.monitor}; with "
                 f"patience={self.patience} training goes on."
             )
 
@@ -235,7 +236,7 @@ class EarlyStopping(Callback):
         self.wait_count += 1
         if self.wait_count < self.patience:
             return False, None
-        return True, f"{name} has not improved for {self.wait_count} checks. Best value: {best:.6g}. Training stops."
+        return True, f"{name} has not improved for {counted(self.wait_count, 'check')}. Best value: {best:.6g}. Training stops."
 
     def _improve(self, value: Tensor) -> None:
         with torch.inference_mode(False):  # validation may run in it; what is kept must be an ordinary tensor

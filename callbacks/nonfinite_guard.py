@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_choice, check_int
-from trainkit.console import warn
+from trainkit.console import counted, warn
 from trainkit.errors import ConfigurationError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -204,12 +204,13 @@ class NonFiniteGuard(Callback):
         described = _describe_all(self._update, world.exchange(_causes(findings)))
         if self.max_consecutive is not None and too_many:
             raise NonFiniteError(
-                f"{self.consecutive_skips} updates in a row were left out (max_consecutive={self.max_consecutive}). "
+                f"NonFiniteGuard left out {counted(self.consecutive_skips, 'update')} in a row "
+                f"(max_consecutive={self.max_consecutive}). "
                 f"The last: {described} Lower the learning rate, look at the data, or raise the limit: "
                 f"NonFiniteGuard(action='skip', max_consecutive={2 * self.max_consecutive})"
             )
         warn(
-            f"NonFiniteGuard has left out {self.consecutive_skips} updates in a row, {self.skipped_updates} in "
+            f"NonFiniteGuard has left out {counted(self.consecutive_skips, 'update')} in a row, {self.skipped_updates} in "
             f"all. The last: {described}"
         )
 
@@ -258,7 +259,9 @@ def _causes(findings: _Findings | None) -> str:
         bad = [n for n, ok in zip(findings.names, torch.isfinite(findings.largest).tolist(), strict=True) if not ok]
         if bad:
             more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-            causes.append(f"the gradient of {', '.join(bad[:_NAMED])}{more} ({len(bad)} of {len(findings.names)} parameters)")
+            causes.append(
+                f"the gradient of {', '.join(bad[:_NAMED])}{more} ({len(bad)} of {counted(len(findings.names), 'parameter')})"
+            )
     return "; ".join(causes)
 
 

@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_choice
+from trainkit.console import with_article
 from trainkit.data.nested import map_tensors
 from trainkit.errors import ConfigurationError
 from trainkit.loggers.jsonl import JSONLWriter
@@ -332,6 +333,7 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{place}]") for place, item in enumerate(value)]
     raise ConfigurationError(
-        f"PredictionWriter cannot write {where}, a {type(value).__name__}: expected tensors, numbers, strings, lists and "
+        f"PredictionWriter cannot write {where}, {with_article(type(value).__name__)}: expected tensors, numbers, "
+        f"strings, lists and "
         "dicts. Return these from predict_step, or define write_on_batch_end in a subclass."
     )

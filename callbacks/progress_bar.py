@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from tqdm import tqdm
 
 from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_int
+from trainkit.console import notice, printable
+from trainkit.metric_values import read
 
 if TYPE_CHECKING:
     from trainkit.module import TrainModule
@@ -23,27 +26,54 @@ __all__ = ["TQDMProgressBar"]
 
 _SECONDS_LIVE = 0.1  # between two looks of a bar on a terminal
 _SECONDS_PLAIN = 15.0  # between two lines where there is no terminal
+_SECONDS_RATE = 1.0  # a bar's rate is measured over at least this long: over 0.1 s it would jump
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]
-    """tqdm without its monitor thread, which would outlive the run."""
+class _LastRate:
+    """What our bars add to tqdm: the rate of the last interval; and no monitor thread, which would outlive the run."""
 
     monitor_interval = 0
+    rate: float | None = None
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What tqdm draws."""
+        return {**super().format_dict, "rate": self.rate}  # type: ignore[misc]
+
+
+class _Bar(_LastRate, tqdm):  # type: ignore[type-arg]
+    """On a terminal."""
+
+
+@lru_cache(maxsize=1)  # the notice once
+def _widget_bar() -> type[tqdm[Any]] | None:
+    """tqdm's widget for notebooks; ``None`` without ipywidgets: a saved notebook would keep the moves of the cursor."""
+    if importlib.util.find_spec("ipywidgets") is None:
+        notice("the progress bar prints lines in this notebook. For a bar: pip install ipywidgets, then restart the kernel.")
+        return None
+    from tqdm.notebook import tqdm as widget
+
+    class WidgetBar(_LastRate, widget):  # type: ignore[misc, type-arg]
+        """In a notebook."""
+
+    return WidgetBar
 
 
 class _Stage:
-    """One stage's bar on a terminal, or its lines elsewhere; between two looks it costs one reading of the clock."""
+    """One stage's bar, or its lines where there is no terminal; between two looks it costs one reading of the clock."""
 
-    def __init__(self, description: str, total: float, *, live: bool, position: int, leave: bool) -> None:
+    def __init__(self, description: str, total: float, *, kind: type[tqdm[Any]] | None, position: int, leave: bool) -> None:
         self.description = description
         self.total = int(total) if math.isfinite(total) else None
         self.done = 0
-        self.began = time.monotonic()
+        self.since = time.monotonic()  # the interval of the rate began then, after this number of batches
+        self._counted = 0
+        self._rate: float | None = None
         self._first: int | None = None  # what was done before the first look, of a resumed epoch
-        self.bar: _Bar | None = None
-        self.next_look = self.began if live else self.began + _SECONDS_PLAIN
-        if live:
-            self.bar = _Bar(
+        self.bar: Any = None
+        self.next_look = self.since + (_SECONDS_PLAIN if kind is None else 0.0)
+        if kind is not None:
+            self.bar = kind(
                 desc=description,
                 total=self.total,
                 position=position,
@@ -57,7 +87,9 @@ class _Stage:
     def advance(self, done: int, refresh_rate: int) -> bool:
         """Note how many batches are done; True if it is time to show it."""
         if self._first is None:
-            self._first = done - 1
+            self._first = self._counted = done - 1
+            if self._first:  # a resumed epoch: until now the loader went to its position
+                self._counted, self.since = done, time.monotonic()
         self.done = done
         if done % refresh_rate:
             return False
@@ -67,14 +99,15 @@ class _Stage:
         self.next_look = now + (_SECONDS_PLAIN if self.bar is None else _SECONDS_LIVE)
         return True
 
-    def show(self, values: Mapping[str, Tensor]) -> None:
+    def show(self, metrics: dict[str, float]) -> None:
         """Draw the bar, or print a line."""
-        metrics = {name: float(value) for name, value in values.items()}
+        self._measure()
         if self.bar is None:
-            print(self.line(metrics), flush=True)
+            print(printable(self.line(metrics), sys.stdout), flush=True)
             return
         if metrics:
-            self.bar.set_postfix(metrics, refresh=False)
+            self.bar.set_postfix({printable(name, sys.stdout): value for name, value in metrics.items()}, refresh=False)
+        self.bar.rate = self._rate
         if self._first:
             self.bar.initial, self.bar.n = self._first, max(self.bar.n, self._first)
             self._first = 0
@@ -83,13 +116,21 @@ class _Stage:
         else:
             self.bar.refresh()
 
+    def _measure(self) -> None:
+        """The rate since it was last measured."""
+        now = time.monotonic()
+        seconds, batches = now - self.since, self.done - self._counted
+        long_enough = self.bar is None or self._rate is None or seconds >= _SECONDS_RATE
+        if batches > 0 and long_enough:
+            self._rate = batches / seconds if seconds > 0 else 0.0
+            self.since, self._counted = now, self.done
+
     def line(self, metrics: dict[str, float]) -> str:
         """What a log file gets instead of a bar."""
         total = "?" if self.total is None else str(self.total)
-        seconds = time.monotonic() - self.began
-        rate = (self.done - (self._first or 0)) / seconds if seconds > 0 else 0.0
+        rate = "" if self._rate is None else f", {self._rate:.1f} batches/s"
         values = "".join(f", {name}={_readable(value)}" for name, value in metrics.items())
-        return f"{self.description}: {self.done}/{total} batches, {rate:.1f} batches/s{values}"
+        return f"{self.description}: {self.done}/{total} batches{rate}{values}"
 
     def close(self) -> None:
         """Take the bar off the terminal, or leave its last state there."""
@@ -102,10 +143,16 @@ class _Stage:
 class TQDMProgressBar(Callback):
     """Shows a bar for training, and one each for the sanity check, validation, test and prediction.
 
-    On a terminal or in a notebook the bars are drawn at most ten times a second. Elsewhere (a log file, CI) there are
-    plain lines instead: one at the end of each epoch and one every 15 seconds within it. Metrics logged with
-    ``prog_bar=True`` stand beside, as of the last log boundary; nothing is read from the device for them. Only the
-    main process shows anything. ``module.print`` and :meth:`print` write above the bars.
+    On a terminal the bars are drawn at most ten times a second, and in a notebook with ipywidgets likewise, as tqdm's
+    widgets. Elsewhere (a log file, CI, a notebook without ipywidgets) there are plain lines instead: one at the end of each
+    epoch and one every 15 seconds within it.
+
+    Next to the number of batches stand the rate since the last look (on a bar over at least one second; a validation does not
+    count), and metrics: those logged by step with ``prog_bar=True`` in the last batch, others as of the last log boundary. If
+    the training step logs none whose name contains "loss", ``loss`` is what it returned. These are this process's own values,
+    read from the device when the bar is drawn, never on each step; on XLA they are as of the last log boundary.
+
+    Only the main process shows anything. ``module.print`` and :meth:`print` write above the bars.
 
     Args:
         refresh_rate: look at the clock only every that many batches; 0 shows nothing.
@@ -133,7 +180,10 @@ class TQDMProgressBar(Callback):
         self.process_position = process_position
         self.leave = leave
         self._shown = False
-        self._live = False
+        self._kind: type[tqdm[Any]] | None = None
+        self._loss: Any = None
+        self._logs_loss: bool | None = None  # of the epoch; None: it has had no batch
+        self._paused: float | None = None  # training, since then
         self._train: _Stage | None = None
         self._evaluation: _Stage | None = None
         self._evaluation_loader = 0
@@ -143,14 +193,15 @@ class TQDMProgressBar(Callback):
     ) -> None:
         """Python's ``print``, above the bars."""
         if any(stage is not None and stage.bar is not None for stage in (self._train, self._evaluation)):
-            with _Bar.external_write_mode(file=file or sys.stdout):
+            assert self._kind is not None
+            with self._kind.external_write_mode(file=file or sys.stdout):
                 print(*values, sep=sep, end=end, file=file, flush=flush)
         else:
             print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._shown = trainer.is_global_zero and self.refresh_rate > 0
-        self._live = _is_live()
+        self._kind = _bar_kind() if self._shown else None
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._close()
@@ -170,11 +221,21 @@ class TQDMProgressBar(Callback):
         self._train = self._stage(f"Epoch {trainer.current_epoch}{of}", total, 0, leave=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._train is not None and self._train.advance(batch_idx + 1, self.refresh_rate):
-            self._train.show(trainer.progress_bar_metrics)
+        if self._train is None:
+            return
+        self._loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        due = self._train.advance(batch_idx + 1, self.refresh_rate)
+        if due or self._logs_loss is None:
+            self._logs_loss = self._logs_loss or any("loss" in name.lower() for name in trainer.train_metrics.in_bar())
+        if due:
+            self._train.show(self._train_values(trainer))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._end_train_epoch(trainer, leave=True)
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._train is not None:
+            self._paused = time.monotonic()
 
     def on_validation_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -219,7 +280,16 @@ class TQDMProgressBar(Callback):
         self._end_loader(trainer, nested=False)
 
     def _stage(self, description: str, total: float, line: int, *, leave: bool) -> _Stage:
-        return _Stage(description, total, live=self._live, position=self.process_position + line, leave=leave)
+        return _Stage(description, total, kind=self._kind, position=self.process_position + line, leave=leave)
+
+    def _train_values(self, trainer: Trainer) -> dict[str, float]:
+        """What stands next to the training bar, by one wait for the device."""
+        values: dict[str, Any] = trainer.progress_bar_metrics
+        if not trainer.strategy.lazy_tensors:  # to read one there would run a part of the step by itself
+            values = {**values, **trainer.train_metrics.in_bar()}
+            if not self._logs_loss and isinstance(self._loss, Tensor) and self._loss.numel() == 1:
+                values = {"loss": self._loss, **values}
+        return dict(zip(values, read(list(values.values())), strict=True))
 
     def _end_train_epoch(self, trainer: Trainer, *, leave: bool) -> None:
         """Show the epoch's last state; when its metrics are known: at the start of the next, or at the end."""
@@ -228,14 +298,17 @@ class TQDMProgressBar(Callback):
             return
         if stage.bar is not None:
             stage.bar.leave = leave
-        stage.show(trainer.progress_bar_metrics)
+        stage.show(self._train_values(trainer))
         stage.close()
+        self._loss = self._logs_loss = None
 
     def _begin_loader(self, what: str, totals: list[int | float], loader: int, *, nested: bool) -> None:
         if not self._shown or (self._evaluation is not None and self._evaluation_loader == loader):
             return
         if self._evaluation is not None:  # the loader before
             self._close_evaluation()
+        if nested and self._paused is None:
+            self._paused = time.monotonic()
         number = f" {loader}" if len(totals) > 1 else ""
         keep = not nested and what != "Sanity check"
         self._evaluation = self._stage(f"{what}{number}", totals[loader], 1 if nested else 0, leave=keep)
@@ -249,13 +322,14 @@ class TQDMProgressBar(Callback):
         if self._evaluation is not None and (self._evaluation.bar is not None or not nested):
             self._evaluation.show({})
         self._close_evaluation()
+        if self._train is not None and self._paused is not None:  # its rate is that of training
+            self._train.since += time.monotonic() - self._paused
+        self._paused = None
         if nested and self._train is not None and self._train.bar is not None:
-            self._train.show(trainer.progress_bar_metrics)
+            self._train.show(self._train_values(trainer))
 
     def _close_evaluation(self) -> None:
         if self._evaluation is not None:
-            if self._train is not None:  # its rate is that of training
-                self._train.began += time.monotonic() - self._evaluation.began
             self._evaluation.close()
             self._evaluation = None
 
@@ -264,13 +338,18 @@ class TQDMProgressBar(Callback):
         for stage in (self._evaluation, self._train):
             if stage is not None:
                 stage.close()
-        self._evaluation = self._train = None
+        self._evaluation = self._train = self._loss = self._logs_loss = self._paused = None
+
+
+def _bar_kind() -> type[tqdm[Any]] | None:
+    """The class of bars that suits standard output; ``None``: lines."""
+    if "ipykernel" in type(sys.stdout).__module__:
+        return _widget_bar()
+    return _Bar if _is_live() else None
 
 
 def _is_live() -> bool:
-    """Whether what is drawn over itself will look like it: a terminal or a notebook, not a file."""
-    if "ipykernel" in type(sys.stdout).__module__:
-        return True
+    """Whether what is drawn over itself will look like it: a terminal, not a file."""
     isatty = getattr(sys.stdout, "isatty", None)
     if isatty is None or not isatty():
         return False

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainkit.console import with_article
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.precision import Precision
 
@@ -150,7 +151,9 @@ def _content(config: Any) -> tuple[str, Mapping[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"config={source!r} is no DeepSpeed configuration: {error}") from error
     if not isinstance(content, Mapping):
-        raise ConfigurationError(f"config={source!r} holds a {type(content).__name__}, and a DeepSpeed configuration is a map.")
+        raise ConfigurationError(
+            f"config={source!r} holds {with_article(type(content).__name__)}, and a DeepSpeed configuration is a map."
+        )
     return source, content
 
 

@@ -203,8 +203,8 @@ def fork(work: Callable[[], None]) -> int:
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
-    except KeyboardInterrupt:
-        print("KeyboardInterrupt", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"KeyboardInterrupt: {error}", file=sys.stderr)
         code = 130
     except BaseException:
         traceback.print_exc()

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import types
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support import run_python
+from tiny import tiny_loader
+from trainers import make_trainer
 
-from trainkit.console import TrainkitWarning, notice, speak, warn
+from trainkit import TrainModule
+from trainkit.console import TrainkitWarning, counted, notice, only_printable, printable, speak, warn, with_article
 
 # In a process of its own: what logging is configured to do is one thing for the whole process.
 BEGIN = "import logging, sys\nfrom trainkit.console import notice\n"
@@ -89,3 +98,89 @@ def test_of_several_processes_one_speaks_for_all(caplog: pytest.LogCaptureFixtur
         speak()
     notice("four", everywhere=True)  # alone again: there are no ranks
     assert [text for _, _, text in caplog.record_tuples] == ["[rank 2] two", "three", "four"]
+
+
+# ------------------------------------------------------------------------------------------------- the user's own line
+
+
+def test_a_warning_of_a_run_points_to_the_line_that_began_it() -> None:
+    """Not to one of ours, ten frames below, which is the same for every user."""
+
+    class Training(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch[0]).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.warns(TrainkitWarning, match="no validation_step") as caught:
+        make_trainer().fit(Training(), tiny_loader(), tiny_loader())
+    lines = Path(__file__).read_text("utf-8").splitlines()
+    assert caught[0].filename == __file__
+    assert "make_trainer().fit(Training(), tiny_loader(), tiny_loader())" in lines[caught[0].lineno - 1]
+
+
+# ----------------------------------------------------------------------------------------------------------- the words
+
+
+@pytest.mark.parametrize("number, words, expected", [
+    (0, ["epoch"], "0 epochs"),
+    (1, ["epoch"], "1 epoch"),
+    (2, ["epoch"], "2 epochs"),
+    (2, ["batch"], "2 batches"),
+    (1, ["process"], "1 process"),
+    (3, ["process"], "3 processes"),
+    (1, ["tensor was", "tensors were"], "1 tensor was"),
+    (2, ["tensor was", "tensors were"], "2 tensors were"),
+])  # fmt: skip
+def test_what_is_counted(number: int, words: list[str], expected: str) -> None:
+    assert counted(number, *words) == expected
+
+
+@pytest.mark.parametrize(
+    "noun", ["an EarlyStopping", "an int", "an SGD", "an LBFGS", "a Timer", "a list", "a dict", "a str", "a UserDict"]
+)
+def test_articles(noun: str) -> None:
+    assert with_article(noun.split()[1]) == noun
+
+
+# ------------------------------------------------------------------------------------------------- other encodings
+
+TEXT = "2 × 3 ≥ 5 → naïve … 中"
+
+
+@pytest.mark.parametrize("encoding, expected", [
+    ("ascii", "2 x 3 >= 5 -> naive ... ?"),
+    ("latin-1", "2 × 3 >= 5 -> naïve ... ?"),
+    ("utf-8", TEXT),
+    (None, TEXT),  # a stream that takes any text
+    ("no such encoding", TEXT),
+])  # fmt: skip
+def test_what_a_stream_cannot_show_is_replaced(encoding: str | None, expected: str) -> None:
+    assert printable(TEXT, types.SimpleNamespace(encoding=encoding)) == expected
+
+
+def test_notices_and_warnings_where_standard_error_has_no_unicode() -> None:
+    program = f"import warnings\\nfrom trainkit.console import warn\\nnotice({TEXT!a})\\nwarn({TEXT!a})"
+    done = run_python(BEGIN + program.replace("\\n", "\n"), env={"PYTHONIOENCODING": "ascii:strict"})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("2 x 3 >= 5 -> naive ... ?") == 2
+
+
+def test_streams_are_as_they_were_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+
+    def fail() -> None:
+        with only_printable():
+            print(TEXT)
+            raise ValueError("of the body")
+
+    with pytest.raises(ValueError, match="of the body"):
+        fail()
+    assert stream.errors == "strict"
+    assert stream.buffer.getvalue() == b"2 x 3 >= 5 -> naive ... ?\n"

@@ -201,7 +201,7 @@ def made_elsewhere(module: Any) -> Any:
         ),
         (lambda m: torch.optim.LBFGS(m.parameters()), ["LBFGS", "self.optimizers().step(closure)"]),
         (lambda m: SGD(nn.Linear(3, 7).parameters(), 0.1), ["SGD holds 2 parameters that are not the module's", "(7, 3)"]),
-        (lambda m: SGD([*m.parameters(), torch.zeros(5, requires_grad=True)], 0.1), ["holds 1 parameters", "(5,)"]),
+        (lambda m: SGD([*m.parameters(), torch.zeros(5, requires_grad=True)], 0.1), ["holds 1 parameter that", "(5,)"]),
     ],
 )
 def test_wrong_forms(configure: Callable[[Any], Any], words: list[str]) -> None:

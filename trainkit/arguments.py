@@ -11,6 +11,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from trainkit.console import counted
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.paths import local_path
 
@@ -343,7 +344,8 @@ def limited(length: int | None, limit: int | float, argument: str) -> int | None
     count = int(length * limit)
     if count == 0 < length:
         raise ConfigurationError(
-            f"{argument}={limit} of {length} batches leaves none. Use at least {1 / length:.3g}, or a number: {argument}=1"
+            f"{argument}={limit} of {counted(length, 'batch')} leaves none. Use at least {1 / length:.3g}, or a "
+            f"number: {argument}=1"
         )
     return count
 

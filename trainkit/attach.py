@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
+from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
 from trainkit.hooks import check_callback
 from trainkit.registry import load_callback
@@ -46,7 +47,9 @@ def attach_callbacks(
             return
         if any(isinstance(callback, kind) for callback in callbacks):
             if argument in ("gradient_clip_val", "max_time"):
-                raise ConfigurationError(f"{argument} and a {kind.__name__} in callbacks say the same thing. Give one of them.")
+                raise ConfigurationError(
+                    f"{argument} and {with_article(kind.__name__)} in callbacks say the same thing. Give one of them."
+                )
             return
         callbacks.append(kind(*values))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class Control:
             trainer.attention = True
         if most != -least:
             raise ConfigurationError(
-                f"one process has made {most} updates, and another one {-least}: their parameters are not the same any more. "
+                f"one process has made {counted(most, 'update')}, and another one {-least}: their parameters are not "
+                f"the same any more. "
                 "Call skip_update() on all processes or on none: by the step, or by a value that has been reduced."
             )
         if schema not in (_NO_OPINION, -negated):

@@ -6,6 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from trainkit.console import counted
 from trainkit.run_folder import opens_files, shown_folders
 
 if TYPE_CHECKING:
@@ -52,23 +53,24 @@ def _arithmetic(trainer: Trainer) -> list[str]:
 def _cadence(trainer: Trainer) -> list[str]:
     arguments = trainer.arguments
     if arguments.val_every_n_steps is not None:
-        validation = f"every {arguments.val_every_n_steps} updates"
+        validation = _every(arguments.val_every_n_steps, "update")
     elif isinstance(arguments.val_check_interval, int):
-        validation = f"every {arguments.val_check_interval} training batches"
+        validation = _every(arguments.val_check_interval, "training batch")
     elif arguments.val_check_interval == 1.0:
-        every = arguments.check_val_every_n_epoch
-        validation = "at the end of every epoch" if every in (None, 1) else f"at the end of every {every} epochs"
+        validation = f"at the end of {_every(arguments.check_val_every_n_epoch or 1, 'epoch')}"
     else:
         validation = f"every {arguments.val_check_interval:g} of an epoch"
-    lines = ["When", f"  log            {_every(trainer.log_every_n_steps)}", f"  validate       {validation}"]
+    steps = trainer.log_every_n_steps
+    log = f"{_every(steps, 'update')}, and at the end of an epoch" if steps else "at the end of an epoch"
+    lines = ["When", f"  log            {log}", f"  validate       {validation}"]
     for config in trainer.lr_scheduler_configs:
-        unit = "updates" if config.interval == "step" else "epochs"
-        lines.append(f"  scheduler      {type(config.scheduler).__name__} every {config.frequency} {unit}")
+        every = _every(config.frequency, "update" if config.interval == "step" else "epoch")
+        lines.append(f"  scheduler      {type(config.scheduler).__name__} {every}")
     return lines
 
 
-def _every(steps: int) -> str:
-    return f"every {steps} updates, and at the end of an epoch" if steps else "at the end of an epoch"
+def _every(number: int, noun: str) -> str:
+    return f"every {noun}" if number == 1 else f"every {counted(number, noun)}"
 
 
 def _shown(number: int | float) -> str:

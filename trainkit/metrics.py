@@ -81,10 +81,9 @@ class MetricStore:
         self.scope = Scope.NOWHERE
         self.batch: Any = None
         self._size: tuple[Any, int] = (None, 0)
-        self.suffix, self.stamp = "", -1
         self.gaps: list[tuple[int, int]] = []
         self.loaders: dict[str, list[int]] = {}
-        self.schema, self.count = 0, size_of
+        self.suffix, self.stamp, self.schema, self.count = "", -1, 0, size_of
 
     def _log(
         self,
@@ -221,8 +220,7 @@ class MetricStore:
             self._publish(*ended, for_step=True)
             return
         fresh = [*({**waiting, **self._take_fresh()}.values())]
-        numbers = read([metric.step_value for metric in fresh])
-        self._publish(fresh, [metric.step_name for metric in fresh], numbers, for_step=True)
+        self._publish(fresh, [m.step_name for m in fresh], read([m.step_value for m in fresh]), for_step=True)
 
     def flush_row(self, world: World, had_batch: bool, count: int) -> None:
         """After a row of an evaluation in which a process has logged by step: give the values of each batch to the loggers.
@@ -310,6 +308,10 @@ class MetricStore:
                 values[metric.full_name] = values[metric.step_name] = metric.step_value
         return values
 
+    def in_bar(self) -> dict[str, Any]:
+        """What is logged by step for the progress bar and waits for a log boundary: this process's values, not read yet."""
+        return {m.step_name: m.step_value for m in {**self._waiting, **self._metrics}.values() if m.prog_bar and m.fresh}
+
     def agreed_step_values(self) -> dict[str, Any]:
         """:meth:`step_values`, the same on all processes, for what is decided on them.
 
@@ -335,10 +337,8 @@ class MetricStore:
 
     def logged_at(self, name: str) -> int | None:
         """The stamp of the value that :meth:`step_values` has under a name; None if there is none."""
-        for metric in self._metrics.values():
-            if metric.step_value is not None and name in (metric.full_name, metric.step_name):
-                return metric.stamp
-        return None
+        found = (m.stamp for m in self._metrics.values() if m.step_value is not None and name in (m.full_name, m.step_name))
+        return next(found, None)
 
     def logged_since(self, stamp: int) -> list[str]:
         """The names in :meth:`step_values` whose value came at ``stamp`` or later."""

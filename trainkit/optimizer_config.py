@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainkit.console import counted, with_article
 from trainkit.errors import OptimizerError, nearest
 
 __all__ = ["SchedulerConfig", "read_optimizers"]
@@ -85,7 +86,7 @@ def _forms(returned: Any) -> tuple[list[Optimizer], list[Any]]:
 
 def _describe(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of ({', '.join(type(item).__name__ for item in value)})"
+        return f"{with_article(type(value).__name__)} of ({', '.join(type(item).__name__ for item in value)})"
     return repr(value)
 
 
@@ -119,9 +120,9 @@ def _check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
         raise OptimizerError(
-            f"{name} holds {len(foreign)} parameters that are not the module's (the first of shape "
-            f"{tuple(foreign[0].shape)}). Give it self.parameters(), or make them parameters of the module: "
-            "self.weight = nn.Parameter(...). An optimizer made before layers were replaced holds the old ones."
+            f"{name} holds {counted(len(foreign), 'parameter that is', 'parameters that are')} not the module's "
+            f"(the first of shape {tuple(foreign[0].shape)}). Give it self.parameters(), or make them parameters of the "
+            "module: self.weight = nn.Parameter(...). An optimizer made before layers were replaced holds the old ones."
         )
 
 

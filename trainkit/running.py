@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator import Accelerator
 from trainkit.attach import merge_module_callbacks, renew_loggers, share_log_folders
 from trainkit.checkpointing import Checkpointing
-from trainkit.console import notice
+from trainkit.console import counted, notice, users_frames
 from trainkit.control import Control
 from trainkit.datamodule import DataModule
 from trainkit.errors import (
@@ -53,26 +55,56 @@ __all__ = [
 ]
 
 
-@contextmanager
-def interruptible(trainer: Trainer) -> Iterator[None]:
-    """Within it SIGTERM, SIGUSR1 and Ctrl-C let the step be finished and saved first."""
-    outer, trainer.signals = trainer.signals, Signals(trainer.look)
-    try:
-        with trainer.signals:
-            yield
-        if trainer.signals.received is not None:  # it came when there was no step left to be finished
-            raise trainer.signals.ending("after the last step")
-    except (Preempted, KeyboardInterrupt) as ending:
+class interruptible:  # noqa: N801 - used as a function, like contextlib's own
+    """Within it SIGTERM, SIGUSR1 and Ctrl-C let the step be finished and saved first.
+
+    What Ctrl-C ends with says how to continue, so that this is the last line on the terminal. Its traceback keeps the user's
+    frames only, as where the loop looks at signals tells nobody anything; after a second Ctrl-C, which ends a step that hangs,
+    it keeps them all.
+
+    Args:
+        trainer: whose fit runs in it.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def __enter__(self) -> None:
+        trainer = self._trainer
+        self._outer, trainer.signals = trainer.signals, Signals(trainer.look)
+        trainer.signals.__enter__()
+
+    def __exit__(self, kind: Any, ending: BaseException | None, trace: TracebackType | None) -> None:
+        trainer, signals = self._trainer, self._trainer.signals
+        signals.__exit__()
+        try:
+            if ending is None and signals.received is not None:  # it came when there was no step left to be finished
+                ending = signals.ending("after the last step")
+                self._explain(ending)
+                raise ending
+            if ending is not None:
+                self._explain(ending)
+            if sys.version_info < (3, 11) and isinstance(ending, KeyboardInterrupt) and ending.__traceback__ is not trace:
+                raise ending  # else Python puts the traceback back
+        finally:
+            trainer.signals = self._outer
+
+    def _explain(self, ending: BaseException) -> None:
+        trainer = self._trainer
         newest = trainer.checkpointing.newest if hasattr(trainer, "checkpointing") else None
-        if newest is not None:
-            why = "Ctrl-C" if isinstance(ending, KeyboardInterrupt) else str(ending)
-            more = "or ckpt_path='auto' for the newest."
-            notice(f"fit ended by {why}; to go on: trainer.fit(..., ckpt_path={str(newest)!r}), {more}")
-        if isinstance(ending, Preempted) and trainer.arguments.slurm_requeue and trainer.is_global_zero:
-            requeue()
-        raise
-    finally:
-        trainer.signals = outer
+        fit = f"trainer.fit(..., ckpt_path={str(newest)!r}), or ckpt_path='auto' for the newest."
+        if isinstance(ending, Preempted):
+            if newest is not None:
+                notice(f"fit ended by {ending}; to go on: {fit}")
+            if trainer.arguments.slurm_requeue and trainer.is_global_zero:
+                requeue()
+        elif isinstance(ending, KeyboardInterrupt):
+            if not ending.args:
+                step = f"stopped after {counted(trainer.global_step, 'optimizer step')}"
+                ending.args = (f"{step}; " + ("no checkpoint was saved." if newest is None else f"to go on: {fit}"),)
+            if trainer.signals.received is not None and not trainer.signals.twice:
+                ending.__cause__, ending.__suppress_context__ = None, True
+                ending.__traceback__ = users_frames(ending.__traceback__)
 
 
 @contextmanager

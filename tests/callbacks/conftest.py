@@ -99,6 +99,7 @@ def trainer() -> Any:
             sharded_parameters=False,
             world=World(),
         ),
+        train_metrics=SimpleNamespace(in_bar=dict),
         world_size=1,
     )
 

@@ -119,7 +119,7 @@ def test_says_why_it_stops_only_when_verbose(trainer, module) -> None:
         callback.on_train_start(trainer, module)
         for value in (2.0, 1.5, 1.75):
             validate(callback, trainer, module, value)
-        assert callback.stopping_reason == "val_loss has not improved for 1 checks. Best value: 1.5. Training stops."
+        assert callback.stopping_reason == "val_loss has not improved for 1 check. Best value: 1.5. Training stops."
         expected = ["val_loss improved to 2.", "val_loss improved by 0.5 to 1.5.", callback.stopping_reason]
         assert module.printed == (expected if verbose else [])
 

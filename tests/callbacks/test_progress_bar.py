@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import io
 import math
 import os
 import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from notebooks import run_cells
+from support import run_python
 from tiny import TinyModule, tiny_loader
 
+from trainkit import Trainer
 from trainkit.callbacks import TQDMProgressBar, progress_bar
 from trainkit.errors import ConfigurationError
 
@@ -130,6 +137,66 @@ def test_a_resumed_epoch_begins_where_it_was(trainer, module, clock, terminal) -
     assert callback._train.bar is not None
     assert callback._train.bar.initial == 7  # of the rate, too
     callback.on_train_end(trainer, module)
+
+
+def rates(terminal: Terminal) -> list[str]:
+    return [match.group(1) for text in draws(terminal) if (match := re.search(r"([\d.]+(?:it/s|s/it))", text))]
+
+
+def test_the_rate_is_that_of_the_last_interval(trainer, module, clock, terminal) -> None:
+    """Not a mean since the epoch's begin, which says of a run that has become slow that it is fast."""
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    trainer.num_training_batches = 100
+    callback.on_train_epoch_start(trainer, module)
+    for batch_idx in range(100):
+        clock.now += 0.25 if batch_idx < 80 else 4.0
+        callback.on_train_batch_end(trainer, module, None, None, batch_idx)
+    shown = rates(terminal)
+    assert {*shown[5:70]} == {"4.00it/s"}
+    assert shown[-1] == "4.00s/it"
+    callback.on_train_end(trainer, module)
+
+
+def test_a_rate_is_measured_over_a_second_at_least(trainer, module, clock, terminal) -> None:
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    trainer.num_training_batches = 1000
+    callback.on_train_epoch_start(trainer, module)
+    for batch_idx in range(1000):
+        clock.now += 0.03125 if batch_idx % 2 else 0.09375  # batches of two kinds: over one of them it would jump
+        callback.on_train_batch_end(trainer, module, None, None, batch_idx)
+    assert {*rates(terminal)[20:]} == {"16.00it/s"}
+    callback.on_train_end(trainer, module)
+
+
+def test_a_validation_does_not_count_in_the_rate(trainer, module, clock, terminal) -> None:
+    """From its first hook to its last: its loader starts workers before the first batch."""
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    trainer.num_val_batches = [2, 2]
+    train_epoch(callback, trainer, module, clock, 4, seconds=0.5)
+    callback.on_validation_start(trainer, module)
+    clock.now += 60.0
+    evaluate(callback, trainer, module, clock, "validation", [2, 2])
+    for batch_idx in range(4, 8):
+        clock.now += 0.5
+        callback.on_train_batch_end(trainer, module, None, None, batch_idx)
+    assert {text for text in rates(terminal) if text not in ("1.00it/s",)} == {"2.00it/s"}  # 1.00: the validation's own
+    callback.on_train_end(trainer, module)
+
+
+def test_the_search_for_the_position_of_a_resume_does_not_count_in_the_rate(trainer, module, clock, capsys) -> None:
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    trainer.num_training_batches = 110
+    callback.on_train_epoch_start(trainer, module)
+    clock.now += 60.0  # the loader skips 100 batches
+    for batch_idx in range(100, 110):
+        clock.now += 0.5
+        callback.on_train_batch_end(trainer, module, None, None, batch_idx)
+    callback.on_train_end(trainer, module)
+    assert capsys.readouterr().out.splitlines()[-1] == "Epoch 0/1: 110/110 batches, 2.0 batches/s"
 
 
 @pytest.mark.parametrize("leave", [False, True])
@@ -270,16 +337,9 @@ def _stdout(monkeypatch, stream: Any) -> bool:
 
 
 def test_what_passes_for_a_terminal(monkeypatch) -> None:
-    class Notebook:
-        __module__ = "ipykernel.iostream"
-
-        def isatty(self) -> bool:
-            return False
-
     assert not _stdout(monkeypatch, None)  # a program without a console
     assert not _stdout(monkeypatch, io.StringIO())
     assert _stdout(monkeypatch, SimpleNamespace(isatty=lambda: True, fileno=io.StringIO().fileno))  # of unknown size
-    assert _stdout(monkeypatch, Notebook())
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
@@ -356,6 +416,170 @@ def test_the_other_stages_of_a_trainer(make_trainer, capsys) -> None:
     trainer.predict(Chatty(), tiny_loader())
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" batches,")[0] for line in lines] == ["Validation: 4/4", "Test: 4/4", "Prediction: 4/4"]
+
+
+class Silent(TinyModule):
+    """Logs nothing, or what it is told to; each step takes a second."""
+
+    clock: Any = None
+    name, options = "", {}
+
+    def training_step(self, batch, batch_idx):
+        if self.clock is not None:
+            self.clock.now += 1.0
+        loss = self.loss(batch)
+        if self.name:
+            self.log(self.name, loss * 2, **self.options)
+        return loss
+
+
+def shown_losses(drawn: list[str]) -> list[dict[str, str]]:
+    """The values next to the training bar at each of its draws."""
+    return [dict(re.findall(r"(\w+)=([\d.e+-]+)", text)) for text in drawn if text.startswith("Epoch")]
+
+
+def test_the_current_loss_is_shown_from_the_first_step_on(make_trainer, terminal, clock) -> None:
+    """Long before the first log boundary, of a module that logs nothing."""
+    losses = []
+
+    class Noting(Silent):
+        def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+            losses.append(outputs["loss"].item())
+
+    module = Noting()
+    module.clock = clock
+    make_trainer(enable_progress_bar=True, log_every_n_steps=50).fit(module, tiny_loader())
+    shown = shown_losses(draws(terminal))
+    assert shown[0] == {}  # before the first step
+    assert [float(values["loss"]) for values in shown[1:5]] == pytest.approx(losses, rel=5e-3)
+
+
+@pytest.mark.parametrize("log_every", [1, 50])
+def test_what_the_step_logs_is_shown_at_once_and_not_twice(make_trainer, terminal, clock, log_every: int) -> None:
+    module = Silent()
+    module.clock, module.name, module.options = clock, "train_loss", {"prog_bar": True}
+    make_trainer(enable_progress_bar=True, log_every_n_steps=log_every).fit(module, tiny_loader())
+    shown = shown_losses(draws(terminal))
+    assert [*map(len, shown)] == [0, *[1] * (len(shown) - 1)]
+    assert len({values["train_loss"] for values in shown[1:5]}) == 4  # of each step
+    assert shown[-1] == shown[4]  # at the end of the epoch too
+
+
+def test_the_loss_stands_next_to_other_metrics(make_trainer, terminal, clock) -> None:
+    module = Silent()
+    module.clock, module.name, module.options = clock, "accuracy", {"prog_bar": True, "on_epoch": True}
+    make_trainer(enable_progress_bar=True, log_every_n_steps=50).fit(module, tiny_loader())
+    assert {"loss", "accuracy_step"} == {*shown_losses(draws(terminal))[1]}
+
+
+def test_the_loss_in_lines(make_trainer, capsys) -> None:
+    make_trainer(enable_progress_bar=True, log_every_n_steps=50).fit(Silent(), tiny_loader())
+    assert re.search(r"^Epoch 0/0: 4/4 batches, .*, loss=\d", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_device_is_read_when_the_bar_is_drawn_only(make_trainer, terminal, clock, monkeypatch) -> None:
+    reads = []
+    monkeypatch.setattr(progress_bar, "read", lambda values: reads.append(1) or [0.0] * len(values))
+
+    class Fast(Silent):
+        def training_step(self, batch, batch_idx):
+            clock.now += 1 / 1024
+            return self.loss(batch)
+
+    make_trainer(enable_progress_bar=True, max_epochs=1).fit(Fast(), tiny_loader(samples=2048, batch_size=2))
+    assert len(reads) < 20  # in 1024 steps
+
+
+def test_on_a_device_of_lazy_tensors_the_step_is_not_read(trainer, module, clock, terminal) -> None:
+    """There a value would make a part of the step run by itself."""
+    trainer.strategy.lazy_tensors = True
+    trainer.train_metrics.in_bar = lambda: {"train_loss": 1.0}
+    callback = TQDMProgressBar()
+    callback.setup(trainer, module, "fit")
+    train_epoch(callback, trainer, module, clock, 3, seconds=1.0)
+    assert "loss" not in terminal.getvalue()
+    trainer.progress_bar_metrics = {"train_loss": 2.0}  # of a log boundary
+    callback.on_train_end(trainer, module)
+    assert "train_loss=2" in terminal.getvalue()
+
+
+@pytest.mark.world_size(2)
+def test_of_two_processes_the_main_one_shows_its_own_loss() -> None:
+    class Ranked(TinyModule):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) * 0 + 1.0 + self.global_rank
+
+    printed = io.StringIO()
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False, enable_model_summary=False,
+        enable_checkpointing=False, num_sanity_val_steps=0, seed=1,
+    )  # fmt: skip
+    with contextlib.redirect_stdout(printed):
+        trainer.fit(Ranked(), tiny_loader())
+    assert ("loss=1\n" in printed.getvalue()) is trainer.is_global_zero
+    assert "loss=2" not in printed.getvalue()
+    assert "loss=1.5" not in printed.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------------- notebooks
+
+CELL = """
+from tiny import TinyModule, tiny_loader
+from trainkit import Trainer
+
+class Validating(TinyModule):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), prog_bar=True)
+
+Trainer(max_epochs=2, accelerator="cpu", logger=False).fit(Validating(), tiny_loader(), tiny_loader())
+"""
+PATHS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})"
+
+
+def test_a_notebook_without_ipywidgets_has_lines(run_dir: Path) -> None:
+    _, shown = run_cells(run_dir, [PATHS + "; sys.modules['ipywidgets'] = None", CELL])
+    assert shown.error == ""
+    assert "\x1b" not in shown.stdout + shown.stderr
+    assert "\r" not in shown.stdout
+    assert [line[:10] for line in shown.stdout.splitlines() if line.startswith("Epoch")] == ["Epoch 0/1:", "Epoch 1/1:"]
+    assert shown.stderr.count("For a bar: pip install ipywidgets") == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ipywidgets") is None, reason="ipywidgets is not installed")
+def test_a_notebook_with_ipywidgets_has_tqdms_widget(run_dir: Path) -> None:
+    _, shown = run_cells(run_dir, [PATHS, CELL])
+    assert shown.error == ""
+    assert "\x1b" not in shown.stdout + shown.stderr + shown.value
+    assert "Epoch" not in shown.stdout  # it is no line, and no drawing of characters
+    assert re.match(r"(Epoch 1/1|Validation): +0%\|", shown.value)  # how the widget stands where widgets are not shown
+
+
+# ------------------------------------------------------------------------------------------------- other encodings
+
+
+@pytest.mark.parametrize(
+    "variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}]
+)
+@pytest.mark.parametrize("live", [True, False])
+def test_a_name_that_the_output_cannot_show_ends_nothing(variables: dict[str, str], live: bool) -> None:
+    program = f"""
+from tiny import TinyModule, tiny_loader
+from trainkit import Trainer
+from trainkit.callbacks import progress_bar
+
+class Naming(TinyModule):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("exactitude_\\u00e9", loss, prog_bar=True)
+        return loss
+
+progress_bar._is_live = lambda: {live}
+Trainer(max_epochs=1, accelerator="cpu", logger=False, log_every_n_steps=1).fit(Naming(), tiny_loader())
+"""
+    done = run_python(program, env={**variables, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr
+    assert "exactitude_e=" in done.stdout
+    assert "Error" not in done.stderr
 
 
 def test_an_epoch_that_max_steps_will_cut_short(terminal: Any, trainer: Any, module: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import subprocess
 import sys
 import types
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import run_python
 
 from trainkit._version import __version__
 from trainkit.cli import main as command
-from trainkit.cli.main import main, options
+from trainkit.cli.main import _SUBCOMMANDS, main, options
 from trainkit.errors import ConfigurationError
 
 
@@ -67,6 +69,43 @@ def test_options_are_frozen() -> None:
     assert found["launch"] == sorted([*settings, *launching])
     assert found["test"] == ["--backend", "--config_file", "--help", "--nproc-per-node", "--strategy", "-h"]
     assert found["plot"] == ["--help", "--metrics", "--out", "--x", "-h", "RUN_DIR"]
+
+
+@pytest.mark.parametrize("name", _SUBCOMMANDS)
+def test_help_says_what_the_list_of_subcommands_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Letter for letter but the first: "a PNG file", "Python's own"."""
+    purpose = _SUBCOMMANDS[name][1]
+    assert main([name, "--help"]) == 0
+    assert f"{purpose[0].upper()}{purpose[1:]}." in " ".join(capsys.readouterr().out.split())
+
+
+HELPS = [[], *([name] for name in _SUBCOMMANDS), *(["checkpoint", name] for name in ("ls", "show", "verify", "diff", "export"))]
+
+
+@pytest.mark.parametrize("arguments", HELPS, ids=" ".join)
+def test_help_where_the_output_has_no_unicode(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert main([*arguments, "--help"]) == 0
+    stdout.flush()
+    text = stdout.buffer.getvalue().decode("ascii")
+    assert text.startswith(f"usage: {' '.join(['trainkit', *arguments])}")
+    assert "?" not in text
+    assert stdout.errors == "strict"  # as it was
+
+
+def test_an_error_where_the_output_has_no_unicode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert main(["demo", "--max-steps", "0"]) == 2
+    stderr.flush()
+    assert b"expected a number >= 1, got 0" in stderr.buffer.getvalue()
+
+
+def test_a_process_whose_output_has_no_unicode() -> None:
+    done = run_python("-m", "trainkit", "--help", env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "<subcommand> ..." in done.stdout
 
 
 def test_a_subcommand_gets_its_arguments_and_gives_the_exit_code(subcommand: Any) -> None:

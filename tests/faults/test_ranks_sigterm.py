@@ -266,4 +266,7 @@ def test_launched(plain: Path, launcher: tuple[str, ...], number: int, to: str) 
     assert f"to go on: trainer.fit(..., ckpt_path='{newest('runs').path.absolute()}')" in output
     assert output.count("Ctrl-C") == (number == SIGINT and to != "one"), output
     assert output.count("Traceback") == (number == SIGINT), output
+    if number == SIGINT:  # the last line says it, and above it stands no frame of the loop
+        assert "KeyboardInterrupt: stopped after " in output.rstrip().splitlines()[-1]
+        assert f"{os.sep}running.py" not in output
     assert_nothing_lost(training, plain)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from faulting import At, Child, Watched, checkpoints, left_over, rows, saved_in, send, tell, told
 from resuming import Run, read_trace
-from support import run_python
+from support import ROOT, run_python
 
 from trainkit import Callback
 from trainkit.checkpoint.folder import candidates, folders_below
@@ -255,6 +255,54 @@ def test_ctrl_c() -> None:
     assert f"the newest checkpoint is {path}" in child.output
     assert f"trainer.fit(..., ckpt_path='{path}')" in child.output
     assert_nothing_lost(expected, Watched())
+
+
+SCRIPT = """
+import os, signal
+from tiny import TinyModule, tiny_loader
+from trainkit import Trainer
+
+class Interrupting(TinyModule):
+    def {hook}:
+        if self.trainer.global_step == 2 or "{hook}".startswith("setup"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+def main():
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer.fit(Interrupting(), tiny_loader())
+
+main()
+"""
+
+
+def interrupted(run_dir: Path, hook: str) -> list[str]:
+    """The lines that a script leaves on the terminal that is interrupted in a hook and catches nothing."""
+    (run_dir / "train.py").write_text(SCRIPT.format(hook=hook))
+    done = run_python("-u", "train.py", cwd=run_dir, env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])})
+    assert done.returncode == -signal.SIGINT, done.stderr
+    return done.stderr.splitlines()
+
+
+def test_the_last_line_after_ctrl_c_says_how_to_go_on(run_dir: Path) -> None:
+    """It is where one looks, and above it no frame of the loop, whose place says nothing."""
+    lines = interrupted(run_dir, "on_train_batch_end(self, *_)")
+    path = run_dir.resolve() / "trainkit_runs/checkpoints/step-00000002"
+    assert lines[-1] == (
+        f"KeyboardInterrupt: stopped after 2 optimizer steps; to go on: trainer.fit(..., ckpt_path='{path}'), or "
+        "ckpt_path='auto' for the newest."
+    )
+    assert lines.count("Traceback (most recent call last):") == 1
+    frames = [line.strip().split(", ")[-1] for line in lines if line.startswith("  File ")]
+    assert frames[:2] == ["in <module>", "in main"]
+    assert len(frames) == 2 or (sys.version_info < (3, 11) and len(frames) == 4), lines
+
+
+def test_ctrl_c_in_a_hook_before_the_first_step_names_the_users_line(run_dir: Path) -> None:
+    lines = interrupted(run_dir, "setup(self, stage)")
+    assert lines[-1] == "KeyboardInterrupt: stopped after 0 optimizer steps; no checkpoint was saved."
+    frames = [line.strip().split(", ")[-1] for line in lines if line.startswith("  File ")]
+    assert (frames[:2], frames[-1]) == (["in <module>", "in main"], "in setup")
+    assert len(frames) == 3 or sys.version_info < (3, 11), lines
 
 
 def test_ctrl_c_to_the_whole_process_group() -> None:

@@ -78,7 +78,7 @@ def test_float8_from_float32() -> None:
     module = nn.ParameterDict({"w": torch.tensor([1.5, 1e9])})
     other = nn.ParameterDict({"w": torch.zeros(2).to(torch.float8_e5m2)})
     notices = restore_model(other, stored(module), what=WHAT)
-    assert notices[0] == "1 tensors were cast from float32 to float8_e5m2"
+    assert notices[0] == "1 tensor was cast from float32 to float8_e5m2"
     assert notices[1].endswith("infinite or NaN in: w")
     assert other["w"][0].item() == 1.5
 

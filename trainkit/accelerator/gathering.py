@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.reading import Reading
+from trainkit.console import with_article
 from trainkit.data.nested import leaves, map_tensors
 from trainkit.errors import CollectiveError, ConfigurationError
 from trainkit.strategy import Strategy
@@ -137,7 +138,8 @@ class GatherVerbs:
         odd = next((leaf for leaf in leaves(data) if not isinstance(leaf, Tensor)), None)
         if odd is not None:
             raise ConfigurationError(
-                f"{verb} takes tensors, in lists, tuples and dicts, and there is a {type(odd).__name__} in it. Objects: "
+                f"{verb} takes tensors, in lists, tuples and dicts, and there is {with_article(type(odd).__name__)} "
+                f"in it. Objects: "
                 "accelerator.gather_for_metrics([…], use_gather_object=True)"
             )
         tensors = [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in leaves(data)]
@@ -176,7 +178,8 @@ class GatherVerbs:
             return data
         if not isinstance(data, list | tuple):
             raise ConfigurationError(
-                f"gather_for_metrics puts lists of objects together, and this is a {type(data).__name__}. Give one object of "
+                f"gather_for_metrics puts lists of objects together, and this is {with_article(type(data).__name__)}. "
+                f"Give one object of "
                 "each process as a list: accelerator.gather_for_metrics([value])"
             )
         fillers = self.meeting.exchange("gather_for_metrics", self.reading.filler)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.accelerator.meeting import Meeting, described
+from trainkit.console import with_article
 from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError
 from trainkit.strategy import Strategy
@@ -126,7 +127,7 @@ def _listed(verb: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     odd = next((one for one in found if not isinstance(one, Tensor)), None)
     if odd is not None:
         raise ConfigurationError(
-            f"{verb} takes parameters, and there is a {type(odd).__name__}. For example: "
+            f"{verb} takes parameters, and there is {with_article(type(odd).__name__)}. For example: "
             f"accelerator.{verb}(model.parameters(), 1.0)"
         )
     return found

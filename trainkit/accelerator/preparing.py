@@ -16,6 +16,7 @@ from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
+from trainkit.console import with_article
 from trainkit.data.assembling import Filled
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
@@ -185,7 +186,7 @@ class PrepareVerbs:
 
     def _prepared_as(self, kind: type, item: Any, placed: bool | None, evaluation: bool = False) -> Any:
         if not isinstance(item, kind):
-            raise ConfigurationError(f"expected a {kind.__name__}, received a {type(item).__name__}.")
+            raise ConfigurationError(f"expected {with_article(kind.__name__)}, received {with_article(type(item).__name__)}.")
         return self._prepared([item], None if placed is None else [placed], evaluation=evaluation)
 
     def _placements(self, objects: Sequence[Any], given: Sequence[bool] | None) -> Sequence[bool]:
@@ -364,11 +365,13 @@ def _is_loader(item: Any, place: int) -> bool:
     several = any(isinstance(one, nn.Module | Optimizer | DataLoader) for one in first)
     if several or isinstance(item, str | bytes | Mapping):
         raise ConfigurationError(
-            f"prepare: argument {place} is a {type(item).__name__}. Give the objects one by one, prepare(model, optimizer, "
+            f"prepare: argument {place} is {with_article(type(item).__name__)}. Give the objects one by one, "
+            f"prepare(model, optimizer, "
             "loader); several loaders read together are a CombinedLoader."
         )
     if isinstance(item, CombinedLoader | Iterable | SkippedLoader):
         return True
     raise ConfigurationError(
-        f"prepare: argument {place} is a {type(item).__name__}; expected a model, an optimizer, a loader or a scheduler."
+        f"prepare: argument {place} is {with_article(type(item).__name__)}; expected a model, an optimizer, a loader "
+        f"or a scheduler."
     )

@@ -32,6 +32,7 @@ from trainkit.checkpoint.registered import Registration, registration_of
 from trainkit.checkpoint.strict_json import MAX_DEPTH, MAX_JSON_BYTES, json_problem, strict_json
 from trainkit.checkpoint.tensor_file import tensor_problem
 from trainkit.checkpoint.untag import SCALARS, Decoder
+from trainkit.console import with_article
 from trainkit.errors import UnsavableError
 from trainkit.omega import is_omegaconf, plain_container
 
@@ -224,7 +225,7 @@ class _Encoder:
             for element in value:
                 self.check_hashable(element, role)
         elif not isinstance(value, _HASHABLE):
-            self.refuse(f"a {type(value).__name__} as {role} would not come back as one; use its name or number")
+            self.refuse(f"{with_article(type(value).__name__)} as {role} would not come back as one; use its name or number")
 
     # -------------------------------------------------------------------------------------------------- leaves
 
@@ -246,7 +247,7 @@ class _Encoder:
 
     def array(self, value: np.ndarray[Any, Any]) -> str:
         if type(value) not in (np.ndarray, np.memmap):
-            self.refuse(f"it is a {type(value).__name__}, of which only numpy.asarray(…) can be stored")
+            self.refuse(f"it is {with_article(type(value).__name__)}, of which only numpy.asarray(…) can be stored")
         native = np.ascontiguousarray(value, value.dtype.newbyteorder("=")).reshape(value.shape)
         if not native.flags.writeable:
             native = native.copy()  # torch warns of read-only memory
@@ -266,7 +267,7 @@ class _Encoder:
                 self.refuse(f"it is a numpy.{kind.__name__}; store item() of it")
             return self.tag("scalar", [name, self.plain(_exact(value, text) if text else value.item(), depth + 2)], depth)
         if isinstance(value, Enum) and not isinstance(value, (int, str)):
-            self.refuse(f"it is a {kind.__name__}; store its .value")
+            self.refuse(f"it is {with_article(kind.__name__)}; store its .value")
         for base in (str, int, float):
             if isinstance(value, base):
                 return self.plain(_exact(value, base), depth)
@@ -320,9 +321,9 @@ def _advice(value: Any) -> str:
     if callable(value):
         return f"it is code ({getattr(value, '__qualname__', kind)}); leave it out and make it anew when the state is loaded"
     if isinstance(value, Iterable):
-        return f"it is a {kind}; store list(…) of it"
+        return f"it is {with_article(kind)}; store list(…) of it"
     return (
-        f"it is a {kind}; store what it consists of: numbers, text, tensors, lists, dicts; or register its type: "
+        f"it is {with_article(kind)}; store what it consists of: numbers, text, tensors, lists, dicts; or register its type: "
         f"trainkit.checkpoint.register({type(value).__name__}, encode, decode)"
     )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.scattered import is_scattered
 from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
+from trainkit.console import with_article
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
 
 __all__ = [
@@ -92,7 +93,7 @@ class TensorFile:
 def tensor_problem(tensor: Tensor) -> str | None:
     """Why a tensor cannot be stored, with what to do about it; None if it can."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"it is a {type(tensor).__name__}, which stands for other tensors; store those"
+        return f"it is {with_article(type(tensor).__name__)}, which stands for other tensors; store those"
     if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
         return "it has no values yet: run one batch through the module first"
     if tensor.is_quantized:

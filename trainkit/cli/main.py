@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from trainkit.console import only_printable, printable
 from trainkit.errors import TrainkitError, UnknownNameError, nearest
 
 __all__ = ["main", "options"]
@@ -29,6 +30,9 @@ _SUBCOMMANDS = {
     "test": ("trainkit.cli.test", "try a set-up on several processes from end to end"),
     "verify-resume": ("trainkit.cli.verify_resume", "kill a script's training, resume it, and tell whether it goes on exactly"),
 }
+
+# For its threads, set before torch is imported: two of OpenMP's that wait by spinning stand still next to another busy process.
+_ENVIRONMENT = {"demo": {"OMP_WAIT_POLICY": "PASSIVE"}}
 
 _FAILED = 2
 _INTERRUPTED = 130
@@ -48,25 +52,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and not arguments[0].startswith("-"):
-            return _run(arguments[0], arguments[1:])
-        parser = _parser()
-        ended = _parse(parser, arguments)
-        if isinstance(ended, int):
-            return ended
-        parser.print_help(sys.stderr)
-        return _FAILED
+        with only_printable():
+            if arguments and not arguments[0].startswith("-"):
+                return _run(arguments[0], arguments[1:])
+            parser = _parser()
+            ended = _parse(parser, arguments)
+            if isinstance(ended, int):
+                return ended
+            parser.print_help(sys.stderr)
+            return _FAILED
     except TrainkitError as error:
         if os.environ.get("TRAINKIT_TRACEBACK") == "1":
             traceback.print_exc()
         else:
-            print(f"trainkit: {error}", file=sys.stderr)
+            print(printable(f"trainkit: {error}", sys.stderr), file=sys.stderr)
         return _FAILED
     except BrokenPipeError:  # whoever reads has read enough: `trainkit checkpoint show … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at the end complain
         return _BROKEN_PIPE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
         return _INTERRUPTED
 
 
@@ -83,6 +88,9 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         raise UnknownNameError(
             f"Unknown subcommand {command!r}.{nearest(command, _SUBCOMMANDS)} There are: {', '.join(_SUBCOMMANDS)}"
         )
+    for name, value in _ENVIRONMENT.get(command, {}).items():
+        if "torch" not in sys.modules:
+            os.environ.setdefault(name, value)
     parser = _subparser(command)
     parsed = _parse(parser, arguments)
     return parsed if isinstance(parsed, int) else int(_module(command).run(parsed))
@@ -142,9 +150,8 @@ def _module(command: str) -> Any:
 
 
 def _subparser(command: str) -> argparse.ArgumentParser:
-    module = _module(command)
-    parser = argparse.ArgumentParser(
-        prog=f"trainkit {command}", description=_SUBCOMMANDS[command][1].capitalize() + ".", allow_abbrev=False
-    )
+    module, purpose = _module(command), _SUBCOMMANDS[command][1]
+    description = purpose[0].upper() + purpose[1:] + "."  # not capitalize(), which makes a "PNG file" a "png file"
+    parser = argparse.ArgumentParser(prog=f"trainkit {command}", description=description, allow_abbrev=False)
     module.add_arguments(parser)
     return parser

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainkit.cli.launch_place import told
 from trainkit.cli.settings_flags import add_config_file, in_either_spelling, of_file
+from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
 from trainkit.settings.carried import VARIABLE, with_environment
@@ -100,7 +101,7 @@ def _environment(processes: int, backend: str | None) -> tuple[str, str, str | N
     chosen = backend or ("nccl" if gpus >= processes else "gloo")
     found = (
         f"Python {platform.python_version()}, torch {torch.__version__}, trainkit {__version__}, {platform.system()}, "
-        f"{os.cpu_count()} CPU cores, {gpus} GPUs; {chosen}"
+        f"{counted(os.cpu_count() or 1, 'CPU core')}, {counted(gpus, 'GPU')}; {chosen}"
     )
     if not dist.is_available():
         return found, chosen, "this build of torch has no torch.distributed.\nWhat to do: install another build of torch."

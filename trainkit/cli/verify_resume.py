@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainkit.console import counted
 from trainkit.errors import ConfigurationError, TrainkitError
 
 __all__ = ["add_arguments", "run"]
@@ -126,17 +127,19 @@ class _Verification:
         if missing:
             print(f"Not compared, as nothing is known of its type: {', '.join(sorted(missing))} of the batches.")
         print(
-            f"All bit-identical: batches, losses and learning rates of the {self._total - self._steps} updates after the "
+            f"All bit-identical: batches, losses and learning rates of the "
+            f"{counted(self._total - self._steps, 'update')} after the "
             f"resume, and at the end every parameter, buffer and optimizer slot."
         )
         return 0
 
     def _whole(self) -> list[dict[str, Any]]:
-        outcome, _ = self._start("whole", f"{self._total} updates without interruption", seed=1)
+        outcome, _ = self._start("whole", f"{counted(self._total, 'update')} without interruption", seed=1)
         step = outcome.get("step", 0)
         if step < self._total:
             raise ConfigurationError(
-                f"The script's fit ends after {step} updates ({outcome.get('limits')}), and {self._total} are needed. Fix: "
+                f"The script's fit ends after {counted(step, 'update')} ({outcome.get('limits')}), and {self._total} "
+                f"are needed. Fix: "
                 f"--steps and --more of at most {step} together, or let the script train for longer."
             )
         return self._records("whole")

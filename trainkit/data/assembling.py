@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.console import with_article
 from trainkit.data.nested import batch_size, rebuild
 from trainkit.data.window import Window
 from trainkit.errors import DataError, ModuleError
@@ -160,7 +161,8 @@ def _items(part: Any, like: Any) -> list[Any]:
     if isinstance(like, list | tuple):
         if len(part) != len(like):
             raise DataError(
-                f"micro-batches of one epoch cannot be put side by side: one is a {type(like).__name__} of {len(like)} items, "
+                f"micro-batches of one epoch cannot be put side by side: one is {with_article(type(like).__name__)} "
+                f"of {len(like)} items, "
                 f"another of {len(part)}."
             )
         return list(part)

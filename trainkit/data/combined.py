@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trainkit.console import with_article
 from trainkit.data.nested import batch_size
 from trainkit.data.sampling import CYCLE
 from trainkit.data.stream import Stream, open_stream
@@ -66,7 +67,8 @@ class CombinedLoader:
             )
             if nested:
                 raise DataError(
-                    f"CombinedLoader: a {type(part).__name__} inside it is not supported; each of its loaders must be a "
+                    f"CombinedLoader: {with_article(type(part).__name__)} inside it is not supported; each of its "
+                    f"loaders must be a "
                     "DataLoader or an iterable of batches. Give all of them at one level: CombinedLoader([a, b, c])"
                 )
 

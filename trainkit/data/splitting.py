@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from trainkit.console import with_article
 from trainkit.data.sampling import is_distributed
 from trainkit.errors import ConfigurationError, DataError
 
@@ -80,7 +81,7 @@ def _whole(sampler: BatchSampler, parts: int) -> int:
 
 
 def _described(loader: Any) -> str:
-    return "one with batch_size=None" if isinstance(loader, DataLoader) else f"a {type(loader).__name__}"
+    return "one with batch_size=None" if isinstance(loader, DataLoader) else with_article(type(loader).__name__)
 
 
 class _Parts:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trainkit.console import notice
+from trainkit.console import counted, notice
 
 __all__ = ["Trail"]
 
@@ -83,7 +83,10 @@ class Trail:
         if start:
             why = "its state lies in worker processes; it can be kept with num_workers=0" if self._unreadable else ""
             why = why or ("the checkpoint has no state of it" if self.active else "it has no state_dict")
-            notice(f"{type(self._owner).__name__} cannot start in the middle, as {why}: skipping through {start} batches.")
+            notice(
+                f"{type(self._owner).__name__} cannot start in the middle, as {why}: skipping through "
+                f"{counted(start, 'batch')}."
+            )
         return start
 
     def mark(self, start: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trainkit.console import counted
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.self_start import in_notebook
@@ -64,7 +65,8 @@ def _gpu(wanted: Wanted, world: World) -> tuple[int, str | None]:
     if wanted.indices is not None:
         if world.local_rank >= len(wanted.indices):
             return 0, (
-                f"devices={list(wanted.indices)} names {len(wanted.indices)} GPUs, but this machine has {world.local_size} "
+                f"devices={list(wanted.indices)} names {counted(len(wanted.indices), 'GPU')}, but this machine has "
+                f"{world.local_size} "
                 "processes. Name one for each."
             )
         index = wanted.indices[world.local_rank]
@@ -75,7 +77,8 @@ def _gpu(wanted: Wanted, world: World) -> tuple[int, str | None]:
         return 0, None
     if world.local_rank >= count:
         return 0, (
-            f"this machine has {world.local_size} processes, but torch sees {count} GPUs. Start one process for each GPU "
+            f"this machine has {world.local_size} processes, but torch sees {counted(count, 'GPU')}. Start one "
+            f"process for each GPU "
             f"(--nproc-per-node {count}), or use accelerator='cpu'."
         )
     return world.local_rank, None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainkit.console import notice, speak
+from trainkit.console import counted, notice, speak
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.arguments import placed
@@ -270,7 +270,7 @@ def _enter(wanted: Wanted, place: Place | None, backend: str | None, timeout: ti
     reason = (
         f"started by {place.launcher} ({place.reason})" if place is not None else "of the process group that you initialised"
     )
-    notice(f"{world.size} processes{machines}, {reason}.")
+    notice(f"{counted(world.size, 'process')}{machines}, {reason}.")
     return _Joined(world, _group(), ours, install(world))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.console import with_article
 from trainkit.errors import UnsavableError
 from trainkit.state.names import cleaned
 
@@ -115,4 +116,4 @@ def _plain(value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"{value!r} is a {type(value).__name__}")
+    raise TypeError(f"{value!r} is {with_article(type(value).__name__)}")

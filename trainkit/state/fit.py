@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from trainkit.checkpoint.scattered import is_scattered
+from trainkit.console import counted
 
 __all__ = ["Fit", "castable", "place_of", "same_bits"]
 
@@ -107,7 +108,7 @@ class Fit:
                 if target.is_floating_point() and not target.is_meta and not _all_finite(target) and _all_finite(source):
                     spilt.append(name)
         for (before, after), count in casts.items():
-            notices.append(f"{count} tensors were cast from {_dtype(before)} to {_dtype(after)}")
+            notices.append(f"{counted(count, 'tensor was', 'tensors were')} cast from {_dtype(before)} to {_dtype(after)}")
         if spilt:
             notices.append(f"values beyond the range of the model's dtype became infinite or NaN in: {', '.join(spilt)}")
         if self.missing:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.checkpoint.scattered import Scattered
+from trainkit.console import counted
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
 from trainkit.state.configs import has_adapters, model_configs
 from trainkit.state.described import copied
@@ -332,6 +333,7 @@ def _set_trained(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, b
             changed[wanted] += 1
             seen.add(id(parameter))
     return [
-        f"{count} parameters are {'trained' if wanted else 'frozen'} again, as they were when the checkpoint was saved"
+        f"{counted(count, 'parameter is', 'parameters are')} {'trained' if wanted else 'frozen'} again, as they were "
+        f"when the checkpoint was saved"
         for wanted, count in changed.items()
     ]

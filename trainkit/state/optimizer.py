@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainkit.console import counted
 from trainkit.errors import StateMismatchError, UnsavableError
 from trainkit.optimizer import PreparedOptimizer
 from trainkit.state.described import Described, StoredSlots, copied
@@ -308,7 +309,10 @@ def _load(
             f"{what}: load_state_dict refused the state: {type(error).__name__}: {error}\nThe optimizer was put back."
         ) from error
     for (before, after), count in casts.items():
-        notices.append(f"{count} tensors of optimizer state were cast from {before} to {after}".replace("torch.", ""))
+        notices.append(
+            f"{counted(count, 'tensor of optimizer state was', 'tensors of optimizer state were')} cast "
+            f"from {before} to {after}".replace("torch.", "")
+        )
     return notices + kept
 
 

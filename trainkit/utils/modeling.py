@@ -17,7 +17,7 @@ from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.single_file import read_tensors
 from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
-from trainkit.console import notice, warn
+from trainkit.console import counted, notice, warn
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -117,7 +117,8 @@ def load_checkpoint_in_model(
     left = [name for _, _, name, tensor in entries(inner) if tensor.is_meta]
     if left:
         warn(
-            f"{what}: {len(left)} tensors of the model still have no values, as they are on the meta device: {_some(left)}. "
+            f"{what}: {counted(len(left), 'tensor of the model still has', 'tensors of the model still have')} no "
+            f"values, as on the meta device: {_some(left)}. "
             "Give them some before the model is used."
         )
 

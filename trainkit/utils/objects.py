@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from trainkit.accelerator.meeting import Meeting
+from trainkit.console import with_article
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.joining import joined
@@ -57,7 +58,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 def _check(verb: str, given: Any, kind: Any) -> None:
     if not isinstance(given, kind):
-        raise ConfigurationError(f"{verb} takes a list, not a {type(given).__name__}. Write: {verb}([value])")
+        raise ConfigurationError(f"{verb} takes a list, not {with_article(type(given).__name__)}. Write: {verb}([value])")
 
 
 def _world(verb: str) -> World:

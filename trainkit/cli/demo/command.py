@@ -17,6 +17,7 @@ from trainkit.cli.demo.baselines import bigram_bits, unigram_bits
 from trainkit.cli.demo.corpus import SourceCode
 from trainkit.cli.demo.gpt import ByteGPT
 from trainkit.cli.plot import draw
+from trainkit.console import counted
 from trainkit.errors import ConfigurationError, missing_package
 from trainkit.loggers.base import is_installed
 from trainkit.loggers.csv_logs import CSVLogger
@@ -101,14 +102,22 @@ def run(args: argparse.Namespace) -> int:
     for package, extra in (("tensorboard", "tensorboard"), ("matplotlib", "plot")):
         if not is_installed(package):
             raise missing_package(package, extra, "The demo")
-    start = time.monotonic()
-    result = train(SMALL if args.small else FULL, args.seed, Path(args.root), args.max_steps)
+    start, size, root = time.monotonic(), SMALL if args.small else FULL, Path(args.root)
+    try:
+        result = train(size, args.seed, root, args.max_steps)
+    except KeyboardInterrupt:
+        folder = _unfinished(root, size, args.seed, args.max_steps or size.max_steps)
+        saved = f"To continue, run the same command again; to start over, first remove {folder}."
+        raise KeyboardInterrupt(f"stopped. {saved if _has_checkpoints(folder) else 'Nothing was saved yet.'}") from None
     report(result, time.monotonic() - start)
     return 0
 
 
 def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Result:
     """Train a ``ByteGPT`` on the standard library.
+
+    A run that was stopped, or killed, continues from its newest checkpoint when it is started with the same arguments; one that
+    has finished starts over, in a folder of its own.
 
     Args:
         size: of the model and the run.
@@ -122,7 +131,8 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
     data.setup("fit")
     model = ByteGPT(width=size.width, depth=size.depth, heads=size.heads, context=size.context)
     stopping = load_callback("early_stopping")(monitor="val_loss", patience=3)
-    csv = CSVLogger()
+    csv, unfinished = CSVLogger(), _unfinished(root, size, seed, max_steps)
+    saving = load_callback("model_checkpoint")(dirpath=unfinished, every_n_train_steps=max(max_steps // size.checks, 1))
     trainer = Trainer(
         max_steps=max_steps,
         limit_train_batches=max_steps,  # one short epoch, so that the progress bar ends where the run does
@@ -130,13 +140,17 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
         log_every_n_steps=10,
         gradient_clip_val=1.0,
         logger=[csv, TensorBoardLogger()],
-        callbacks=[stopping],
+        callbacks=[stopping, saving],
         default_root_dir=root,
         deterministic=torch.cuda.is_available() or None,  # the kernels it uses on a CPU are deterministic anyway
         seed=seed,
     )
     _introduce(data, model, max_steps)
-    trainer.fit(model, datamodule=data)
+    if _has_checkpoints(unfinished):
+        print(f"The run that was stopped continues. To start over, remove {unfinished}.", flush=True)
+        trainer.fit(model, datamodule=data, ckpt_path="auto")
+    else:
+        trainer.fit(model, datamodule=data)
     # The last validation may lie some updates back. Without loggers, so that no step has two values in the files.
     judge = Trainer(logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1, seed=seed)
     [metrics] = judge.validate(model, datamodule=data, verbose=False)
@@ -146,7 +160,7 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
     bigram, unigram = _baselines(data.corpus.train, windows)
     losses = {name: points for name, points in read_metrics(folder).items() if name in ("train_loss", "val_loss")}
     title = f"bits per byte (bigram {bigram:.2f}, unigram {unigram:.2f})"
-    return Result(
+    result = Result(
         val_loss=metrics["val_loss"],
         bigram=bigram,
         unigram=unigram,
@@ -156,6 +170,18 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
         log_dir=folder,
         picture=draw(losses, folder / "loss.png", title=title),
     )
+    if unfinished.exists():  # it has finished: the next one starts over
+        unfinished.replace(folder / "checkpoints")
+    return result
+
+
+def _unfinished(root: Path, size: Size, seed: int, max_steps: int) -> Path:
+    """Where a run with these arguments saves until it has finished."""
+    return root / "unfinished" / f"width-{size.width}-steps-{max_steps}-seed-{seed}"
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
 
 
 def _baselines(train: bytes, windows: Tensor) -> tuple[float, float]:
@@ -167,7 +193,8 @@ def _introduce(data: SourceCode, model: ByteGPT, max_steps: int) -> None:
     corpus = data.corpus
     parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"A GPT over bytes with {parameters:,} parameters learns to write Python: {max_steps} updates on Python's own\n"
+        f"A GPT over bytes with {parameters:,} parameters learns to write Python: {counted(max_steps, 'update')} on "
+        f"Python's own\n"
         f"standard library, {len(corpus.train_files)} files ({len(corpus.train) / 1e6:.1f} MB) to train on and "
         f"{len(corpus.val_files)} others to validate on.",
         flush=True,
@@ -186,13 +213,14 @@ def report(result: Result, seconds: float) -> None:
     verdict = f"{abs(difference):.2f} bits {'better' if difference > 0 else 'worse'} than the bigram baseline"
     folder = result.log_dir
     print(f"\nWhat it writes after {PROMPT.decode()!r}:\n\n{_indented(result.sample)}\n")
-    print(f"{result.steps} updates in {seconds:.0f} s, all included{early}.")
+    print(f"{counted(result.steps, 'update')} in {seconds:.0f} s, all included{early}.")
     print(f"Validation loss     {result.val_loss:.3f} bits per byte, {verdict}")
     print(f"  bigram baseline   {result.bigram:.3f} on the same bytes")
     print(f"  unigram baseline  {result.unigram:.3f} on the same bytes")
     print(f"\nFiles, in {folder}:")
     print(f"  {result.picture.name:<12} the loss curve")
     print("  metrics.csv  what was logged, as a table; events.out.tfevents.* the same for TensorBoard")
+    print("  checkpoints  what was trained, with all that a run needs to continue")
     print("\nNext:")
     print(f"  {_python()} -m tensorboard.main --logdir {shlex.quote(str(folder.parent))}")
     print(f"  {_python()} -m trainkit plot {shlex.quote(str(folder))}")
