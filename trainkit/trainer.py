@@ -242,10 +242,12 @@ class Trainer(Evaluating):
         Args:
             filepath: the folder that the checkpoint becomes.
             weights_only: leave out optimizers, schedulers, counters, callbacks.
-            blocking: return when it is complete on the disk; ``False``: when it is copied, an error then comes as a warning.
+            blocking: return when the checkpoint is complete on the disk. ``False``: return when the state is copied, while a
+                thread writes it. If it cannot be written, the next step warns, or the next save; without either, the program
+                prints the error when it ends.
 
         Raises:
-            CheckpointError: it cannot be written, or ``filepath`` is something else than a checkpoint.
+            CheckpointError: ``filepath`` is something other than a checkpoint; or, if ``blocking``, it cannot be written.
             UnsavableError: a value that cannot be stored, with the path to it.
         """
         self.checkpointing_now(weights_only).save_to(Path(filepath), weights_only=weights_only, blocking=blocking)
