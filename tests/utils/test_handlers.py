@@ -50,6 +50,14 @@ def test_options_of_ddp_are_those_of_the_strategy() -> None:
     assert DistributedDataParallelKwargs().strategy_options() == {}
 
 
+def test_that_buffers_are_the_same_on_all_ranks_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A script that turns it off would have statistics of BatchNorm that differ from rank to rank; here it has not."""
+    DistributedDataParallelKwargs()
+    assert caplog.text == ""
+    DistributedDataParallelKwargs(broadcast_buffers=False)
+    assert "DistributedDataParallelKwargs(broadcast_buffers=False) has no effect: every optimizer step ends" in caplog.text
+
+
 @pytest.mark.parametrize("hook", ["power_sgd", DDPCommunicationHookType.POWER_SGD])
 def test_power_sgd(hook: Any) -> None:
     options = DistributedDataParallelKwargs(
