@@ -91,6 +91,12 @@ def test_a_profile_is_recorded() -> None:
     assert [(event.count, event.input_shapes[:2]) for event in products] == [(2, [[3, 4], [4, 2]])]
 
 
+@pytest.mark.parametrize("name", ["record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules"])
+def test_what_a_profile_records(name: str) -> None:
+    assert not getattr(ProfileKwargs().build(), name)
+    assert getattr(ProfileKwargs(**{name: True}).build(), name) is True
+
+
 def test_a_profile_without_a_schedule() -> None:
     with ProfileKwargs(output_trace_dir="traces").build() as profile:
         torch.ones(3).sum()
