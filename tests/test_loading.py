@@ -203,3 +203,21 @@ def test_a_model_built_late() -> None:
     make_trainer().validate(module, tiny_loader(8), verbose=False)
     assert module.built == 1, "what was loaded is not built again"
     assert same(parameters_of(module), parameters_of(trainer.model))
+
+
+class Wider(Sized):
+    """Has a layer that the checkpoint has not."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.more = nn.Linear(1, 1)
+
+
+def test_names_that_are_missing_and_where_the_module_is_put() -> None:
+    trainer = saved(Sized())
+    path = trainer.checkpoint_callback.last_model_path
+    with pytest.raises(StateMismatchError, match="more"):
+        Wider.load_from_checkpoint(path)
+    module = Wider.load_from_checkpoint(path, strict=False)
+    assert torch.equal(module.layer.weight, trainer.model.layer.weight)
+    assert Sized.load_from_checkpoint(path, map_location="meta").layer.weight.device.type == "meta"

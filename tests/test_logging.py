@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainkit.logging import get_logger
+from trainkit.logging import MultiProcessAdapter, get_logger
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,23 @@ def test_messages(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["3 of all", "everywhere", "in order", "once 1", "once 2", "failed"]
     assert {record.funcName for record in caplog.records} == {"test_messages"}, "the caller's place, not ours"
     assert "ValueError: told" in caplog.text
+
+
+def test_arguments_of_pythons_loggers(caplog: pytest.LogCaptureFixture) -> None:
+    """``extra`` of the adapter is in each record; ``exc_info``, ``stacklevel`` and places mean what they mean in logging."""
+    logger = MultiProcessAdapter(logging.getLogger("trainkit_test.arguments"), {"job": 7})
+    logger.logger.setLevel(logging.DEBUG)
+    error = ValueError("told")
+    for method in (logger.debug, logger.info, logger.warning, logger.warning_once, logger.error, logger.critical):
+        method("%s and %s", "a", "b", exc_info=error, main_process_only=False)
+    logger.log(logging.INFO, "%s and %s", "a", "b", exc_info=error)
+    logger.exception("%s and %s", "a", "b", exc_info=error)
+    assert [record.job for record in caplog.records] == [7] * 8  # type: ignore[attr-defined]
+    assert caplog.messages == ["a and b"] * 8
+    assert all(record.exc_info and record.exc_info[1] is error for record in caplog.records)
+    caplog.clear()
+    logger.exception("no traceback", exc_info=None)
+    assert [record.exc_info for record in caplog.records] == [None]
 
 
 @pytest.mark.parametrize("variable", ["TRAINKIT_LOG_LEVEL", "ACCELERATE_LOG_LEVEL"])

@@ -11,7 +11,7 @@ from tiny import TinyModule, tiny_loader
 from torch import nn
 from trainers import Memory, make_trainer
 
-from trainkit import DataModule, TrainModule
+from trainkit import Callback, DataModule, TrainModule
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError
 
@@ -48,6 +48,40 @@ def test_logging_without_a_trainer_is_a_warning() -> None:
 def test_printing_without_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     TinyModule().print("a", "b", sep="-", end="!")
     assert capsys.readouterr().out == "a-b!"
+
+
+def test_printing_and_backward_pass_their_arguments_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Twice(TinyModule):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = self.loss(batch)
+            self.manual_backward(loss, retain_graph=True)
+            self.manual_backward(loss)
+            if batch_idx == 0:
+                self.print("a", "b", sep="-", end="!")
+                self.trainer.print("c", "d", sep="+", end="?")
+
+    make_trainer().fit(Twice(), tiny_loader())
+    assert "a-b!c+d?" in capsys.readouterr().out
+
+
+def test_log_dict_passes_its_options_on() -> None:
+    class Logging(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log_dict({"a": 1.0, "b": 2.0}, on_step=False, on_epoch=True, prog_bar=True)
+            return self.loss(batch)
+
+    class Beside(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("c", 3.0, on_epoch=True, on_step=False)
+            self.log_dict({"d": 4.0}, on_epoch=True, on_step=False, prog_bar=True)
+
+    logger = Memory()
+    trainer = make_trainer(Beside(), logger=logger)
+    trainer.fit(Logging(), tiny_loader())
+    assert [logger.of(name) for name in "abcd"] == [{4: 1.0}, {4: 2.0}, {4: 3.0}, {4: 4.0}]
+    assert {name: float(value) for name, value in trainer.progress_bar_metrics.items()} == {"a": 1.0, "b": 2.0, "d": 4.0}
 
 
 @pytest.mark.parametrize("name", ["training_step", "validation_step", "test_step", "configure_optimizers", "train_dataloader"])

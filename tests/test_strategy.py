@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from trainers import make_trainer, parameters_of, same
 
 from trainkit import Accelerator, Precision, Strategy, Trainer
 from trainkit.errors import ConfigurationError, TrainkitError
+from trainkit.strategies import DDPStrategy, ZeROStrategy
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -236,3 +238,11 @@ def test_where_nothing_is_compiled_there_is_nothing_to_tell_of_it() -> None:
     strategy = Strategy("cpu")
     assert strategy.compilations is None
     assert strategy.compilation_hints() == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("kind", [Strategy, DDPStrategy, partial(ZeROStrategy, stage=1)])
+def test_the_device_is_the_one_that_is_given(kind: Any) -> None:
+    assert kind(device="cpu").device == torch.device("cpu")
+    with pytest.raises(ConfigurationError, match="device 'cuda': torch sees no"):
+        kind(device="cuda")

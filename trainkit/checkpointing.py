@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.commit import check_target
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.run_folders import RunFolders
 from trainkit.checkpoint.saver import Saver
@@ -327,14 +328,24 @@ class Checkpointing:
         )
 
     def save_to(self, path: Path, *, weights_only: bool, blocking: bool) -> None:
-        """Save to a path of the user's; a checkpoint that is there is replaced once the new one is complete."""
+        """Save to a path of the user's; a checkpoint that is there is replaced once the new one is complete.
+
+        Raises:
+            CheckpointError: something else is at ``path``; or ``blocking``, and it cannot be written.
+        """
         self._saver.wait()
+        if not blocking:  # an error of the call is raised by the call, not at a later step
+            together(self._world, lambda: check_target(path.absolute()) if self._world.is_main else None)
         adapters = has_adapters(self._trainer.lightning_module)
         if adapters:
             notice("the model has PEFT adapters, so only what is trained is saved, with a fingerprint of the rest.")
         draft = self._draft(self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
         self._counter += 1
-        self._saver.save(draft, path, blocking=blocking, replace=True, failed=self._count_failure)
+
+        def done(*_: object) -> None:
+            self._failures = 0
+
+        self._saver.save(draft, path, blocking=blocking, replace=True, committed=done, failed=self._count_failure)
 
     def metrics(self) -> dict[str, tuple[float, bool]]:
         """The latest value of each metric that was logged, and whether it was computed in the present step; by name.

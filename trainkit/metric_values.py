@@ -13,7 +13,18 @@ from torch import Tensor
 
 from trainkit.errors import MetricError, UnknownNameError, nearest
 
-__all__ = ["TO_HOST", "alike", "is_metric_object", "number_of", "one_element", "read", "reduction_of", "stacked", "weight_of"]
+__all__ = [
+    "TO_HOST",
+    "alike",
+    "check_group",
+    "is_metric_object",
+    "number_of",
+    "one_element",
+    "read",
+    "reduction_of",
+    "stacked",
+    "weight_of",
+]
 
 # Name → functions that mean the same; given to Lightning's log, they do.
 _REDUCTIONS: dict[str, tuple[Any, ...]] = {
@@ -135,3 +146,16 @@ def number_of(name: str, value: Any) -> float:
             f"log({name!r}): a metric must be a number, a tensor of one element or a Metric, not {type(value).__name__}. "
             "Use log_dict for a dict of metrics."
         ) from None
+
+
+def check_group(name: str, group: Any) -> None:
+    """Refuse a ``sync_dist_group`` of some processes: a metric is reduced over all of them.
+
+    Raises:
+        MetricError: the group is not ``torch.distributed.group.WORLD``.
+    """
+    if group is not torch.distributed.group.WORLD:
+        raise MetricError(
+            f"log({name!r}, sync_dist_group=...): expected None or torch.distributed.group.WORLD, got {group!r}. A metric is "
+            f"reduced over all processes. Leave it out: self.log({name!r}, value)"
+        )

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, ModuleError
 from trainkit.hparams import HyperParametersMixin
+from trainkit.metric_values import check_group
 from trainkit.module_hooks import ModuleHooks
 from trainkit.optimizer import PreparedOptimizer, toggle, untoggle
 
@@ -179,18 +180,20 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
                 these names, or another function of the tensor of all values of the epoch.
             enable_graph: keep the value's autograd graph.
             sync_dist: no effect: values are always reduced exactly over processes.
-            sync_dist_group: likewise.
+            sync_dist_group: only ``None`` or ``torch.distributed.group.WORLD``: values are reduced over all processes.
             add_dataloader_idx: with several evaluation loaders, append ``/dataloader_idx_N`` to the name.
             batch_size: the samples that the value is a mean of (default: the first dimension of the batch's first tensor).
-            metric_attribute: accepted for Lightning's sake; a torchmetrics ``Metric`` needs no help here.
+            metric_attribute: no effect: a torchmetrics ``Metric`` is found without it.
             rank_zero_only: the value of the main process only.
 
         Raises:
-            MetricError: no number, or logged where that cannot be.
+            MetricError: no number, a group of some processes, or logged where that cannot be.
         """
         if self._trainer is None:
             warn(f"log({name!r}) outside a Trainer does nothing.")
             return
+        if sync_dist_group is not None:
+            check_group(name, sync_dist_group)
         self._trainer.metrics.log(
             name,
             value,
@@ -281,7 +284,11 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         self.__dict__["_toggled"] = toggle(optimizer, self.trainer.optimizers)
 
     def untoggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
-        """Undo :meth:`toggle_optimizer`."""
+        """Undo :meth:`toggle_optimizer`.
+
+        Args:
+            optimizer: no effect: one optimizer at a time is toggled, and that is undone.
+        """
         untoggle(self.__dict__.pop("_toggled", {}))
 
     def configure_gradient_clipping(

@@ -249,15 +249,17 @@ class Trainer(Evaluating):
         of an accumulation window, what is saved is the position at its start, and the window is repeated. In a validation the
         validation is repeated whole, and in ``on_train_epoch_end`` that hook, also for callbacks that had run before.
 
+        Every rank must call it: each has a part in what is saved, though most of it is written by rank 0.
+
         Args:
             filepath: the folder that the checkpoint becomes.
             weights_only: leave out optimizers, schedulers, counters, callbacks.
-            blocking: return when it is complete on the disk; ``False``: when it is copied, an error then comes as a warning.
-
-        Every rank must call it: each has a part in what is saved, though most of it is written by rank 0.
+            blocking: return when the checkpoint is complete on the disk. ``False``: return when the state is copied, while a
+                thread writes it. If it cannot be written, the next step warns, or the next save; without either, the program
+                prints the error when it ends.
 
         Raises:
-            CheckpointError: it cannot be written, or ``filepath`` is something else than a checkpoint.
+            CheckpointError: ``filepath`` is something other than a checkpoint; or, if ``blocking``, it cannot be written.
             CollectiveError: not every rank has called it; names the lines, within seconds.
             UnsavableError: a value that cannot be stored, with the path to it.
         """

@@ -87,6 +87,8 @@ def test_times_of_the_stages(trainer, module, clock) -> None:
     assert callback.time_elapsed("validate") == 6
     assert (callback.start_time("train"), callback.end_time("train")) == (1000.0, 1016.0)
     assert callback.time_remaining() is None
+    callback.duration = 100.0
+    assert (callback.time_remaining(), callback.time_remaining("validate")) == (84.0, 94.0)
     for stage, start, end in [
         ("test", callback.on_test_start, callback.on_test_end),
         ("predict", callback.on_predict_start, callback.on_predict_end),
@@ -97,6 +99,7 @@ def test_times_of_the_stages(trainer, module, clock) -> None:
         end(trainer, module)
         clock.now += 50
         assert callback.time_elapsed(stage) == 2
+        assert callback.end_time(stage) - callback.start_time(stage) == 2
 
 
 def test_the_sanity_check_is_no_validation(trainer, module, clock) -> None:

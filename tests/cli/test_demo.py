@@ -8,6 +8,7 @@ import math
 import re
 import signal
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,6 +183,27 @@ def test_the_model_has_about_a_million_parameters() -> None:
     assert 800_000 < sum(p.numel() for p in ByteGPT().parameters()) < 1_200_000
 
 
+def test_sizes_of_the_model() -> None:
+    model = ByteGPT(width=24, depth=4, heads=3, context=5)
+    assert (model.embedding.embedding_dim, len(model.blocks), model.cosine.shape) == (24, 4, (5, 4))
+
+
+def test_options_of_its_training() -> None:
+    model = ByteGPT(width=16, depth=1, heads=2, learning_rate=0.25, weight_decay=0.5, warmup=10)
+    model._trainer = types.SimpleNamespace(estimated_stepping_batches=100, max_steps=100)  # type: ignore[assignment]
+    configured = model.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    assert optimizer.defaults["lr"] == 0.25
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.5, 0.0}
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[9] == max(rates) == 0.25
+    assert rates[0] < rates[5] < rates[9]
+
+
 def test_losses_are_logged_in_bits_per_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: dict[str, torch.Tensor] = {}
     monkeypatch.setattr(ByteGPT, "log", lambda self, name, value, **options: logged.update({name: value}))
@@ -219,6 +241,8 @@ def test_generation_depends_on_the_seed_alone() -> None:
     assert text.startswith(b"def f")
     assert len(text) == 25
     assert model.training, "as it was before"
+    assert text != model.generate(b"def f", 20, temperature=9.0, seed=1)
+    assert text[:12] == model.generate(b"def f", length=7, seed=1)
 
 
 @pytest.mark.parametrize("arguments", [{"prompt": b""}, {"prompt": b"x", "temperature": 0.0}])

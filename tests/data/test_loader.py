@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,23 @@ def test_each_iteration_is_the_next_epoch() -> None:
     epochs = [list(loader) for _ in range(3)]
     assert [loader.epoch, *(same(epochs[n], whole_epoch(loader, n)) for n in range(3))] == [2, True, True, True]
     assert ids(epochs[0]) != ids(epochs[1])
+
+
+def test_the_order_of_the_dataset_if_asked_for() -> None:
+    assert ids(list(prepare(shuffled(8), sequential=True))) == list(range(8))
+    assert ids(list(prepare(shuffled(8)))) != list(range(8))
+
+
+def test_who_gives_the_batches_to_a_loop() -> None:
+    seen: list[PreparedLoader] = []
+
+    def every_other(loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+        seen.append(loader)
+        return itertools.islice(batches, None, None, 2)
+
+    loader = prepare(shuffled(8), follow=every_other)
+    assert (len(list(prepare(shuffled(8)))), len(list(loader))) == (2, 1)
+    assert seen == [loader]
 
 
 def test_the_epoch_can_be_set() -> None:

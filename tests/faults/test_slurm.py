@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from faulting import At, Child, Watched, send
 
-from trainkit import Callback
+from trainkit import Callback, Trainer
 
 
 def slurm(variables: dict[str, str], number: int = signal.SIGTERM, script: str = "", code: int = 143) -> tuple[str, str]:
@@ -39,6 +39,11 @@ class Requeued(Watched):
         trainer = super().trainer(*callbacks)
         trainer.arguments.slurm_requeue = True
         return trainer
+
+
+def test_it_is_off_by_default() -> None:
+    assert not Trainer(accelerator="cpu").arguments.slurm_requeue
+    assert Trainer(accelerator="cpu", slurm_requeue=True).arguments.slurm_requeue, "what the tests below set"
 
 
 def test_slurm_runs_the_job_again() -> None:

@@ -357,6 +357,29 @@ def test_online_what_was_sent_before_the_kill_is_not_sent_again(monkeypatch: pyt
     assert not start["experiment_config"].auto_metric_logging
 
 
+def test_what_is_said_to_comet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import comet_ml
+
+    server = Server()
+    monkeypatch.setattr(comet_ml, "start", server.start)
+    monkeypatch.setattr(comet_ml, "API", server.of_key)
+    where: dict[str, Any] = {
+        "api_key": "secret",
+        "workspace": "me",
+        "experiment_key": "k" * 32,
+        "mode": "create",
+        "online": True,
+    }
+    logger = CometLogger(project="mine", offline_directory=tmp_path / "there", auto_metric_logging=True, prefix="p", **where)
+    logger.log_metrics({"loss": 1.0}, 3)
+    (given,) = server.calls
+    config = given.pop("experiment_config")
+    assert given == {**where, "project_name": "mine"}
+    assert config.auto_metric_logging
+    assert str(logger.save_dir) == str(tmp_path / "there")
+    assert [(record["metricName"], record["step"]) for record in server.records] == [("p-loss", 3)]
+
+
 @pytest.mark.parametrize("arguments, error, words", [
     (dict(), ConfigurationError, r"no API key. Fix: CometLogger\(online=False\) keeps the experiment here"),
     (dict(online=True), ConfigurationError, "no API key"),

@@ -39,6 +39,13 @@ def test_the_file_as_a_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "default" / "version_0").iterdir()) == ["metrics.csv"]
 
 
+def test_where_the_file_is_and_what_its_columns_are_called(tmp_path: Path) -> None:
+    logger = CSVLogger(save_dir=tmp_path / "logs", name="mine", version="first", prefix="p")
+    logger.log_metrics({"loss": 1.0, "epoch": 0}, 1)
+    logger.finalize()
+    assert (tmp_path / "logs" / "mine" / "first" / "metrics.csv").read_text("utf-8") == "step,epoch,p-loss\n1,0,1.0\n"
+
+
 def test_every_row_is_in_the_file_when_the_call_returns(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     for step in range(3):

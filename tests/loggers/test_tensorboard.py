@@ -118,6 +118,24 @@ def test_events_are_in_the_file_after_save_and_otherwise_soon(tmp_path: Path) ->
     logger.finalize()
 
 
+def test_options_of_the_queue_are_those_of_torchs_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import tensorboard
+
+    given: dict[str, Any] = {}
+
+    class Writer(tensorboard.SummaryWriter):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            given.update(options)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(tensorboard, "SummaryWriter", Writer)
+    for options in ({}, {"max_queue": 3, "flush_secs": 7.0}):
+        logger = TensorBoardLogger(tmp_path, **options)
+        logger.log_metrics({"loss": 1.0}, 1)
+        logger.finalize()
+        assert (given["max_queue"], given["flush_secs"]) == (options.get("max_queue", 10), options.get("flush_secs", 1))
+
+
 def test_options_of_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # TensorBoard reads files of the same second by name, the tenth writer's of a process before the ninth's: count anew
     from tensorboard.summary.writer import event_file_writer

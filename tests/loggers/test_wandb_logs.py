@@ -190,6 +190,24 @@ def test_nothing_happens_on_other_processes(tmp_path: Path) -> None:
     assert not (tmp_path / "wandb").exists()
 
 
+def test_what_watch_says_to_wandb(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    said: list[dict[str, Any]] = []
+
+    class Run:
+        def watch(self, model: Any, **options: Any) -> None:
+            said.append(options)
+
+    logger = WandbLogger(save_dir=tmp_path)
+    logger._experiment = Run()
+    logger.watch(torch.nn.Linear(1, 1))
+    logger.watch(torch.nn.Linear(1, 1), log="all", log_freq=7, log_graph=False)
+    assert said == [
+        {"log": "gradients", "log_freq": 100, "log_graph": True},
+        {"log": "all", "log_freq": 7, "log_graph": False},
+    ]
+
+
 def test_watch_logs_gradients(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
 

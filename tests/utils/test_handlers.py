@@ -50,6 +50,14 @@ def test_options_of_ddp_are_those_of_the_strategy() -> None:
     assert DistributedDataParallelKwargs().strategy_options() == {}
 
 
+def test_that_buffers_are_the_same_on_all_ranks_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A script that turns it off would have statistics of BatchNorm that differ from rank to rank; here it has not."""
+    DistributedDataParallelKwargs()
+    assert caplog.text == ""
+    DistributedDataParallelKwargs(broadcast_buffers=False)
+    assert "DistributedDataParallelKwargs(broadcast_buffers=False) has no effect: every optimizer step ends" in caplog.text
+
+
 @pytest.mark.parametrize("hook", ["power_sgd", DDPCommunicationHookType.POWER_SGD])
 def test_power_sgd(hook: Any) -> None:
     options = DistributedDataParallelKwargs(
@@ -81,6 +89,12 @@ def test_a_profile_is_recorded() -> None:
     assert seen == [4]
     products = [event for event in profile.key_averages(group_by_input_shape=True) if event.key == "aten::mm"]
     assert [(event.count, event.input_shapes[:2]) for event in products] == [(2, [[3, 4], [4, 2]])]
+
+
+@pytest.mark.parametrize("name", ["record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules"])
+def test_what_a_profile_records(name: str) -> None:
+    assert not getattr(ProfileKwargs().build(), name)
+    assert getattr(ProfileKwargs(**{name: True}).build(), name) is True
 
 
 def test_a_profile_without_a_schedule() -> None:

@@ -10,7 +10,7 @@ import torch
 from worlds import run_world
 
 from trainkit.errors import ConfigurationError
-from trainkit.utils import find_executable_batch_size
+from trainkit.utils import find_executable_batch_size, release_memory
 
 
 def test_sizes_are_tried_until_one_fits(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,3 +113,11 @@ def on_two() -> list[int]:
 
 def test_on_several_processes_nothing_is_tried_again() -> None:
     assert run_world(2, on_two) == [[0, 8], [1, 8]]
+
+
+def test_objects_are_let_go() -> None:
+    """As in Accelerate: a list of as many ``None`` as objects were given."""
+    first, second = torch.ones(2), torch.ones(2)
+    first, second = release_memory(first, second)
+    assert (first, second) == (None, None)
+    assert release_memory(torch.ones(1)) == [None]

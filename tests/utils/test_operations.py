@@ -189,6 +189,14 @@ def test_of_several_accelerators_the_one_that_is_worked_with(monkeypatch: pytest
     assert current.latest() is None, "none is kept from being forgotten"
 
 
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_whether_sending_waits_is_said_to_torch(non_blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: seen.append(non_blocking) or self)
+    send_to_device({"x": [torch.ones(2)]}, "meta", non_blocking=non_blocking)
+    assert seen == [non_blocking]
+
+
 def test_send_to_device() -> None:
     batch = {"x": torch.ones(2), "names": ["a"], "more": (torch.zeros(1),)}
     sent = send_to_device(batch, "meta")

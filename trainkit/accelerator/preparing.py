@@ -165,7 +165,15 @@ class PrepareVerbs:
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """:meth:`prepare` for an optimizer."""
+        """:meth:`prepare` for an optimizer.
+
+        Args:
+            optimizer: not prepared yet.
+            device_placement: no effect: an optimizer keeps its state where its parameters are.
+
+        Raises:
+            ConfigurationError: no optimizer, or prepared already.
+        """
         return self._prepared_as(Optimizer, optimizer, device_placement)
 
     def prepare_data_loader(

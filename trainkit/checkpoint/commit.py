@@ -24,7 +24,7 @@ from trainkit.checkpoint.together import ONE_FILE_SYSTEM, Group, appears, togeth
 from trainkit.distributed import Team
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 
-__all__ = ["commit", "sync_folder"]
+__all__ = ["check_target", "commit", "sync_folder"]
 
 _ALONE = Team()
 _MAX_NAME = 255  # bytes, on every file system in use
@@ -82,6 +82,15 @@ def commit(draft: Draft, target: Path, *, replace: bool = False, team: Group = _
     return work.manifest
 
 
+def check_target(target: Path) -> None:
+    """Raise the error of a :func:`commit` with ``replace`` whose target holds something that is not a checkpoint.
+
+    Raises:
+        CheckpointError: something else is at ``target``.
+    """
+    _occupant(_followed(target), replace=True)
+
+
 class _Commit:
     """One process's part of a commit.
 
@@ -91,8 +100,7 @@ class _Commit:
     """
 
     def __init__(self, draft: Draft, target: Path, replace: bool, main: bool) -> None:
-        if main and (os.path.islink(target) or target.name in ("", "..")):
-            target = Path(os.path.realpath(target))
+        target = _followed(target) if main else target
         self._draft, self._target, self._replace, self._main = draft, target, replace, main
         self._old: set[str] | None = None
         self._begun = False
@@ -192,6 +200,11 @@ def _partial_of(target: Path, run_id: str) -> Path:
     if len(os.fsencode(name)) > room:
         name = os.fsencode(name)[:room].decode("utf-8", "ignore")
     return target.parent / f".{name}{mark}"
+
+
+def _followed(target: Path) -> Path:
+    """The folder that a link leads to."""
+    return Path(os.path.realpath(target)) if os.path.islink(target) or target.name in ("", "..") else target
 
 
 def _occupant(target: Path, replace: bool) -> set[str] | None:

@@ -95,12 +95,20 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """``False``: trainkit does not run on Ascend's devices."""
+    """``False``: trainkit does not run on Ascend's devices.
+
+    Args:
+        check_device: no effect: the answer is ``False`` either way.
+    """
     return False
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """``False``: trainkit does not run on Intel's GPUs."""
+    """``False``: trainkit does not run on Intel's GPUs.
+
+    Args:
+        check_device: no effect: the answer is ``False`` either way.
+    """
     return False
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
 
 __all__ = [
@@ -73,7 +74,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Args:
         dim: only 0: the samples of a batch are its first dimension.
-        broadcast_buffers: no effect: rank 0's buffers are given to all with each update.
+        broadcast_buffers: no effect: every optimizer step ends with rank 0's buffers on all ranks. A notice says so.
         bucket_cap_mb: size of a bucket in MB.
         find_unused_parameters: some parameters get no gradient in some steps.
         check_reduction: no effect, as in torch.
@@ -118,6 +119,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise ConfigurationError(
                 f"DistributedDataParallelKwargs(comm_state_option=...) is for comm_hook='power_sgd', not for {hook!r}. Leave "
                 "it out."
+            )
+        if not self.broadcast_buffers:
+            notice(
+                "DistributedDataParallelKwargs(broadcast_buffers=False) has no effect: every optimizer step ends with rank 0's "
+                "buffers on all ranks, so that a checkpoint holds what each rank evaluates with. Leave it out."
             )
 
     @property

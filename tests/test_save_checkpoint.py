@@ -1,0 +1,157 @@
+"""``Trainer.save_checkpoint(blocking=False)``: when it returns, and who is told when the checkpoint cannot be written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import IMPORTABLE
+from support import run_python
+from tiny import TinyModule, tiny_loader
+from worlds import run_world
+
+from trainkit import Callback, Trainer
+from trainkit.checkpoint import open_checkpoint, saver
+from trainkit.errors import CheckpointError, CheckpointWriteError
+
+
+class Saves(Callback):
+    """Calls a function of the trainer after chosen micro-batches, and keeps what it raised."""
+
+    def __init__(self, save: Callable[[Trainer], None], *after: int) -> None:
+        self.save, self.after = save, after
+        self.errors: list[Exception] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in self.after:
+            try:
+                self.save(trainer)
+            except CheckpointError as error:
+                self.errors.append(error)
+
+
+def fit(callback: Callback, **arguments: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], **quiet, **arguments)
+    trainer.fit(TinyModule(), tiny_loader())
+    return trainer
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_blocking_decides_when_it_returns(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``blocking=False`` training goes on before the checkpoint is on the disk; without it, it does not."""
+    training_went_on = threading.Event()
+    commit, seen = saver.commit, []
+
+    def late(*given: Any, **options: Any) -> Any:
+        if not blocking:
+            assert training_went_on.wait(60)
+        seen.append(threading.current_thread() is threading.main_thread())
+        return commit(*given, **options)
+
+    def save(trainer: Trainer) -> None:
+        trainer.save_checkpoint("there", blocking=blocking)
+        assert Path("there").exists() is blocking
+        training_went_on.set()
+
+    monkeypatch.setattr(saver, "commit", late)
+    callback = Saves(save, 1)
+    fit(callback)
+    assert seen == [blocking]
+    assert open_checkpoint("there").manifest.step == 2
+
+
+def _elsewhere(trainer: Trainer) -> None:
+    trainer.save_checkpoint("mine", blocking=False)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_folder_that_is_no_checkpoint_is_an_error_of_the_call(blocking: bool) -> None:
+    """Both ways: the error comes at the line that names the folder, and not at a later step from a thread."""
+    Path("mine").mkdir()
+    Path("mine/notes.txt").touch()
+    callback = Saves(lambda trainer: trainer.save_checkpoint("mine", blocking=blocking), 1)
+    trainer = fit(callback)
+    assert ["expected a checkpoint to replace" in str(error) for error in callback.errors] == [True]
+    assert trainer.global_step == 4
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        trainer.save_checkpoint("mine", blocking=blocking)  # after the fit too
+
+
+def _two_ranks(folder: str) -> tuple[list[str], int]:
+    callback = Saves(_elsewhere, 1)
+    trainer = fit(callback, strategy="ddp")
+    return [str(error) for error in callback.errors], trainer.global_step
+
+
+def test_so_it_is_on_two_processes(run_dir: Path) -> None:
+    Path("mine").mkdir()
+    Path("mine/notes.txt").touch()
+    for errors, steps in run_world(2, _two_ranks, str(run_dir)):
+        assert len(errors) == 1
+        assert "rank 0: " in errors[0]
+        assert "expected a checkpoint to replace" in errors[0]
+        assert steps == 2
+
+
+def _broken(monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
+    """The numbered commits, from 0, fail as on a full disk."""
+    commit, calls = saver.commit, []
+
+    def sometimes(*given: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) - 1 in failing:
+            raise CheckpointWriteError("the disk is full")
+        return commit(*given, **options)
+
+    monkeypatch.setattr(saver, "commit", sometimes)
+
+
+def test_what_cannot_be_written_is_a_warning_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    _broken(monkeypatch, 0)
+    callback = Saves(lambda trainer: trainer.save_checkpoint("there", blocking=False), 0)
+    with pytest.warns(UserWarning, match="a checkpoint could not be saved: the disk is full Training goes on"):
+        trainer = fit(callback)
+    assert (callback.errors, trainer.global_step, Path("there").exists()) == ([], 4, False)
+
+
+def test_with_blocking_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    _broken(monkeypatch, 0)
+    callback = Saves(lambda trainer: trainer.save_checkpoint("there"), 0)
+    fit(callback)
+    assert [str(error) for error in callback.errors] == ["the disk is full"]
+
+
+@pytest.mark.filterwarnings("ignore:a checkpoint could not be saved")
+def test_saves_that_succeed_end_a_row_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three failures end a run only if nothing was saved between them."""
+    _broken(monkeypatch, 0, 2, 4)
+    names = iter("abcdefgh")
+    callback = Saves(lambda trainer: trainer.save_checkpoint(next(names), blocking=False), 0, 1, 2, 3)
+    trainer = fit(callback)
+    trainer.save_checkpoint("last", blocking=False)  # the third that fails
+    trainer.save_checkpoint("and_one")
+    assert [name for name in "abcd" if Path(name).exists()] == ["b", "d"]
+    assert Path("and_one").exists()
+
+
+def test_after_the_fit_a_failure_is_told_at_the_end_of_the_program(run_dir: Path) -> None:
+    """There is no step left to tell it at; it is never lost."""
+    done = run_python(
+        "from pathlib import Path; from tiny import TinyModule, tiny_loader; from trainkit import Trainer\n"
+        "from trainkit.checkpoint import saver\n"
+        "from trainkit.errors import CheckpointWriteError\n"
+        "trainer = Trainer(accelerator='cpu', max_epochs=1, logger=False, enable_checkpointing=False)\n"
+        "trainer.fit(TinyModule(), tiny_loader())\n"
+        "def full(*given, **options): raise CheckpointWriteError('the disk is full')\n"
+        "saver.commit = full\n"
+        "trainer.save_checkpoint('there', blocking=False)\n"
+        "print('goes on')",
+        env=IMPORTABLE,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "goes on")
+    assert f"saving {run_dir / 'there'} failed" in done.stderr
+    assert "CheckpointWriteError: the disk is full" in done.stderr
