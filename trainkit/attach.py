@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
@@ -10,14 +11,23 @@ from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
 from trainkit.hooks import check_callback
 from trainkit.registry import load_callback
+from trainkit.run_folder import opens_files
 from trainkit.setup_run import overrides
+from trainkit.state.hyper import logged
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
     from trainkit.module import TrainModule
     from trainkit.trainer import Trainer
 
-__all__ = ["attach_callbacks", "attach_loggers", "merge_module_callbacks", "renew_loggers", "share_log_folders"]
+__all__ = [
+    "attach_callbacks",
+    "attach_loggers",
+    "merge_module_callbacks",
+    "renew_loggers",
+    "share_log_folders",
+    "start_loggers",
+]
 
 
 def attach_callbacks(
@@ -148,3 +158,40 @@ def share_log_folders(trainer: Trainer, saved: Sequence[Mapping[str, Any]] = ())
         from trainkit.loggers.attach import share_folders
 
         share_folders(trainer.loggers, trainer.strategy.world, saved)
+
+
+def start_loggers(trainer: Trainer) -> None:
+    """Give the loggers their folders and the hyper-parameters.
+
+    Raises:
+        ConfigurationError: the data module and the module contradict each other, or a folder cannot be written.
+    """
+    owners = [o for o in (trainer.datamodule, trainer.lightning_module) if o is not None and o._log_hyperparams]
+    values = {name: value for owner in owners for name, value in owner.hparams.items()}
+    differing = [str(n) for owner in owners for n, value in owner.hparams.items() if repr(value) != repr(values[n])]
+    if differing:
+        raise ConfigurationError(
+            f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "
+            "Rename one, or leave it out: save_hyperparameters(logger=False)"
+        )
+    _make_log_folders(trainer.loggers)
+    if values and trainer.loggers:
+        kept = {name: value for owner in owners for name, value in logged(owner).items()}
+        for logger in trainer.loggers:
+            logger.log_hyperparams(kept)
+
+
+def _make_log_folders(loggers: list[Logger]) -> None:
+    """Make the folders now: one that cannot be written must stop a run before training, not where it first logs."""
+    for logger in loggers:
+        if not logger.is_main_process or not opens_files(logger):
+            continue
+        folder = logger.log_dir
+        try:
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)  # log_dir makes none whose version was given
+        except OSError as error:
+            raise ConfigurationError(
+                f"{type(logger).__name__}: expected a log folder that can be written, got {folder}: {error}. "
+                "Fix: save_dir='runs' or Trainer(default_root_dir='runs')"
+            ) from error

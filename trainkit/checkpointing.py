@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.commit import check_target
-from trainkit.checkpoint.draft import Content, Draft
+from trainkit.checkpoint.draft import Content
 from trainkit.checkpoint.run_folders import RunFolders
 from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.together import together
@@ -22,7 +22,7 @@ from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.run_folder import choose_folder
 from trainkit.state.model import frozen_fingerprint, has_adapters
 from trainkit.state.parts import SaveMode, about, capture, shown
-from trainkit.state.run import Phase, added_by_hooks, capture_run, consumed, parts_of
+from trainkit.state.run import Phase, capture_run, consumed, drafted, parts_of
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
@@ -96,7 +96,7 @@ class Checkpointing:
         self.places.choose(partial(choose_folder, self._trainer))
         if self.folders:
             self._counter = max(self._counter, self.last_counter())
-            self._draft(self.content())
+            drafted(self._world, self.content())
             self.places.begin(self.run_id)
 
     def request(self, due: Callable[[], None]) -> None:
@@ -172,22 +172,6 @@ class Checkpointing:
         signals, control = self._trainer.signals, self._trainer.control
         if (signals.received if control is None else control.signal) is not None:
             raise signals.ending(f"at step {self._trainer.global_step}")
-
-    def _draft(self, content: Content) -> Draft:
-        """A content laid out; if that cannot be on one process, it is an error on all."""
-        drafts: list[Draft] = []
-
-        def lay_out() -> None:
-            try:
-                drafts.append(Draft(content, rank=self._world.rank, ranks=self._world.size))
-            except UnsavableError as error:
-                explained = added_by_hooks(content.state)
-                if explained is None:
-                    raise
-                raise explained from error
-
-        together(self._world, lay_out)
-        return drafts[0]
 
     def content(
         self,
@@ -297,7 +281,8 @@ class Checkpointing:
             self._count_failure(error)
 
         try:
-            draft = self._draft(self.content(weights_only=weights_only, save=save, saved_by=saved_by, metrics=metrics))
+            content = self.content(weights_only=weights_only, save=save, saved_by=saved_by, metrics=metrics)
+            draft = drafted(self._world, content)
             self._counter += 1
             later = None if blocking else not_done
             self._saver.save(draft, path, blocking=blocking, replace=replace, committed=done, failed=later)
@@ -339,7 +324,7 @@ class Checkpointing:
         adapters = has_adapters(self._trainer.lightning_module)
         if adapters:
             notice("the model has PEFT adapters, so only what is trained is saved, with a fingerprint of the rest.")
-        draft = self._draft(self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
+        draft = drafted(self._world, self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
         self._counter += 1
 
         def done(*_: object) -> None:

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from trainkit import loop
 from trainkit.accelerator import Accelerator
 from trainkit.arguments import TrainerArguments, check_switches, refuse_unknown
-from trainkit.attach import attach_callbacks, attach_loggers
+from trainkit.attach import attach_callbacks, attach_loggers, start_loggers
 from trainkit.callback import Callback
 from trainkit.console import notice, warn
 from trainkit.datamodule import DataModule
-from trainkit.errors import ConfigurationError
 from trainkit.evaluating import Evaluating
 from trainkit.explain import explain, where_it_is, why_it_ended
 from trainkit.hooks import HookTable
@@ -33,8 +32,7 @@ from trainkit.resume import begin_resume, check_restore, restore_fit
 from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.running import agree_on_signals, build_hooks, check_sanity, interruptible, plan_evaluation, running
 from trainkit.settings.for_trainer import blamed, with_settings
-from trainkit.setup_run import finish_fit_plan, fit_plan, overrides, train_loader, validate_every
-from trainkit.state.hyper import logged
+from trainkit.setup_run import finish_fit_plan, fit_plan, train_loader, validate_every
 from trainkit.strategy import Strategy
 from trainkit.where import joined_strategy, read_wanted
 
@@ -228,7 +226,7 @@ class Trainer(Evaluating):
             finish_fit_plan(self)
             resumed = restore_fit(self, wanted, overrides or {}, strict)
             self._loaded_in = self._val_loaded_in = self.current_epoch
-            self._start_loggers()
+            start_loggers(self)
             self.checkpointing.begin()
             if self.arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
@@ -373,38 +371,3 @@ class Trainer(Evaluating):
             except OSError as error:  # a full disk must not end a run that could go on without its log
                 name = type(logger).__name__
                 warn(f"{name} could not write the metrics of step {step}: {error}. Training goes on without them.")
-
-    def _start_loggers(self) -> None:
-        """Give the loggers their folders and the hyper-parameters."""
-        owners = [o for o in (self.datamodule, self.lightning_module) if o is not None and o._log_hyperparams]
-        values = {name: value for owner in owners for name, value in owner.hparams.items()}
-        differing = [str(n) for owner in owners for n, value in owner.hparams.items() if repr(value) != repr(values[n])]
-        if differing:
-            raise ConfigurationError(
-                f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "
-                "Rename one, or leave it out: save_hyperparameters(logger=False)"
-            )
-        _make_log_folders(self.loggers)
-        if values and self.loggers:
-            kept = {name: value for owner in owners for name, value in logged(owner).items()}
-            for logger in self.loggers:
-                logger.log_hyperparams(kept)
-
-
-def _make_log_folders(loggers: list[Logger]) -> None:
-    """Make the folders now: one that cannot be written must stop a run before training, not where it first logs."""
-    from trainkit.loggers.base import Logger
-
-    for logger in loggers:
-        # a logger that opens nothing, such as one that prints, has no files and needs no folder
-        if not logger.is_main_process or not overrides(logger, "open_experiment", Logger):
-            continue
-        folder = logger.log_dir
-        try:
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)  # log_dir makes none whose version was given
-        except OSError as error:
-            raise ConfigurationError(
-                f"{type(logger).__name__}: expected a log folder that can be written, got {folder}: {error}. "
-                "Fix: save_dir='runs' or Trainer(default_root_dir='runs')"
-            ) from error

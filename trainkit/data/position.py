@@ -222,11 +222,11 @@ class Positions:
             StateMismatchError: the position lies inside a micro-batch.
         """
         there, here = position["dataset"], self._stream.samples
-        if position["batches"] and None not in (there, here) and there != here:
+        if position["batches"] and there is not None and here is not None and there != here:
             warn(
-                f"the dataset has {counted(here, 'sample')}, and had {there} when the checkpoint was written: the "
-                f"rest of the epoch comes "
-                "from another order, in which samples that were seen may come again. From the next epoch on all is regular."
+                f"the dataset has {counted(here, 'sample')}, and had {there} when the checkpoint was written: the rest of the "
+                "epoch comes from another order, in which samples that were seen may come again. From the next epoch on all is "
+                "regular."
             )
         return -(-self._start_in(position) // self._world.width)
 

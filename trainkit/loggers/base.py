@@ -396,6 +396,5 @@ class Logger(KnownKeywords):
         return {key: value for key, value in vars(self).items() if key not in ("_experiment", "_guard")}
 
     def __repr__(self) -> str:
-        folder = self._folder
-        version = self._version if folder is None else folder.version
+        version = self._version if self._folder is None else self._folder.version
         return f"{type(self).__name__}(save_dir={self.save_dir!r}, name={self._name!r}, version={version!r})"

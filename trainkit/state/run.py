@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.tagged import unsavable
+from trainkit.checkpoint.together import together
 from trainkit.console import notice
+from trainkit.distributed import World
 from trainkit.errors import UnsavableError
 from trainkit.state.hyper import stored
 from trainkit.state.metric_merge import gather_states, merge_states
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.trainer import Trainer
 
-__all__ = ["Phase", "added_by_hooks", "capture_run", "consumed", "logger_states", "parts_of", "restore_loop", "restore_run"]
+__all__ = ["Phase", "capture_run", "consumed", "drafted", "logger_states", "parts_of", "restore_loop", "restore_run"]
 
 
 class Phase(str, Enum):
@@ -64,7 +67,7 @@ def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
     return state
 
 
-def added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
+def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
     """What ``on_save_checkpoint`` has added to a checkpoint and cannot be stored, all of it in one error; None if nothing."""
     added = {f'checkpoint["{name}"]': value for name, value in state.get("user", {}).items()}
     given = state.get("hyper_parameters", {})  # without those that cannot be stored; what a hook has added is there too
@@ -82,6 +85,27 @@ def added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
         f"trainkit.checkpoint.register({kind.__name__}, encode, decode)\n"
         f"  3. leave it out, and make it again in setup or on_load_checkpoint: remove the line {place} = ..."
     )
+
+
+def drafted(world: World, content: Content) -> Draft:
+    """A content laid out for writing. Collective: if that fails on one rank, it is an error on all.
+
+    Raises:
+        UnsavableError: a value that cannot be stored, with the path to it.
+    """
+    drafts: list[Draft] = []
+
+    def lay_out() -> None:
+        try:
+            drafts.append(Draft(content, rank=world.rank, ranks=world.size))
+        except UnsavableError as error:
+            explained = _added_by_hooks(content.state)
+            if explained is None:
+                raise
+            raise explained from error
+
+    together(world, lay_out)
+    return drafts[0]
 
 
 def logger_states(trainer: Trainer) -> list[dict[str, Any]]:
