@@ -228,10 +228,10 @@ ACCELERATOR = [  # in Accelerate's order, and ours
 
 def test_the_verbs_arguments_are_frozen() -> None:
     loaders = ["model", "train_dataloaders", "val_dataloaders", "datamodule"]
-    assert arguments_of(Trainer.fit) == [*loaders, "ckpt_path", "restore", "overrides"]
+    assert arguments_of(Trainer.fit) == [*loaders, "ckpt_path", "restore", "overrides", "strict"]
     for verb in (Trainer.validate, Trainer.test):
-        assert arguments_of(verb) == ["model", "dataloaders", "datamodule", "verbose", "ckpt_path"]
-    assert arguments_of(Trainer.predict) == ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path"]
+        assert arguments_of(verb) == ["model", "dataloaders", "datamodule", "verbose", "ckpt_path", "strict"]
+    assert arguments_of(Trainer.predict) == ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "strict"]
     assert arguments_of(Trainer.save_checkpoint) == ["filepath", "weights_only", "blocking"]
     assert arguments_of(TinyModule.load_from_checkpoint) == ["map_location", "strict"]  # after the path
     assert arguments_of(Accelerator.__init__) == ACCELERATOR
