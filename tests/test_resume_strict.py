@@ -183,6 +183,8 @@ def test_evaluations(verb: str, caplog: pytest.LogCaptureFixture) -> None:
 def test_strict_needs_a_checkpoint_and_a_boolean() -> None:
     with pytest.raises(ConfigurationError, match="strict=False need a checkpoint"):
         make_trainer().fit(Net(), tiny_loader(), strict=False)
+    with pytest.raises(ConfigurationError, match="strict=False need a checkpoint"):
+        make_trainer().validate(Net(), tiny_loader(), strict=False)
     with pytest.raises(ConfigurationError, match="strict must be True or False, not 'no'"):
         make_trainer().fit(Net(), tiny_loader(), ckpt_path="auto", strict="no")
 

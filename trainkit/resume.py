@@ -46,7 +46,7 @@ def check_restore(
         raise ConfigurationError(f"strict must be True or False, not {strict!r}.")
     if ckpt_path is None and (given is not None or overrides or not strict):
         raise ConfigurationError(
-            "restore=, overrides= and strict=False need a checkpoint: fit(module, loader, ckpt_path='auto', ...)."
+            "restore=, overrides= and strict=False need a checkpoint: add ckpt_path='auto', 'best' or the path of one."
         )
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ConfigurationError(
