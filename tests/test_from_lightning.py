@@ -368,7 +368,7 @@ def test_a_checkpoint_of_lightnings(verb: str) -> None:
     """Its error has the line that loads the weights, as the documentation does."""
     theirs, module = TinyModule(), TinyModule()
     torch.save({"state_dict": theirs.state_dict(), "pytorch-lightning_version": "2.6.0", "epoch": 3}, "old.ckpt")
-    with pytest.raises(CheckpointNotFoundError, match="is a checkpoint of Lightning's, a file; expected") as caught:
+    with pytest.raises(CheckpointNotFoundError, match="is a Lightning checkpoint, which is a file; expected") as caught:
         VERBS[verb](pl.Trainer(**QUIET, max_epochs=1), module, "old.ckpt")
     line = re.search(r"module\.load_state_dict\(.*\['state_dict'\]\)", str(caught.value))
     assert line is not None
@@ -379,12 +379,12 @@ def test_a_checkpoint_of_lightnings(verb: str) -> None:
 def test_weights_in_a_file_and_sharded_checkpoints(run_dir: Path) -> None:
     theirs, module = TinyModule(), TinyModule()
     torch.save(theirs.state_dict(), "old.pt")
-    with pytest.raises(CheckpointNotFoundError, match="is a file that torch.save wrote; expected") as caught:
+    with pytest.raises(CheckpointNotFoundError, match="is a file written by torch.save; expected") as caught:
         TinyModule.load_from_checkpoint("old.pt")
     line = re.search(r"module\.load_state_dict\(.*weights_only=True\)\)", str(caught.value))
     assert line is not None
     exec(line[0], {"module": module, "torch": torch})
     assert torch.equal(module.layer.weight, theirs.layer.weight)
     (run_dir / "old.ckpt").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match=r"sharded checkpoint of Lightning's.*from-lightning\.md#"):
+    with pytest.raises(CheckpointNotFoundError, match=r"sharded Lightning checkpoint.*from-lightning\.md#"):
         TinyModule.load_from_checkpoint("old.ckpt")

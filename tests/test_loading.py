@@ -84,7 +84,7 @@ def test_classes_among_the_hyper_parameters_are_left_out() -> None:
             super().__init__()
             self.save_hyperparameters()
 
-    with pytest.warns(UserWarning, match="checkpoints leave them out.*: activation, options.norm. Give them again"):
+    with pytest.warns(UserWarning, match="do not store these hyper-parameters.*: activation, options.norm. Expected values"):
         trainer = saved(Activated(nn.Tanh, {"norm": nn.LayerNorm, "depth": 2}))
     again = Activated.load_from_checkpoint(trainer.checkpoint_callback.last_model_path, activation=nn.Tanh)
     assert again.hparams == {"activation": nn.Tanh, "options": {"depth": 2}}
@@ -108,11 +108,14 @@ def test_what_cannot_be_stored_is_there_in_the_run_and_given_again_afterwards() 
     module, memory = Backbone(**given, rate=0.25, config=config), Memory()
     trainer = make_trainer(enable_checkpointing=True, logger=memory)
     said = (
-        "leave them out.*: net, act, optimizer, config.nested.norm, config.layers, config.object. Give them again when you load"
+        "do not store these hyper-parameters.*: net, act, optimizer, config.nested.norm, config.layers, config.object. Expected"
     )
     with pytest.warns(UserWarning, match=said) as caught:
         trainer.fit(module, tiny_loader())
     assert len(caught) == 1
+    again = "Backbone.load_from_checkpoint(path, net=..., act=..., optimizer=..., config=...)"
+    ignored = "self.save_hyperparameters(ignore=['net', 'act', 'optimizer', 'config'])"
+    assert str(caught[0].message).endswith(f"Pass them again when you load a checkpoint: {again}. To not save them: {ignored}")
     assert trainer.optimizers[0].param_groups[0]["momentum"] == 0.9
     assert module.hparams.net is module.layer
     path = trainer.checkpoint_callback.last_model_path
@@ -151,7 +154,7 @@ def test_keys_that_are_no_strings() -> None:
             self.save_hyperparameters({"rate": rate, 1: "one", "sizes": {2: "two"}, (3, 4): nn.Identity()})
 
     trainer = make_trainer(enable_checkpointing=True, logger=CSVLogger("logs"))
-    with pytest.warns(UserWarning, match=r"leave them out.*: \(3, 4\)\. Give"):
+    with pytest.warns(UserWarning, match=r"do not store these hyper-parameters.*: \(3, 4\)\. Expected"):
         trainer.fit(Configured(rate=0.5), tiny_loader())
     again = Configured.load_from_checkpoint(trainer.checkpoint_callback.last_model_path)
     assert again.hparams == {"rate": 0.5, 1: "one", "sizes": {2: "two"}, (3, 4): again.hparams[3, 4]}

@@ -92,7 +92,7 @@ def test_a_fit_with_other_parameters(caplog: pytest.LogCaptureFixture) -> None:
         "left as they were, since the checkpoint has none of them: parts.new.weight, parts.new.bias",
         "not loaded, since the model has none of them: parts.old.weight, parts.old.bias",
         "the optimizer starts without state for the parameters parts.new.weight, parts.new.bias",
-        "state of the optimizer was not loaded for the parameters parts.old.weight, parts.old.bias",
+        "state of the optimizer was not loaded for parameters that it does not have here: parts.old.weight, parts.old.bias",
     ):
         assert said in caplog.text
     here = moments(trainer)
@@ -183,6 +183,8 @@ def test_evaluations(verb: str, caplog: pytest.LogCaptureFixture) -> None:
 def test_strict_needs_a_checkpoint_and_a_boolean() -> None:
     with pytest.raises(ConfigurationError, match="strict=False need a checkpoint"):
         make_trainer().fit(Net(), tiny_loader(), strict=False)
+    with pytest.raises(ConfigurationError, match="strict=False need a checkpoint"):
+        make_trainer().validate(Net(), tiny_loader(), strict=False)
     with pytest.raises(ConfigurationError, match="strict must be True or False, not 'no'"):
         make_trainer().fit(Net(), tiny_loader(), ckpt_path="auto", strict="no")
 

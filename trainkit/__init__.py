@@ -13,6 +13,7 @@ import trainkit.started  # noqa: F401 - before a script goes to another folder
 from trainkit._version import __version__
 
 if TYPE_CHECKING:
+    from trainkit import checkpoint as checkpoint
     from trainkit import errors
     from trainkit.accelerator import Accelerator
     from trainkit.accelerator.skipping import skip_first_batches
@@ -106,8 +107,8 @@ if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used, so that importing trainkit costs next to nothing."""
-    if name == "errors":
-        return import_module("trainkit.errors")
+    if name in ("checkpoint", "errors"):
+        return import_module(f"trainkit.{name}")
     if name in _PLACES:
         value = globals()[name] = getattr(import_module(_PLACES[name]), name)
         return value

@@ -141,6 +141,7 @@ def _run(
             return []
         plan.keeps = name == "predict" and trainer._keep_predictions
         build_hooks(trainer)
+        check_restore(ckpt_path, None, None, strict)
         if ckpt_path is not None:
             load_weights(trainer, ckpt_path, strict)
         trainer.validating = stage == "validate"

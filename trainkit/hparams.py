@@ -64,14 +64,14 @@ class HyperParametersMixin:
     ) -> None:
         """Keep the arguments of ``__init__`` as ``self.hparams``: they are logged and come back with a checkpoint.
 
-        Call it in ``__init__``. ``self.hparams`` has what was given, modules and functions included; checkpoints and loggers
-        leave out what they cannot store, which one warning names when a run starts. ``load_from_checkpoint`` is then given it
-        again. To store values of a type of your own, call :func:`trainkit.checkpoint.register`.
+        Call it in ``__init__``. ``self.hparams`` holds what was given, modules and functions included. Checkpoints and loggers
+        omit what they cannot store, and one warning names it when a run starts: pass it to ``load_from_checkpoint`` again. To
+        store a type of your own, call :func:`trainkit.checkpoint.register`.
 
         Args:
             *args: names of arguments to keep (default: all), or one dict, Namespace, dataclass or ``DictConfig`` that holds
                 them. Of a module that is a dataclass itself, fields with ``init=False`` are no hyper-parameters.
-            ignore: names to leave out, also of what a base class has saved.
+            ignore: names to omit, including those that a base class has saved.
             frame: the frame of ``__init__``, if the call is not made directly from it.
             logger: log them when a run starts.
 

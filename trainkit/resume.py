@@ -52,7 +52,7 @@ def check_restore(
         local_path(ckpt_path, "ckpt_path")  # refused now, and expanded where it is looked for
     if ckpt_path is None and (given is not None or overrides or not strict):
         raise ConfigurationError(
-            "restore=, overrides= and strict=False need a checkpoint: fit(module, loader, ckpt_path='auto', ...)."
+            "restore=, overrides= and strict=False need a checkpoint: add ckpt_path='auto', 'best' or the path of one."
         )
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ConfigurationError(

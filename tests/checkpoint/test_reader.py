@@ -127,7 +127,7 @@ def test_what_is_near_is_named(run_dir: Path) -> None:
         folder / ".step-00000030.tmp-run": ["not finished"],
         folder / "step-00000010" / "model.safetensors": [f"Fix: '{folder / 'step-00000010'}'"],
         run_dir / "nowhere" / "step": ["there is nothing", "none in"],
-        run_dir / "model.ckpt": ["is a checkpoint of Lightning's"],
+        run_dir / "model.ckpt": ["is a Lightning checkpoint"],
         run_dir / "model.txt": ["a checkpoint is a folder"],
     }.items():
         with pytest.raises(CheckpointNotFoundError) as caught:

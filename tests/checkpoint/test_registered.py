@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from saving import Adam, saved, saving
+from support import run_python
 from tiny import tiny_loader
 from torch import Tensor
 
@@ -62,6 +63,11 @@ def test_it_comes_back_wherever_it_is() -> None:
     assert isinstance(back[0].weights, np.ndarray)
     assert back[0].weights.tolist() == [0.5, 0.25]
     assert there_and_back(Vocabulary([], counts, Vocabulary(["inner"], counts))).weights.words == ["inner"]
+
+
+def test_the_name_that_messages_have_is_there_at_once() -> None:
+    done = run_python("import fractions, trainkit; trainkit.checkpoint.register(fractions.Fraction, str, fractions.Fraction)")
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_would_come_back_plainer_comes_back_as_it_was() -> None:

@@ -170,7 +170,7 @@ INSTEAD = {
     "parallelism_config": _ONLY_ZERO,
     "pipeline_parallel_rank": _ONLY_ZERO,
     "profile_handler": _YOURS,
-    "register_load_state_pre_hook": "accelerator.register_for_checkpointing(object), or load_state(folder, restore=...)",
+    "register_load_state_pre_hook": "accelerator.register_for_checkpointing(object), or load_state(folder, restore={'model'})",
     "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object), or save_model(model, folder)",
     "rng_types": "nothing: all generators are seeded, for each micro-batch by a key, on all processes",
     "scaler": "accelerator.strategy.precision.scaler",

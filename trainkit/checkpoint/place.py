@@ -87,21 +87,21 @@ def nothing_at(path: Path) -> str:
 
 def _foreign(path: Path) -> str | None:
     """What a checkpoint of another program is, and how its weights are loaded; None if it does not look like one."""
-    only = "Optimizers, schedules and the position do not come over: docs/from-lightning.md#checkpoints"
+    only = "Optimizers, schedules and the position in the data are not converted: docs/from-lightning.md#checkpoints"
     load = f"module.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True)"
     if path.suffix == ".ckpt" and path.is_file():
         return (
-            f"{path} is a checkpoint of Lightning's, a file; expected one of trainkit's, which are folders. Load its weights "
-            f"into the module, and do not pass it as a checkpoint: {load}['state_dict']). {only}"
+            f"{path} is a Lightning checkpoint, which is a file; expected a trainkit checkpoint, which is a folder. Load its "
+            f"weights into the module instead: {load}['state_dict']). {only}"
         )
     if path.suffix in (".pt", ".pth", ".bin") and path.is_file():
         return (
-            f"{path} is a file that torch.save wrote; expected a checkpoint of trainkit's, which are folders. Load its weights "
-            f"into the module, and do not pass it as a checkpoint: {load}). {only}"
+            f"{path} is a file written by torch.save; expected a trainkit checkpoint, which is a folder. Load its weights "
+            f"into the module instead: {load}). {only}"
         )
     if path.suffix == ".ckpt" and path.is_dir():
         return (
-            f"{path} is a sharded checkpoint of Lightning's (FSDP or DeepSpeed); expected one of trainkit's. Let Lightning "
+            f"{path} is a sharded Lightning checkpoint (FSDP or DeepSpeed); expected a trainkit checkpoint. Let Lightning "
             "make one file of it, and load its weights into the module: docs/from-lightning.md#checkpoints has both lines."
         )
     return None

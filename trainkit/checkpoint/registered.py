@@ -1,4 +1,4 @@
-"""Types that a program teaches checkpoints to store: ``trainkit.checkpoint.register``."""
+"""Types that a program adds to those that checkpoints store: ``trainkit.checkpoint.register``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Registration", "Unregistered", "called", "register", "registration_n
 
 T = TypeVar("T")
 
-# What comes back as it was without any registration.
+# Stored without registration, and restored with the same type.
 _STORED = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
     *(list, tuple, set, frozenset, dict, Counter),
@@ -44,7 +44,7 @@ class Registration:
 
 
 class Unregistered(NamedTuple):
-    """What stands for a value of a registered type where nobody needs the value itself, so that no type must be registered.
+    """A placeholder for a value of a registered type, for readers that do not need the value and have not registered the type.
 
     Attributes:
         name: of the type, in the checkpoint.
@@ -67,7 +67,7 @@ def register(
     name: str | None = None,
     replace: bool = False,
 ) -> None:
-    """Let checkpoints store values of a type of your own, wherever they are: hyper-parameters, state of callbacks, your own.
+    """Let checkpoints store values of a type of your own, wherever they are: hyper-parameters, the state of callbacks.
 
     Call it where the type is defined, so that every program that saves or loads such a checkpoint has called it. No code is
     stored: a checkpoint holds the name and what ``encode`` returned, and only a type that the running program has registered
@@ -77,7 +77,7 @@ def register(
     >>> register(fractions.Fraction, lambda f: [f.numerator, f.denominator], lambda pair: fractions.Fraction(*pair))
 
     Args:
-        type: the class. Values of its subclasses are not meant: register those too.
+        type: the class. Its subclasses are not included: register them too.
         encode: called with a value; returns what a checkpoint can hold: numbers, text, lists, dicts, tensors, numpy arrays,
             values of other registered types.
         decode: called with what ``encode`` returned; returns the value.
@@ -118,7 +118,7 @@ def register(
 
 
 def registration_of(kind: builtins.type[Any]) -> Registration | None:
-    """How values of exactly this type are stored; None if nobody has registered it."""
+    """How values of exactly this type are stored; None if it is not registered."""
     return _by_kind.get(kind)
 
 

@@ -18,16 +18,16 @@ from trainkit.omega import is_omegaconf
 
 __all__ = ["logged", "stored"]
 
-_LEFT_OUT = object()
+_OMITTED = object()
 
 
 def stored(owner: Any) -> dict[Any, Any]:
-    """What a checkpoint holds of ``owner.hparams``; what it cannot hold is left out, which one warning says."""
+    """What a checkpoint stores of ``owner.hparams``; one warning names what it cannot store."""
     return _Kept(owner).values
 
 
 def logged(owner: Any) -> dict[Any, Any]:
-    """What loggers get of ``owner.hparams``: the same, and classes and functions, of which they write the names."""
+    """What loggers get of ``owner.hparams``: the same, and classes and functions, whose names they write."""
     return _Kept(owner, code=True).values
 
 
@@ -40,24 +40,29 @@ class _Kept:
 
     def __init__(self, owner: Any, code: bool = False) -> None:
         self._code = code
-        self._left_out: dict[str, Any] = {}  # the path to it → the key of the hyper-parameter that it is in
+        self._omitted: dict[str, Any] = {}  # the path to it → the key of the hyper-parameter that it is in
         kept = {}
         for key, value in owner.hparams.items():
             self._key = key
             kept[key] = self._of(value, str(key), 0)
-        self.values = {key: value for key, value in kept.items() if value is not _LEFT_OUT}
-        if self._left_out and not getattr(owner, "_left_out_said", False):
-            object.__setattr__(owner, "_left_out_said", True)
-            self._warn(type(owner).__name__)
+        self.values = {key: value for key, value in kept.items() if value is not _OMITTED}
+        if self._omitted and not getattr(owner, "_omitted_said", False):
+            object.__setattr__(owner, "_omitted_said", True)
+            self._warn(owner)
 
-    def _warn(self, owner: str) -> None:
-        keys = [key for key in dict.fromkeys(self._left_out.values()) if isinstance(key, str) and key.isidentifier()]
-        again = ", ".join(f"{key}=..." for key in keys) or "..."
-        names = ", ".join(repr(key) for key in keys)
+    def _warn(self, owner: Any) -> None:
+        name = type(owner).__name__
+        keys = [key for key in dict.fromkeys(self._omitted.values()) if isinstance(key, str) and key.isidentifier()]
+        fixes = []
+        if keys and hasattr(owner, "load_from_checkpoint"):
+            again = ", ".join(f"{key}=..." for key in keys)
+            fixes.append(f"Pass them again when you load a checkpoint: {name}.load_from_checkpoint(path, {again})")
+        if keys:
+            fixes.append(f"To not save them: self.save_hyperparameters(ignore={keys})")
         warn(
-            f"{owner}: these hyper-parameters stay in self.hparams, and checkpoints leave them out, as they hold no modules, "
-            f"functions, classes or objects of other types: {', '.join(self._left_out)}. Give them again when you load one: "
-            f"{owner}.load_from_checkpoint(path, {again}); or do not save them: self.save_hyperparameters(ignore=[{names}])"
+            f"{name}: checkpoints do not store these hyper-parameters, and loggers at most their names: "
+            f"{', '.join(self._omitted)}. Expected values, got modules, functions, classes or other objects; self.hparams "
+            "keeps them. " + ". ".join(fixes)
         )
 
     def _of(self, value: Any, path: str, depth: int) -> Any:
@@ -71,23 +76,23 @@ class _Kept:
             value = {field.name: getattr(value, field.name) for field in fields(value)}
         if isinstance(value, Mapping):
             items = {key: self._of(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
-            return {key: item for key, item in items.items() if item is not _LEFT_OUT}
+            return {key: item for key, item in items.items() if item is not _OMITTED}
         if type(value) in (list, tuple):
             listed = [self._of(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
-            inside = [left for left in self._left_out if left.startswith(f"{path}[")]
-            for left in inside:  # half of a list is another list, so all of it is left out
-                del self._left_out[left]
+            inside = [one for one in self._omitted if one.startswith(f"{path}[")]
+            for omitted in inside:  # half of a list is another list, so none of it is stored
+                del self._omitted[omitted]
             if inside:
-                self._left_out[path] = self._key
-            return _LEFT_OUT if any(item is _LEFT_OUT for item in listed) else type(value)(listed)
+                self._omitted[path] = self._key
+            return _OMITTED if any(item is _OMITTED for item in listed) else type(value)(listed)
         if isinstance(value, nn.Module):
             return self._without(path)
         if isinstance(value, type | partial) or callable(value):
-            # said too if only loggers are given it: a checkpoint will not have it
-            self._left_out[path] = self._key
-            return value if self._code and (isinstance(value, type | partial) or hasattr(value, "__qualname__")) else _LEFT_OUT
+            # in the warning even if only loggers get it: a checkpoint will not have it
+            self._omitted[path] = self._key
+            return value if self._code and (isinstance(value, type | partial) or hasattr(value, "__qualname__")) else _OMITTED
         return value if unsavable(value, path) is None else self._without(path)
 
     def _without(self, path: str) -> Any:
-        self._left_out[path] = self._key
-        return _LEFT_OUT
+        self._omitted[path] = self._key
+        return _OMITTED

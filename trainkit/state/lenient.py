@@ -41,7 +41,9 @@ def with_parameters_of(optimizer: Optimizer, names: Mapping[int, str], saved: De
     if fresh := [name for own, _ in groups for name in own if name not in before]:
         notices.append(f"the optimizer starts without state for the parameters {', '.join(fresh)}")
     if gone := [name for own in theirs for name in own if name not in kept]:
-        notices.append(f"the state of the optimizer was not loaded for the parameters {', '.join(gone)}, which it has not here")
+        notices.append(
+            f"the state of the optimizer was not loaded for parameters that it does not have here: {', '.join(gone)}"
+        )
     return replace(saved, groups=groups, state={name: own for name, own in saved.state.items() if name in kept}), notices
 
 
