@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import trainkit as pl
 from trainkit import Accelerator
 from trainkit.callbacks import EarlyStopping, LearningRateMonitor
+from trainkit.console import TrainkitWarning
 from trainkit.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -277,7 +278,10 @@ def test_several_validation_loaders() -> None:
     trainer.fit(Several(), loader(), [loader(), loader(16)])
     assert set(trainer.callback_metrics) == {"val/dataloader_idx_0", "val/dataloader_idx_1"}
     trainer = pl.Trainer(**QUIET, max_epochs=2, callbacks=[EarlyStopping("val")])
-    with pytest.raises(MissingMetricError, match="'val/dataloader_idx_0', 'val/dataloader_idx_1'"):
+    with (
+        pytest.warns(TrainkitWarning, match="Did you mean 'val/dataloader_idx_0'"),
+        pytest.raises(MissingMetricError, match="'val/dataloader_idx_0', 'val/dataloader_idx_1'"),
+    ):
         trainer.fit(Several(), loader(), [loader(), loader(16)])
 
 

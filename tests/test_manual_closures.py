@@ -101,6 +101,7 @@ def test_global_step_counts_training_steps_in_which_any_optimizer_stepped() -> N
     assert len(recorder.batches) == 8
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_one_optimizer_and_one_scheduler_are_no_list() -> None:
     class One(Manual):
         def configure_optimizers(self) -> Any:
@@ -154,6 +155,7 @@ def test_overrides_that_nobody_would_call() -> None:
         make_trainer(GradientClipping(1.0)).fit(Manual(), tiny_loader())
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_a_modules_own_clipping_is_his_to_call() -> None:
     calls = []
 
@@ -195,6 +197,7 @@ def test_an_update_can_be_skipped_by_a_hook() -> None:
     assert trainer.global_step == 4
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_what_training_step_returns_goes_to_the_hooks() -> None:
     seen = []
 
