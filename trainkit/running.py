@@ -55,7 +55,7 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
     except (Preempted, KeyboardInterrupt) as ending:
         newest = trainer.checkpointing.newest if hasattr(trainer, "checkpointing") else None
         if newest is not None:
-            why = "Ctrl-C" if isinstance(ending, KeyboardInterrupt) else str(ending)
+            why = "SIGINT" if isinstance(ending, KeyboardInterrupt) else str(ending)
             more = "or ckpt_path='auto' for the newest."
             notice(f"fit ended by {why}; to go on: trainer.fit(..., ckpt_path={str(newest)!r}), {more}")
         if isinstance(ending, Preempted) and trainer.arguments.slurm_requeue and trainer.is_global_zero:
