@@ -22,22 +22,25 @@ from trainkit.loggers.reader import read_metrics
 pytestmark = [needs("mlflow"), needs("comet_ml"), pytest.mark.usefixtures("local_mlflow", "comet_offline")]
 
 
-class Killed(TinyModule):
-    """Is killed in the middle of a step."""
+class Mortal(TinyModule):
+    """Is killed in the middle of a step, if it is told so."""
+
+    killed = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if self.trainer.global_step == 7:
+        if self.killed and self.trainer.global_step == 7:
             for logger in self.trainer.loggers:
                 logger.save()  # what it has logged by now is there, beyond the checkpoint
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
 
-def train(root: Path, kind: type[TinyModule], loggers: list[Logger]) -> None:
+def train(root: Path, loggers: list[Logger], killed: bool = False) -> None:
     """Twelve updates in three epochs, with validations and a checkpoint every two updates; goes on with one that is there."""
     torch.manual_seed(0)
-    module = kind()
+    module = Mortal()
+    module.killed = killed
     trainer = Trainer(
         max_epochs=3, log_every_n_steps=1, logger=loggers, default_root_dir=root, seed=1, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)],
@@ -55,14 +58,14 @@ def trackers() -> list[Logger]:
 def test_each_record_is_there_once(run_dir: Path) -> None:
     program = (
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[1:3]\n"
-        "from test_tracker_resume import Killed, train, trackers; train(Path('killed'), Killed, trackers())"
+        "from test_tracker_resume import train, trackers; train(Path('killed'), trackers(), killed=True)"
     )
     here = Path(__file__).parent
     ended = subprocess.run([sys.executable, "-c", program, str(here), str(here.parent)], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     mlflow, comet = trackers()
-    train(run_dir / "killed", TinyModule, [mlflow, comet])
-    train(run_dir / "whole", TinyModule, [CSVLogger()])
+    train(run_dir / "killed", [mlflow, comet])
+    train(run_dir / "whole", [CSVLogger()])
 
     logs = run_dir / "killed" / "logs"
     archives = list(logs.glob("*.zip"))

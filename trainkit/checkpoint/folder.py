@@ -112,9 +112,6 @@ def folders_below(root: str | os.PathLike[str], *, deep: bool = True) -> list[Pa
         root: a ``default_root_dir``, the folder of an experiment, or that of a run.
         deep: as far down as loggers put their runs: ``<root>/<name>/<run>`` and ``<root>/logs/<name>/<run>``. Else:
             ``<root>`` and ``<root>/<run>`` only.
-
-    Raises:
-        CheckpointError: ``root`` cannot be read.
     """
     level, places = [Path(root)], [Path(root)]
     for _ in range(2 if deep else 1):
