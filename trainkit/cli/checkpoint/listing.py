@@ -13,7 +13,7 @@ from trainkit.errors import CheckpointNotFoundError
 
 __all__ = ["checkpoints_at", "run"]
 
-_HEADER = ("NAME", "STEP", "EPOCH", "RUN", "SAVED AT", "SIZE", "HOLDS", "METRICS", "STATE")
+_HEADER = ("NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "HOLDS", "METRICS", "STATE")
 _RUN_SHOWN = 8  # characters of the run's id that tell it apart
 
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     elif not found:
         say(f"{args.folder} holds no checkpoint.")
     else:
-        say(*table(_HEADER, map(_row, found), right="STEP EPOCH SIZE"))
+        say(*table(_HEADER, map(_row, found), right="STEP EPOCHS SIZE"))
     return 0
 
 
