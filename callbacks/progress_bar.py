@@ -53,7 +53,7 @@ def _widget_bar() -> type[tqdm[Any]] | None:
         return None
     from tqdm.notebook import tqdm as widget
 
-    class WidgetBar(_LastRate, widget):  # type: ignore[misc, type-arg]
+    class WidgetBar(_LastRate, widget):  # type: ignore[type-arg]
         """In a notebook."""
 
     return WidgetBar
