@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import run_python
-from tiny import tiny_loader
+from tiny import TinyModule, tiny_loader
 from trainers import make_trainer
 
 from trainkit import TrainModule
@@ -57,6 +57,20 @@ def test_a_program_may_silence_notices() -> None:
 def test_notices_can_be_captured(caplog: pytest.LogCaptureFixture) -> None:
     notice("one")
     assert caplog.record_tuples == [("trainkit", 20, "one")]
+
+
+def test_a_notice_comes_once_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    """The loaders of this one are made for training, the sanity check, each validation, and each epoch anew."""
+
+    class Batches:
+        def __iter__(self) -> Any:
+            yield from tiny_loader()
+
+    for _ in range(2):
+        caplog.clear()
+        trainer = make_trainer(max_epochs=2, num_sanity_val_steps=1, reload_dataloaders_every_n_epochs=1)
+        trainer.fit(TinyModule(), Batches(), Batches())
+        assert sum("Batches is iterated as it is" in text for text in caplog.messages) == 1
 
 
 def test_a_warning_points_to_the_caller_of_what_warns() -> None:

@@ -601,3 +601,20 @@ def test_a_step_that_a_scheduler_has_ended_is_not_saved(caplog: pytest.LogCaptur
         saving(max_epochs=3).fit(Short(), tiny_loader())
     assert [path.name for path in Path("runs/version_0/checkpoints").glob("step-*")] == ["step-00000004"]
     assert "nothing is saved now, as the step that failed had begun to change the parameters" in caplog.text
+
+
+def test_epochs_in_messages_agree_with_file_names(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A name counts the epoch from 0; "epoch=0-step=4 (step 4, epoch 1)" looked like another one."""
+
+    def fit(epochs: int) -> None:
+        saving = ModelCheckpoint(dirpath="saved", filename="{epoch}-{step}")
+        trainer = make_trainer(saving, max_epochs=epochs, enable_checkpointing=True)
+        trainer.fit(Adam(), tiny_loader(), ckpt_path="auto")
+
+    fit(1)
+    fit(2)
+    fit(2)
+    text = caplog.text
+    assert "epoch=0-step=4 (step 4, 1 epoch complete)" in text
+    assert "epoch=1-step=8 (step 8, 2 epochs complete)" in text
+    assert "the checkpoint is of step 8, 2 epochs complete, and nothing is left to train" in text

@@ -21,6 +21,7 @@ from typing import Any
 __all__ = [
     "TrainkitWarning",
     "counted",
+    "each_once",
     "notice",
     "only_printable",
     "printable",
@@ -41,6 +42,7 @@ class _Voice(threading.local):
 
     main: bool | None = None
     prefix = ""
+    told: set[str] | None = None  # the notices of the run that is running
 
 
 _main = True  # this process speaks for all
@@ -99,6 +101,10 @@ def notice(text: str, everywhere: bool = False) -> None:
         text = (_voice.prefix or _prefix) + text
     elif not speaks():
         return
+    if _voice.told is not None:
+        if text in _voice.told:
+            return
+        _voice.told.add(text)
     if logging.getLogger().handlers or any(handler is not _HANDLER for handler in _LOGGER.handlers):
         _LOGGER.removeHandler(_HANDLER)  # the program has logging of its own by now: it must not say everything twice
     else:
@@ -106,6 +112,16 @@ def notice(text: str, everywhere: bool = False) -> None:
     if _LOGGER.level == logging.NOTSET:
         _LOGGER.setLevel(logging.INFO)
     _LOGGER.info(text)
+
+
+@contextmanager
+def each_once() -> Iterator[None]:
+    """Within it the same notice is printed once: loaders are made for the sanity check, for validation, perhaps each epoch."""
+    outer, _voice.told = _voice.told, set()
+    try:
+        yield
+    finally:
+        _voice.told = outer
 
 
 def warn(text: str, everywhere: bool = False) -> None:

@@ -12,7 +12,7 @@ from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
 from trainkit.checkpoint.shared_reading import read_together
 from trainkit.checkpoint.together import together
-from trainkit.console import notice, warn
+from trainkit.console import counted, notice, warn
 from trainkit.distributed import World
 from trainkit.errors import (
     CheckpointError,
@@ -56,7 +56,8 @@ class Found:
 
     def __str__(self) -> str:
         manifest = self.loaded.manifest
-        return f"{self.path} (step {manifest.step}, epoch {manifest.epoch})"
+        # complete ones: the epoch that a file name counts from 0 is the one before
+        return f"{self.path} (step {manifest.step}, {counted(manifest.epoch, 'epoch')} complete)"
 
 
 class _Listed(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainkit.checkpoint.reader import Loaded
-from trainkit.console import notice, warn
+from trainkit.console import counted, notice, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.datamodule import DataModule
 from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameError, nearest
@@ -228,8 +228,8 @@ def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]
         _override(parts, overrides)
     if "loop" in wanted and trainer.finished and not trainer.should_stop:
         notice(
-            f"the checkpoint is of step {trainer.global_step}, epoch {trainer.current_epoch}, and nothing is left to train: "
-            f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}. Raise them to go on."
+            f"the checkpoint is of step {trainer.global_step}, {counted(trainer.current_epoch, 'epoch')} complete, and "
+            f"nothing is left to train: max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}. Raise them to go on."
         )
     return True
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.accelerator import Accelerator
 from trainkit.attach import merge_module_callbacks, renew_loggers, share_log_folders
 from trainkit.checkpointing import Checkpointing
-from trainkit.console import counted, notice, users_frames
+from trainkit.console import counted, each_once, notice, users_frames
 from trainkit.control import Control
 from trainkit.datamodule import DataModule
 from trainkit.errors import (
@@ -67,10 +67,11 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._notices = trainer, each_once()
 
     def __enter__(self) -> None:
         trainer = self._trainer
+        self._notices.__enter__()
         self._outer, trainer.signals = trainer.signals, Signals(trainer.look)
         trainer.signals.__enter__()
 
@@ -88,6 +89,7 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
                 raise ending  # else Python puts the traceback back
         finally:
             trainer.signals = self._outer
+            self._notices.__exit__(None, None, None)
 
     def _explain(self, ending: BaseException) -> None:
         trainer = self._trainer

@@ -224,9 +224,8 @@ class Positions:
         there, here = position["dataset"], self._stream.samples
         if position["batches"] and there is not None and here is not None and there != here:
             warn(
-                f"the dataset has {counted(here, 'sample')}, and had {there} when the checkpoint was written: the rest of the "
-                "epoch comes from another order, in which samples that were seen may come again. From the next epoch on all is "
-                "regular."
+                f"the dataset has {here} samples, and had {there} when the checkpoint was written: the rest of the epoch comes "
+                "from another order, in which samples that were seen may come again. From the next epoch on all is regular."
             )
         return -(-self._start_in(position) // self._world.width)
 
@@ -254,9 +253,8 @@ class Positions:
             state = None
             if position["batches"]:
                 notice(
-                    f"the checkpoint is of {counted(position['processes'], 'process', 'processes')}, each of which "
-                    f"read a part of the data that it "
-                    f"chose itself; for {self._world.size} they are others. The epoch goes on after as many batches of them."
+                    f"the checkpoint is of {counted(position['processes'], 'process')}, each of which read a part of the data that "
+                    f"it chose itself; for {self._world.size} they are others. The epoch goes on after as many batches of them."
                 )
         elif splits and state is not None:
             rank = position["rank"]

@@ -17,7 +17,7 @@ from trainkit.cli.main import main
 def rows(text: str) -> list[dict[str, str]]:
     """The table, by the titles of its columns, cut where they stand."""
     lines = text.splitlines()
-    titles = ["NAME", "STEP", "EPOCH", "RUN", "SAVED AT", "SIZE", "HOLDS", "METRICS", "STATE"]
+    titles = ["NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "HOLDS", "METRICS", "STATE"]
     # a column ends where its longest cell does; two blanks in the same place of all lines part two columns
     width = max(map(len, lines))
     blank = [all(not line[i : i + 1].strip() for line in lines) for i in range(width)] + [True]
@@ -33,7 +33,7 @@ def test_the_newest_comes_first(run_folder: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert main(["checkpoint", "ls", str(run_folder)]) == 0
     found = rows(capsys.readouterr().out)
-    assert [(row["NAME"], row["STEP"], row["EPOCH"]) for row in found] == [
+    assert [(row["NAME"], row["STEP"], row["EPOCHS"]) for row in found] == [
         ("step-00000008", "8", "2"), ("step-00000004", "4", "1"),
     ]  # fmt: skip
     for row in found:

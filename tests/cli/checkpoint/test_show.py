@@ -24,7 +24,7 @@ def test_what_is_in_it(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     assert lines[0] == str(path)
-    assert "  step      8, epoch 2" in lines
+    assert "  step      8, 2 epochs complete" in lines
     assert "  ran on    1 × single, 32-true" in lines
     for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
         [line] = [line for line in lines if line.startswith(f"{name} ")]

@@ -14,7 +14,7 @@ from trainkit.paths import local_path
 
 __all__ = ["checkpoints_at", "run"]
 
-_HEADER = ("NAME", "STEP", "EPOCH", "RUN", "SAVED AT", "SIZE", "HOLDS", "METRICS", "STATE")
+_HEADER = ("NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "HOLDS", "METRICS", "STATE")
 _RUN_SHOWN = 8  # characters of the run's id that tell it apart
 
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         several = len({one.path.parent for one in found}) > 1
         names = [str(one.path.relative_to(folder)) if several else one.path.name for one in found]
-        say(*table(_HEADER, map(_row, found, names), right="STEP EPOCH SIZE"))
+        say(*table(_HEADER, map(_row, found, names), right="STEP EPOCHS SIZE"))
     return 0
 
 

@@ -11,6 +11,7 @@ from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.cli.checkpoint.headers import TensorHeader, tensor_headers
 from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, count_text, holds, say, short, table
+from trainkit.console import counted
 
 __all__ = ["groups_of", "run"]
 
@@ -85,7 +86,7 @@ def _count(headers: Mapping[str, TensorHeader]) -> dict[str, int]:
 def _about(path: Path, manifest: Manifest) -> list[str]:
     metrics = ", ".join(f"{name}={value:.6g}" for name, value in manifest.metrics.items())
     values = {
-        "step": f"{manifest.step}, epoch {manifest.epoch}",
+        "step": f"{manifest.step}, {counted(manifest.epoch, 'epoch')} complete",
         "position": short(manifest.position),
         "run": f"{manifest.run_id}, save {manifest.save_counter}",
         "saved": f"{manifest.saved_at} by {manifest.saved_by or 'the user'}, trainkit {manifest.trainkit_version}",
