@@ -144,6 +144,25 @@ def test_an_evaluation_inside_a_window_that_was_left() -> None:
     assert loop.found == [1.0] * 3
 
 
+def left_before_a_row_that_is_not_full(even: bool, strategy: str) -> list[float]:
+    """Five micro-batches for two processes; a window of four is left with one of them, and completed by three rows."""
+    loop = Steps(numbers(10), gradient_accumulation_steps=4, even_batches=even, strategy=strategy)
+    for number in (1, 3, 3):
+        for batch in islice(loop.loaders[0], number):
+            loop.step(batch)
+    loop.accelerator.free_memory()
+    return loop.found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("even", [True, False])
+def test_a_window_is_completed_by_rows_that_are_not_full(even: bool, strategy: str) -> None:
+    if strategy == "zero1":
+        pytest.importorskip("deepspeed")
+    for found in run_world(2, left_before_a_row_that_is_not_full, even, strategy):
+        assert found == pytest.approx([1.0, 1.0], abs=1e-6)
+
+
 def left_under_zero() -> list[float]:
     loop = Steps(numbers(20), gradient_accumulation_steps=2, strategy="zero1")
     for _ in range(2):

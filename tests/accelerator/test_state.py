@@ -99,6 +99,18 @@ def test_without_resume_loaders_the_epoch_begins_at_its_beginning_and_that_is_to
     assert len(told(caplog)) == 1
 
 
+def test_gradients_of_a_window_that_was_left_are_those_of_other_parameters() -> None:
+    Loop(2).accelerator.save_state("there")
+    whole = Loop(2).run(1)
+    loop = Loop(2)
+    for inputs, _ in loop.loader:
+        with loop.accelerator.accumulate(loop.model):
+            loop.accelerator.backward(loop.model(inputs).sum())
+        break
+    loop.accelerator.load_state("there")
+    assert loop.run(1).losses == whole.losses
+
+
 def test_resume_loaders_after_load_state_acts_once(caplog: pytest.LogCaptureFixture) -> None:
     whole = Loop().run(3)
     Loop().run(1, save_after=(0, 4))

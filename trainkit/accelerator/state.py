@@ -307,7 +307,10 @@ def _load(accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str]
                 f"the seed is {accelerator.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness "
                 f"are others from here on. To go on as before: trainkit.set_seed({manifest.seed}) before prepare."
             )
-        accelerator.window.forget()
+        if accelerator.window.rows:  # its gradients are those of other parameters
+            accelerator.window.forget()
+            for optimizer in accelerator._optimizers:
+                optimizer.zero_grad()
         for (loader, position), start in zip(pairs, starts, strict=True):
             if resume_loaders:
                 loader.go_on(position, start)
