@@ -193,8 +193,9 @@ class Positions:
             state = None
             if position["batches"]:
                 notice(
-                    f"the checkpoint is of {counted(position['processes'], 'process')}, each of which read a part of the data that it "
-                    f"chose itself; for {self._world.size} they are others. The epoch goes on after as many batches of them."
+                    f"the checkpoint is of {counted(position['processes'], 'process')}, each of which read a part of the data "
+                    f"that it chose itself; for {self._world.size} they are others. The epoch goes on after as many "
+                    "batches of them."
                 )
         elif splits and state is not None:
             rank = position["rank"]
