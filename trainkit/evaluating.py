@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trainkit.arguments import refuse_unknown
+from trainkit.console import printable
 from trainkit.datamodule import DataModule
 from trainkit.errors import ConfigurationError
 from trainkit.evaluation import evaluate, gather_predictions
@@ -149,5 +151,5 @@ def _run(
         if plan.keeps:
             plan.outputs = gather_predictions(trainer.strategy.data_world, plan.outputs, trainer.device)
         if verbose and trainer.is_global_zero:
-            trainer.print(results_table(stage, results))
+            trainer.print(printable(results_table(stage, results), sys.stdout))
         return results

@@ -82,7 +82,7 @@ def _hooks(trainer: Trainer, module: TrainModule | None) -> list[str]:
         return ["Callbacks", *(f"  {type(callback).__name__}" for callback in trainer.callbacks)]
     owners = trainer.hook_owners(module)
     width = max(map(len, owners), default=0) + 2
-    return ["Hooks, in the order of the calls", *(f"  {name:<{width}}{' → '.join(o)}" for name, o in owners.items() if o)]
+    return ["Hooks, in the order of the calls", *(f"  {name:<{width}}{' -> '.join(o)}" for name, o in owners.items() if o)]
 
 
 def results_table(stage: str, results: list[dict[str, float]]) -> str:

@@ -573,12 +573,20 @@ class Naming(TinyModule):
         self.log("exactitude_\\u00e9", loss, prog_bar=True)
         return loss
 
+    def validation_step(self, batch, batch_idx):
+        self.log("pr\\u00e9cision", self.loss(batch))
+
 progress_bar._is_live = lambda: {live}
-Trainer(max_epochs=1, accelerator="cpu", logger=False, log_every_n_steps=1).fit(Naming(), tiny_loader())
+trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, log_every_n_steps=1)
+trainer.fit(Naming(), tiny_loader(), tiny_loader())
+trainer.explain()
+trainer.validate(Naming(), tiny_loader())
 """
     done = run_python(program, env={**variables, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
     assert "exactitude_e=" in done.stdout
+    assert re.search(r"^precision +\d", done.stdout, re.MULTILINE)  # the table of a validation
+    assert " -> ModelCheckpoint" in done.stdout  # of explain()
     assert "Error" not in done.stderr
 
 

@@ -254,8 +254,8 @@ class Positions:
             if position["batches"]:
                 notice(
                     f"the checkpoint is of {counted(position['processes'], 'process')}, each of which read a part of the data "
-                    f"that it chose itself; for {self._world.size} they are others. The epoch goes on after as many batches of "
-                    "them."
+                    f"that it chose itself; for {self._world.size} they are others. The epoch goes on after as many "
+                    "batches of them."
                 )
         elif splits and state is not None:
             rank = position["rank"]
