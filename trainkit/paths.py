@@ -26,8 +26,8 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
     text = os.fsdecode(path)
     if _ADDRESS.match(text):
         raise ConfigurationError(
-            f"{argument}: expected a folder on a local or mounted disk, got the address {text!r}. Remote folders are not "
-            f"supported. Fix: use a local folder, {argument}='runs', and copy it when the run has ended; or mount the remote "
-            "folder and give its mount point."
+            f"{argument}: expected a local folder, got the address {text!r}. Only local or mounted folders are supported. Fix: "
+            f"use a local folder, {argument}='runs', and copy it when the run has ended; or mount the remote folder and give "
+            "its mount point."
         )
     return Path(os.path.expanduser(text))
