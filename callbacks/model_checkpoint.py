@@ -279,7 +279,8 @@ class ModelCheckpoint(CheckpointBooks):
         # of several processes one that is in flight may never be complete
         path = self.last_model_path if reason is None else trainer.checkpointing.newest
         newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint"
-        notice(f"{type(exception).__name__}: " + ("" if reason is None else f"nothing is saved now, as {reason}; ") + newest)
+        why = "" if reason is None else f"nothing is saved, because {reason}; "
+        notice(f"ModelCheckpoint, after {type(exception).__name__}: {why}{newest}")
 
     def _saves_at(self, trainer: Trainer, exception: BaseException) -> bool:
         """One checkpoint to go on from is enough: the first callback that would save one does."""

@@ -52,7 +52,7 @@ class ZeROStrategy(Strategy):
 
     Args:
         stage: 1, 2 or 3; default: 2.
-        config: a DeepSpeed configuration, the path of a JSON file or a dict, in the stead of ``stage`` and the options.
+        config: a DeepSpeed configuration, the path of a JSON file or a dict, instead of ``stage`` and the options.
             ``"auto"`` values are the ``Trainer``'s, and a value that contradicts it is an error.
         process_group_backend: as of :class:`~trainkit.strategies.DDPStrategy`.
         timeout: likewise.

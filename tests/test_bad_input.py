@@ -376,7 +376,7 @@ CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any], type[TrainkitError],
         {"automatic_optimization": False},
         {"accumulate_grad_batches": 2},
         ConfigurationError,
-        ["need automatic optimization"],
+        ["accumulate_grad_batches=2", "needs automatic optimization", "opt.step()"],
     ),
 }
 

@@ -133,9 +133,9 @@ def test_schedulers_are_the_modules_business() -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches and global_batch_size need automatic optimization"),
-        ({"global_batch_size": 4}, "need automatic optimization"),
-        ({"global_batch_size": 8}, "need automatic optimization"),
+        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2\) needs automatic optimization"),
+        ({"global_batch_size": 4}, r"global_batch_size=4\) needs automatic optimization"),
+        ({"global_batch_size": 8}, r"global_batch_size=8\) needs automatic optimization"),
         ({"gradient_clip_val": 1.0}, r"self.clip_gradients\(optimizer"),
     ],
 )

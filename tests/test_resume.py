@@ -600,7 +600,7 @@ def test_a_step_that_a_scheduler_has_ended_is_not_saved(caplog: pytest.LogCaptur
     with pytest.raises(ValueError, match="Tried to step"):
         saving(max_epochs=3).fit(Short(), tiny_loader())
     assert [path.name for path in Path("runs/version_0/checkpoints").glob("step-*")] == ["step-00000004"]
-    assert "nothing is saved now, as the step that failed had begun to change the parameters" in caplog.text
+    assert "because the step that failed had begun to change the parameters" in caplog.text
 
 
 def test_epochs_in_messages_agree_with_file_names(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -376,7 +376,7 @@ class Checkpointing:
         if self._world.size > 1 and not agreed:
             return "an error on one of several processes leaves the others behind"
         if plan is None or trainer.global_step == self._first_step:
-            return "no update was made yet"
+            return "no optimizer step was made yet"
         engine = trainer.accelerator
         if engine.updating or (engine.updates != plan.updates and trainer.phase is Phase.STEP):
             return "the step that failed had begun to change the parameters"

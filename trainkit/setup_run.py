@@ -226,15 +226,22 @@ def finish_fit_plan(trainer: Trainer) -> None:
 
 def _refuse_under_manual(trainer: Trainer) -> None:
     """Arguments that automatic optimization carries out, and nobody would under manual optimization."""
-    fix = "Do it in training_step."
-    if trainer.arguments.accumulate_grad_batches != 1 or trainer.arguments.global_batch_size is not None:
-        raise ConfigurationError(f"accumulate_grad_batches and global_batch_size need automatic optimization. {fix}")
+    arguments = trainer.arguments
+    given = {"global_batch_size": arguments.global_batch_size}
+    if arguments.accumulate_grad_batches != 1:
+        given = {"accumulate_grad_batches": arguments.accumulate_grad_batches}
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"Trainer({name}={value}) needs automatic optimization. Under manual optimization, step in training_step when "
+                "a window is full: if (batch_idx + 1) % 4 == 0: opt.step(); opt.zero_grad()"
+            )
     if trainer.arguments.gradient_clip_val is not None:
         raise ConfigurationError(
             "gradient_clip_val needs automatic optimization. Call self.clip_gradients(optimizer, 1.0) before opt.step()."
         )
     if overrides(trainer.lightning_module, "batch_weight"):
-        raise ConfigurationError(f"batch_weight needs automatic optimization. {fix}")
+        raise ConfigurationError("batch_weight needs automatic optimization. Weight the loss in training_step instead.")
 
 
 def validate_every(trainer: Trainer, loader: PreparedLoader) -> int | None:

@@ -339,11 +339,11 @@ class Strategy:
         return None
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """What a checkpoint holds in the stead of parameters: ``id(parameter)`` → its master, or a scattered tensor."""
+        """What a checkpoint holds instead of parameters: ``id(parameter)`` → its master, or a scattered tensor."""
         return {}
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """What ``save_model`` writes in the stead of parameters, as :meth:`stored_weights`."""
+        """What ``save_model`` writes instead of parameters, as :meth:`stored_weights`."""
         return self.stored_weights(module)
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:

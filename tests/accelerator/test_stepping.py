@@ -1,4 +1,4 @@
-"""Updates; and that torch's own calls, in the stead of the accelerator's, are told where they are wrong."""
+"""Updates; and that torch's own calls, instead of the accelerator's, are told where they are wrong."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_gradients_of_torchs_own_backward_are_refused(arguments: dict[str, Any])
             if accelerator.sync_gradients:
                 break
             optimizer.step()  # within the window
-    with pytest.raises(ConfigurationError, match=r"no accelerator.backward\(loss\) since the last step.*in the stead of loss"):
+    with pytest.raises(ConfigurationError, match=r"no accelerator.backward\(loss\) since the last step.*instead of loss"):
         optimizer.step()
     accelerator.free_memory()
 

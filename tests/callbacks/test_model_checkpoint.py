@@ -782,7 +782,9 @@ def test_endings_by_exception(begin, caplog, exception: BaseException, always: b
     assert run.saved == ([3] if always or wanted else [])
     if run.saved:
         assert run.checkpointing.saves[0]["blocking"]
-        assert caplog.messages == [f"{type(exception).__name__}: the newest checkpoint is {callback.last_model_path}"]
+        assert caplog.messages == [
+            f"ModelCheckpoint, after {type(exception).__name__}: the newest checkpoint is {callback.last_model_path}"
+        ]
     else:
         assert caplog.messages == []
 
@@ -791,7 +793,7 @@ def test_what_cannot_be_saved_after_an_error_is_said(begin, caplog) -> None:
     caplog.set_level("INFO", "trainkit")
     callback = ModelCheckpoint()
     run = begin(callback)
-    run.checkpointing.reason = "no update was made yet"
+    run.checkpointing.reason = "no optimizer step was made yet"
     run.hook("on_exception", ValueError())
     run.checkpointing.reason = None
     run.epoch()
@@ -799,8 +801,9 @@ def test_what_cannot_be_saved_after_an_error_is_said(begin, caplog) -> None:
     run.hook("on_exception", ValueError())
     assert run.saved == [10]
     assert caplog.messages == [
-        "ValueError: nothing is saved now, as no update was made yet; there is no checkpoint",
-        f"ValueError: nothing is saved now, as half a step; the newest checkpoint is {callback.last_model_path}",
+        "ModelCheckpoint, after ValueError: nothing is saved, because no optimizer step was made yet; there is no checkpoint",
+        "ModelCheckpoint, after ValueError: nothing is saved, because half a step; the newest checkpoint is "
+        f"{callback.last_model_path}",
     ]
 
 
@@ -816,13 +819,15 @@ def test_a_save_in_flight_is_not_called_a_checkpoint(begin, caplog, processes: i
     run.checkpointing.reason = "half a step"
     run.hook("on_exception", ValueError())
     [said] = caplog.messages
-    assert said.startswith("ValueError: nothing is saved now, as half a step; the newest checkpoint is ")
+    assert said.startswith(
+        "ModelCheckpoint, after ValueError: nothing is saved, because half a step; the newest checkpoint is "
+    )
     assert said.endswith(f"step-{step:08}")
 
 
 def test_an_error_before_training_is_not_commented_on(begin, caplog) -> None:
     run = begin(ModelCheckpoint(), start=False)
-    run.checkpointing.reason = "no update was made yet"
+    run.checkpointing.reason = "no optimizer step was made yet"
     run.hook("on_exception", ConfigurationError())
     assert (run.saved, caplog.messages) == ([], [])
 
@@ -835,7 +840,7 @@ def test_a_state_that_is_saved_is_not_saved_again_after_an_error(begin, caplog) 
     run.epoch()
     run.hook("on_exception", KeyboardInterrupt())
     assert (run.saved, run.steps) == ([10], [10])
-    assert "KeyboardInterrupt: the newest checkpoint is " in caplog.messages[0]
+    assert "after KeyboardInterrupt: the newest checkpoint is " in caplog.messages[0]
 
 
 def test_a_save_that_fails_after_an_error_is_not_called_a_checkpoint(begin, caplog) -> None:
@@ -844,7 +849,7 @@ def test_a_save_that_fails_after_an_error_is_not_called_a_checkpoint(begin, capl
     run.step(3)
     run.checkpointing.fail = True
     run.hook("on_exception", ValueError())
-    assert caplog.messages == ["ValueError: there is no checkpoint"]
+    assert caplog.messages == ["ModelCheckpoint, after ValueError: there is no checkpoint"]
 
 
 @pytest.mark.parametrize("exception, saver", [(KeyboardInterrupt(), 1), (ValueError(), 2)])

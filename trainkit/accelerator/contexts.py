@@ -29,7 +29,7 @@ class ContextVerbs:
         """Within it the forward is computed in the accelerator's precision.
 
         Args:
-            autocast_handler: in the stead of the one in ``kwargs_handlers``; with ``enabled=False`` it is float32 within.
+            autocast_handler: instead of the one in ``kwargs_handlers``; with ``enabled=False`` it is float32 within.
         """
         handler = autocast_handler or self.options.autocast
         return self.strategy.forward_context() if handler is None else self.strategy.precision.forward_context(**vars(handler))
@@ -60,7 +60,7 @@ class ContextVerbs:
         """Within it torch's profiler records, and what it gives is ``torch.profiler.profile``.
 
         Args:
-            profile_handler: in the stead of the one in ``kwargs_handlers``.
+            profile_handler: instead of the one in ``kwargs_handlers``.
         """
         handler = profile_handler or self.options.profile or ProfileKwargs()
         folder = handler.output_trace_dir

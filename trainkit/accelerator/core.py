@@ -76,7 +76,7 @@ class Accelerator(
         dynamo_backend: compile models by ``torch.compile`` with this backend.
         strategy: ``"auto"`` (DDP if a launcher has started several processes, else one device), ``"ddp"``, ``"zero1"``, … or a
             :class:`~trainkit.Strategy`.
-        precision: one of the names of :class:`~trainkit.Precision` or an object, in the stead of ``mixed_precision``.
+        precision: one of the names of :class:`~trainkit.Precision` or an object, instead of ``mixed_precision``.
 
     Raises:
         ConfigurationError: an argument that is wrong or contradicts another.

@@ -333,7 +333,7 @@ class PrepareVerbs:
 
         Args:
             joinables: the models that are trained, as ``prepare`` returned them.
-            even_batches: in the stead of ``Accelerator(even_batches=)``, for loaders that are begun within.
+            even_batches: instead of ``Accelerator(even_batches=)``, for loaders that are begun within.
 
         Raises:
             ConfigurationError: something that has not been prepared.

@@ -159,8 +159,8 @@ class StepVerbs:
         if self.strategy.sharded_state or any(p.grad is not None for group in own.param_groups for p in group["params"]):
             raise ConfigurationError(
                 "step: there has been no accelerator.backward(loss) since the last step of this optimizer. Write "
-                "accelerator.backward(loss) in the stead of loss.backward(): it scales the loss and lets the strategy have the "
-                "gradients. Where there is nothing to learn from: accelerator.backward(None)."
+                "accelerator.backward(loss) instead of loss.backward(): it scales the loss and passes the gradients to the "
+                "strategy. Where there is nothing to learn from: accelerator.backward(None)."
             )
 
     def _watch_steps(self, given: Optimizer) -> None:

@@ -67,7 +67,7 @@ def notebook_launcher(
         node_rank: the number of this machine, from 0.
         num_nodes: machines; the function is called by this on each of them.
         rdzv_backend: "static" or "c10d", which are the same here.
-        rdzv_endpoint: ``"HOST:PORT"``, in the stead of ``master_addr`` and ``use_port``.
+        rdzv_endpoint: ``"HOST:PORT"``, instead of ``master_addr`` and ``use_port``.
         rdzv_conf: ``{"timeout": seconds}`` or ``{"join_timeout": seconds}``: how long machines wait for each other.
         rdzv_id: no effect: jobs are told apart by their port.
         max_restarts: how often all processes are started anew when one has failed.
