@@ -201,9 +201,9 @@ class ModelCheckpoint(CheckpointBooks):
         if trainer.fast_dev_run:
             return
         if self.dirpath is None:
-            trainer.checkpointing.places.use_of_run(self._placed)
+            trainer._checkpointing.places.use_of_run(self._placed)
         else:
-            trainer.checkpointing.use_folder(Path(self.dirpath))
+            trainer._checkpointing.use_folder(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._epoch = trainer.current_epoch
@@ -219,7 +219,7 @@ class ModelCheckpoint(CheckpointBooks):
                 "ModelCheckpoint: the model has PEFT adapters, so only what is trained is saved, with a fingerprint of the "
                 "rest. To save all of it: ModelCheckpoint(save='all')"
             )
-        checkpointing = trainer.checkpointing
+        checkpointing = trainer._checkpointing
         self._begun, self._saved = True, checkpointing.position  # nothing has changed yet
         if self.every_n_train_steps:
             checkpointing.every_n_steps(self.every_n_train_steps, partial(self._due, trainer, "steps"))
@@ -236,7 +236,7 @@ class ModelCheckpoint(CheckpointBooks):
         if trainer.fast_dev_run or self._at_train_epoch_end:
             return
         if not self._decided and self.monitor is not None:
-            values = trainer.checkpointing.metrics()
+            values = trainer._checkpointing.metrics()
             if not values.get(self.monitor, _NEVER)[1]:
                 self._tell(
                     f"ModelCheckpoint: {self.monitor!r} was not logged before the end of validation, so it is looked for "
@@ -257,27 +257,27 @@ class ModelCheckpoint(CheckpointBooks):
         if self._at_train_epoch_end and self._counts(trainer):
             why = "epoch"
         if why is not None:
-            trainer.checkpointing.request(partial(self._save, trainer, why))
+            trainer._checkpointing.request(partial(self._save, trainer, why))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.fast_dev_run:
-            trainer.checkpointing.wait()  # a save in flight may still fail
+            trainer._checkpointing.wait()  # a save in flight may still fail
             self._save(trainer, "end")
         if self.monitor is not None and self._all_logged:
-            values = trainer.checkpointing.metrics()
+            values = trainer._checkpointing.metrics()
             if self.monitor not in values:
                 raise missing(trainer, self.monitor, values)  # training ended before this could be told
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit" or not self._begun or not self._saves_at(trainer, exception):
             return
-        reason = trainer.checkpointing.why_not_savable(exception)
+        reason = trainer._checkpointing.why_not_savable(exception)
         if reason is None or trainer.strategy.world.size == 1:
-            trainer.checkpointing.wait()
+            trainer._checkpointing.wait()
         if reason is None:
             self._save(trainer, "exception")
         # of several processes one that is in flight may never be complete
-        path = self.last_model_path if reason is None else trainer.checkpointing.newest
+        path = self.last_model_path if reason is None else trainer._checkpointing.newest
         newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint"
         why = "" if reason is None else f"nothing is saved, because {reason}; "
         notice(f"ModelCheckpoint, after {type(exception).__name__}: {why}{newest}")
@@ -300,7 +300,7 @@ class ModelCheckpoint(CheckpointBooks):
         if trainer.is_last_batch:
             self._postponed = why
         else:
-            trainer.checkpointing.request(partial(self._save, trainer, why))
+            trainer._checkpointing.request(partial(self._save, trainer, why))
 
     def _counts(self, trainer: Trainer) -> bool:
         """Whether the epoch is one of every ``every_n_epochs``."""
@@ -309,7 +309,7 @@ class ModelCheckpoint(CheckpointBooks):
     # -------------------------------------------------------------------------------------------------------- saving
 
     def _save(self, trainer: Trainer, why: str) -> None:
-        checkpointing, from_main = trainer.checkpointing, trainer.strategy.world.from_main
+        checkpointing, from_main = trainer._checkpointing, trainer.strategy.world.from_main
         save = Save(checkpointing.position, None)
         if save.position == self._saved:
             return

@@ -91,7 +91,7 @@ def test_a_damaged_one_is_passed_over_and_named() -> None:
     trainer = saving(max_epochs=2)
     with pytest.warns(UserWarning, match="damaged and passed over: .*step-00000008.*model.safetensors"):
         trainer.fit(Adam(), tiny_loader(), ckpt_path="auto")
-    assert trainer.checkpointing.resumed_from.name == "step-00000004"
+    assert trainer._checkpointing.resumed_from.name == "step-00000004"
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
         saving().fit(Adam(), tiny_loader(), ckpt_path="runs/version_0/checkpoints/step-00000008")
 
@@ -253,7 +253,7 @@ def test_the_seed_comes_from_the_checkpoint() -> None:
 
 def test_only_the_model(caplog: pytest.LogCaptureFixture) -> None:
     trainer = saved(max_epochs=2)
-    before = trainer.checkpointing.run_id
+    before = trainer._checkpointing.run_id
     module, recorder = Adam(), Recorder()
     again = saving(recorder)
     again.fit(module, tiny_loader(), ckpt_path="auto", restore={"model"})

@@ -48,7 +48,7 @@ def attach_callbacks(
         check_callback(callback)
     if len({id(callback) for callback in callbacks}) < len(callbacks):
         raise ConfigurationError("callbacks holds the same object twice. Give each callback once.")
-    arguments = trainer.arguments
+    arguments = trainer._arguments
     progress_bar, summary, checkpoints = (asked is None or bool(asked) for asked in (progress_bar, summary, checkpoints))
 
     def attach(name: str, wanted: bool, argument: str, *values: Any) -> None:
@@ -83,20 +83,20 @@ def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
 
     What the module of an earlier run brought is gone then, and what it displaced is back.
     """
-    own = [c for c in trainer.callbacks if all(c is not other for other in trainer.brought_callbacks)]
-    own += [c for c in trainer.displaced_callbacks if all(c is not other for other in own)]
+    own = [c for c in trainer.callbacks if all(c is not other for other in trainer._brought_callbacks)]
+    own += [c for c in trainer._displaced_callbacks if all(c is not other for other in own)]
     brought = module.configure_callbacks() if overrides(module, "configure_callbacks") else None
     brought = [] if brought is None else _listed(brought)
     for callback in brought:
         check_callback(callback)
     kinds = {type(callback) for callback in brought}
-    trainer.displaced_callbacks = [callback for callback in own if type(callback) in kinds]
+    trainer._displaced_callbacks = [callback for callback in own if type(callback) in kinds]
     kept = [callback for callback in own if type(callback) not in kinds]
     clipping = load_callback("gradient_clipping")
     clips = module.automatic_optimization and overrides(module, "configure_gradient_clipping")
     if clips and not any(isinstance(c, clipping) for c in kept + brought):
         brought.append(clipping(None))  # so that the module's own clipping is called
-    trainer.brought_callbacks = brought
+    trainer._brought_callbacks = brought
     trainer.callbacks = kept + brought
     for callback in trainer.callbacks:
         callback._module = module
@@ -130,7 +130,7 @@ def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str |
             raise ConfigurationError(
                 f"logger must be True, False, a Logger, its name or a list of them, not {logger!r}. For example: CSVLogger()"
             )
-    root = trainer.arguments.default_root_dir
+    root = trainer._arguments.default_root_dir
     assert root is not None
     attach(loggers, root, trainer.strategy.rank)
     return loggers

@@ -102,12 +102,12 @@ class Checkpointing:
     def request(self, due: Callable[[], None]) -> None:
         """Call ``due`` at the next safe point; from any hook. From another thread with one process only."""
         self._requests.append(due)
-        self._trainer.attention = True
+        self._trainer._attention = True
 
     def every_n_steps(self, n: int, due: Callable[[], None]) -> None:
         """Call ``due`` at the safe point after every n-th update."""
         self._cadences.append((n, due))
-        self._trainer.next_save_step = 0  # worked out at the first safe point
+        self._trainer._next_save_step = 0  # worked out at the first safe point
 
     def every(self, interval: timedelta, due: Callable[[], None]) -> None:
         """Call ``due`` at the first safe point after each interval."""
@@ -128,7 +128,7 @@ class Checkpointing:
     def _alert(self, bit: int) -> None:
         """Called by other threads: there is something for the next safe point."""
         self._alerts.append(bit)
-        self._trainer.look()
+        self._trainer._look()
 
     def local_attention(self) -> int:
         """What has come up in other threads since this was asked last: bit 0, the saver has failed; bit n, timer n is due."""
@@ -144,9 +144,9 @@ class Checkpointing:
             CheckpointWriteError: three saves in a row have failed.
             Preempted, KeyboardInterrupt: a signal.
         """
-        trainer, control = self._trainer, self._trainer.control
-        trainer.attention = False  # before looking, so that what comes meanwhile is seen next time
-        trainer.signals.follow_workers()
+        trainer, control = self._trainer, self._trainer._control
+        trainer._attention = False  # before looking, so that what comes meanwhile is seen next time
+        trainer._signals.follow_workers()
         if control is None:
             bits = self.local_attention()
             self._saver.poll()
@@ -156,10 +156,10 @@ class Checkpointing:
                 self._saver.wait()  # another process may not have got so far
         due = [self._requests.popleft() for _ in range(len(self._requests))]
         step = trainer.global_step
-        if self._cadences and step >= trainer.next_save_step:
+        if self._cadences and step >= trainer._next_save_step:
             if step > self._first_step:
                 due += [act for n, act in self._cadences if step % n == 0]
-            trainer.next_save_step = min((step // n + 1) * n for n, _ in self._cadences)
+            trainer._next_save_step = min((step // n + 1) * n for n, _ in self._cadences)
         fired = [number for number in range(1, len(self._timed) + 1) if bits >> number & 1]
         for act in due + [self._timed[number - 1][1] for number in fired]:
             act()
@@ -169,7 +169,7 @@ class Checkpointing:
 
     def obey(self) -> None:
         """End the fit if a signal has come, to any of the processes."""
-        signals, control = self._trainer.signals, self._trainer.control
+        signals, control = self._trainer._signals, self._trainer._control
         if (signals.received if control is None else control.signal) is not None:
             raise signals.ending(f"at step {self._trainer.global_step}")
 
@@ -188,7 +188,7 @@ class Checkpointing:
         taken = capture(parts_of(trainer), save=save or "all", weights_only=weights_only, fingerprints=prints)
         state = {**taken.state, **capture_run(trainer, weights_only)}
         seen = shown(trainer.current_epoch, trainer.global_step, taken.tensors["model"], state)
-        trainer.hooks.run("on_save_checkpoint", seen)
+        trainer._hooks.run("on_save_checkpoint", seen)
         taken.tensors["model"] = seen.pop("state_dict")
         for name in ("callbacks", "hyper_parameters"):
             kept = seen.pop(name, {})
@@ -223,10 +223,10 @@ class Checkpointing:
     def _place(self) -> dict[str, Any]:
         """Where in the data the run is, for the manifest."""
         trainer = self._trainer
-        plan = getattr(trainer, "fit_plan", None)
+        plan = getattr(trainer, "_fit_plan", None)
         if plan is None:
             return {}
-        return {**plan.loader.position(trainer.current_epoch, consumed(trainer)), "phase": trainer.phase.value}
+        return {**plan.loader.position(trainer.current_epoch, consumed(trainer)), "phase": trainer._phase.value}
 
     def save(
         self,
@@ -347,12 +347,12 @@ class Checkpointing:
         """Whether a metric was computed in the present step."""
         trainer = self._trainer
         step = trainer.global_step
-        if any(trainer.computed.get(key) == step for key in (name, f"{name}_epoch")):
+        if any(trainer._computed.get(key) == step for key in (name, f"{name}_epoch")):
             return True
-        stamp = trainer.train_metrics.logged_at(name)
-        if stamp is None or name in trainer.results.evaluated:
+        stamp = trainer._train_metrics.logged_at(name)
+        if stamp is None or name in trainer._results.evaluated:
             return False
-        last = trainer.train_metrics.stamp
+        last = trainer._train_metrics.stamp
         return stamp >= last - last % trainer.accumulate_grad_batches  # where the last window began
 
     @property
@@ -364,21 +364,21 @@ class Checkpointing:
     def position(self) -> tuple[Any, ...]:
         """Where the run is; as long as it is the same, nothing has changed."""
         trainer = self._trainer
-        return trainer.global_step, trainer.current_epoch, consumed(trainer), trainer.phase
+        return trainer.global_step, trainer.current_epoch, consumed(trainer), trainer._phase
 
     def why_not_savable(self, exception: BaseException) -> str | None:
         """Why a checkpoint of this moment would be of no use, after an error, or cannot be; ``None`` if it would be."""
         trainer = self._trainer
-        plan = getattr(trainer, "fit_plan", None)
-        if trainer.signals.twice:
+        plan = getattr(trainer, "_fit_plan", None)
+        if trainer._signals.twice:
             return "Ctrl-C came twice"
-        agreed = trainer.signals.received is not None and isinstance(exception, Preempted | KeyboardInterrupt)
+        agreed = trainer._signals.received is not None and isinstance(exception, Preempted | KeyboardInterrupt)
         if self._world.size > 1 and not agreed:
             return "an error on one of several processes leaves the others behind"
         if plan is None or trainer.global_step == self._first_step:
             return "no optimizer step was made yet"
         engine = trainer.accelerator
-        if engine.updating or (engine.updates != plan.updates and trainer.phase is Phase.STEP):
+        if engine.updating or (engine.updates != plan.updates and trainer._phase is Phase.STEP):
             return "the step that failed had begun to change the parameters"
         return None
 
@@ -389,7 +389,7 @@ class Checkpointing:
         self._cadences, self._timed, self._timers = [], [], {}
         self._requests.clear()
         self._alerts.clear()
-        self._trainer.next_save_step = math.inf
+        self._trainer._next_save_step = math.inf
         try:
             self._saver.close()
         finally:

@@ -50,7 +50,7 @@ class Control:
         self._begin()
         self.settle()
         trainer = self._trainer
-        trainer.should_stop = trainer.should_stop or trainer.fit_plan.stop_asked
+        trainer.should_stop = trainer.should_stop or trainer._fit_plan.stop_asked
 
     def settle(self) -> None:
         """Obey the word that was sent last, if that has not been done.
@@ -64,13 +64,13 @@ class Control:
             return
         stop, signal, bits, schema, negated, most, least = pending.wait()
         trainer = self._trainer
-        trainer.fit_plan.stop_asked = bool(stop)
+        trainer._fit_plan.stop_asked = bool(stop)
         if signal:
             self.signal = signal
-            trainer.signals.received = signal  # the same on all of them, whatever came here
+            trainer._signals.received = signal  # the same on all of them, whatever came here
         self.bits |= bits
         if signal or bits:
-            trainer.attention = True
+            trainer._attention = True
         if most != -least:
             raise ConfigurationError(
                 f"one process has made {counted(most, 'update')}, and another one {-least}: their parameters are not "
@@ -78,7 +78,7 @@ class Control:
                 "Call skip_update() on all processes or on none: by the step, or by a value that has been reduced."
             )
         if schema not in (_NO_OPINION, -negated):
-            trainer.train_metrics.check_schema(trainer.strategy.world)
+            trainer._train_metrics.check_schema(trainer.strategy.world)
 
     def take_bits(self) -> int:
         """:attr:`bits`, which are attended to now."""
@@ -88,12 +88,12 @@ class Control:
     def _begin(self) -> None:
         trainer = self._trainer
         world = trainer.strategy.world
-        schema = trainer.train_metrics.schema
+        schema = trainer._train_metrics.schema
         self._pending = world.begin_largest(
             [
                 trainer.should_stop,
-                trainer.signals.received or 0,
-                trainer.checkpointing.local_attention() if world.is_main else 0,
+                trainer._signals.received or 0,
+                trainer._checkpointing.local_attention() if world.is_main else 0,
                 schema or _NO_OPINION,
                 -schema or _NO_OPINION,
                 trainer.accelerator.updates,

@@ -105,7 +105,7 @@ class Evaluating(TrainerState):
         _check_switch("return_predictions", return_predictions)
         self._keep_predictions = return_predictions
         _run(cast("Trainer", self), "predict", "predict", model, dataloaders, datamodule, False, ckpt_path, strict)
-        plan = self.plans.get("predict")
+        plan = self._plans.get("predict")
         if not return_predictions or plan is None:
             return None
         outputs, plan.outputs = plan.outputs, []

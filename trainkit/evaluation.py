@@ -34,7 +34,7 @@ __all__ = ["evaluate", "gather_predictions"]
 def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
     """Validation, test or prediction over all loaders; the metrics of each loader."""
     name, metrics = plan.name, plan.metrics
-    hooks, module = trainer.hooks, trainer.lightning_module
+    hooks, module = trainer._hooks, trainer.lightning_module
     metrics.discard()
     metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
     with _active(trainer, plan), _eval_mode(module, name), _no_gradients(trainer):
@@ -52,14 +52,14 @@ def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
         hooks.run(f"on_{name}_epoch_end")
         plan.finish()
         metrics.scope = Scope.NOWHERE  # the evaluation's metrics are complete
-        trainer.evaluated(plan)
+        trainer._evaluated(plan)
         hooks.run(f"on_{name}_end")
     return plan.by_loader()
 
 
 def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches: Iterator[Any], rows: int) -> int:
     """All batches of one loader; of several processes, those of this one. Rows before it → rows after it."""
-    hooks, metrics, step, signals = trainer.hooks, plan.metrics, plan.step, trainer.signals
+    hooks, metrics, step, signals = trainer._hooks, plan.metrics, plan.step, trainer._signals
     before: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_start")
     after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_end")
     if plan.logs:
@@ -104,7 +104,7 @@ def _in_rows(trainer: Trainer, plan: EvaluationPlan, index: int, batches: Iterat
 
 def _rows_of(trainer: Trainer, plan: EvaluationPlan, batches: Iterator[Any], length: int) -> Iterator[Any]:
     """So many rows: the word of a row travels while the next batch is fetched."""
-    world, metrics, signals = trainer.strategy.world, plan.metrics, trainer.signals
+    world, metrics, signals = trainer.strategy.world, plan.metrics, trainer._signals
     word, had = None, False
     for _ in range(length):
         batch = next(batches, NOTHING)
@@ -120,7 +120,7 @@ def _rows_of(trainer: Trainer, plan: EvaluationPlan, batches: Iterator[Any], len
 
 def _rows_to_the_end(trainer: Trainer, plan: EvaluationPlan, batches: Iterator[Any]) -> Iterator[Any]:
     """Rows until no process has a batch any more: each row begins with the question whether there is one."""
-    world, metrics, signals = trainer.strategy.world, plan.metrics, trainer.signals
+    world, metrics, signals = trainer.strategy.world, plan.metrics, trainer._signals
     had, count = False, 0
     while True:
         batch = next(batches, NOTHING)
@@ -148,8 +148,8 @@ def _end_row(trainer: Trainer, plan: EvaluationPlan, had: bool, count: int, sign
     if waiting:
         plan.metrics.flush_row(trainer.strategy.world, had, plan.count)
     if signal:
-        trainer.signals.received = signal
-        raise trainer.signals.ending(f"at step {trainer.global_step}, in the {plan.name}")
+        trainer._signals.received = signal
+        raise trainer._signals.ending(f"at step {trainer.global_step}, in the {plan.name}")
 
 
 def gather_predictions(world: World, outputs: list[list[Any]], device: torch.device) -> list[list[Any]]:
@@ -192,13 +192,13 @@ def _to_send(tensor: Tensor) -> Tensor:
 @contextmanager
 def _active(trainer: Trainer, plan: EvaluationPlan) -> Iterator[None]:
     """What is logged goes to the evaluation's metrics."""
-    outer = trainer.metrics, trainer.active_plan
-    trainer.results.add(trainer.metrics.agreed_step_values())  # monitors see what training has logged by step
-    trainer.metrics, trainer.active_plan = plan.metrics, plan
+    outer = trainer._metrics, trainer._active_plan
+    trainer._results.add(trainer._metrics.agreed_step_values())  # monitors see what training has logged by step
+    trainer._metrics, trainer._active_plan = plan.metrics, plan
     try:
         yield
     finally:
-        trainer.metrics, trainer.active_plan = outer
+        trainer._metrics, trainer._active_plan = outer
 
 
 @contextmanager

@@ -31,14 +31,14 @@ def _where(trainer: Trainer) -> list[str]:
         f"  processes      {world.size}" + (f", each with {world.devices} devices" if world.devices > 1 else ""),
         f"  precision      {trainer.precision.name}",
         f"  seed           {trainer.seed}",
-        f"  folder         {trainer.arguments.default_root_dir}",
+        f"  folder         {trainer._arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",
         f"  checkpoints    {', '.join(shown_folders(trainer)) or 'none'}",
     ]
 
 
 def _arithmetic(trainer: Trainer) -> list[str]:
-    batches, wanted = trainer.num_training_batches, trainer.arguments.global_batch_size
+    batches, wanted = trainer.num_training_batches, trainer._arguments.global_batch_size
     window = trainer.accumulate_grad_batches if batches or wanted is None else f"as many as make up {wanted} samples"
     lines = ["Batches", f"  micro-batches in an update      {window}"]
     if batches:
@@ -51,7 +51,7 @@ def _arithmetic(trainer: Trainer) -> list[str]:
 
 
 def _cadence(trainer: Trainer) -> list[str]:
-    arguments = trainer.arguments
+    arguments = trainer._arguments
     if arguments.val_every_n_steps is not None:
         validation = _every(arguments.val_every_n_steps, "update")
     elif isinstance(arguments.val_check_interval, int):
@@ -80,7 +80,7 @@ def _shown(number: int | float) -> str:
 def _hooks(trainer: Trainer, module: TrainModule | None) -> list[str]:
     if module is None:
         return ["Callbacks", *(f"  {type(callback).__name__}" for callback in trainer.callbacks)]
-    owners = trainer.hook_owners(module)
+    owners = trainer._hook_owners(module)
     width = max(map(len, owners), default=0) + 2
     return ["Hooks, in the order of the calls", *(f"  {name:<{width}}{' -> '.join(o)}" for name, o in owners.items() if o)]
 
@@ -119,7 +119,7 @@ def why_it_ended(trainer: Trainer) -> str:
 def where_it_is(trainer: Trainer) -> str:
     """Where the checkpoints and the logs of a fit are."""
     logs = list(dict.fromkeys(filter(None, (logger.log_dir for logger in trainer.loggers if opens_files(logger)))))
-    saved = trainer.checkpointing.folders if trainer.checkpoint_callbacks else []
+    saved = trainer._checkpointing.folders if trainer.checkpoint_callbacks else []
     places = (("Checkpoints", [_from_here(folder) for folder in saved]), ("logs", [_from_here(log) for log in logs]))
     return "; ".join(f"{what} in {', '.join(where)}" for what, where in places if where)
 

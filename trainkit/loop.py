@@ -48,37 +48,37 @@ _LONG = 1000  # batches without an optimizer step since a fit began: no accumula
 
 def fit(trainer: Trainer) -> None:
     """Train until an end is reached: ``max_epochs``, ``max_steps``, or ``should_stop``."""
-    hooks, metrics = trainer.hooks, trainer.metrics
+    hooks, metrics = trainer._hooks, trainer._metrics
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_start")
-    trainer.signals.working = True
-    if not trainer.fit_plan.start:
+    trainer._signals.working = True
+    if not trainer._fit_plan.start:
         metrics.stamp = -1
-    trainer.fit_plan.began_at = trainer.global_step
-    trainer.attention = True  # at the first safe point, when there may be workers
-    while trainer.phase is not Phase.STEP or not trainer.finished:  # what a resumed step has left to do comes first
-        trainer.refresh_loaders()
+    trainer._fit_plan.began_at = trainer.global_step
+    trainer._attention = True  # at the first safe point, when there may be workers
+    while trainer._phase is not Phase.STEP or not trainer._finished:  # what a resumed step has left to do comes first
+        trainer._refresh_loaders()
         train_epoch(trainer)
-    trainer.ended = True
+    trainer._ended = True
     metrics.scope = Scope.NOWHERE  # nothing is left that could be given to the loggers
     hooks.run("on_train_end")
 
 
 def train_epoch(trainer: Trainer) -> None:
     """One epoch: the only training loop there is."""
-    plan, engine, hooks, metrics = trainer.fit_plan, trainer.accelerator, trainer.hooks, trainer.metrics
+    plan, engine, hooks, metrics = trainer._fit_plan, trainer.accelerator, trainer._hooks, trainer._metrics
     window, training_step = engine.window, plan.training_step
     optimizer = plan.optimizer  # None under manual optimization and without an optimizer
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_start")
     metrics.scope = Scope.TRAIN_BATCH
-    if trainer.phase is not Phase.STEP and finish_step(trainer):
+    if trainer._phase is not Phase.STEP and finish_step(trainer):
         return
     has_loss = complete = exhausted = False
     for batch_idx, batch in enumerate(plan.batches(trainer.current_epoch), plan.start):
         trainer.batch_idx, metrics.batch = batch_idx, batch
         if window.first:
-            trainer.should_log = trainer.log_due(trainer.global_step + 1)
+            trainer.should_log = trainer._log_due(trainer.global_step + 1)
         working, skip = not window.filler, None
         if working:
             metrics.stamp = batch_idx
@@ -129,31 +129,31 @@ def train_epoch(trainer: Trainer) -> None:
 
 def begin_window(trainer: Trainer, optimizer: Optimizer) -> None:
     """Set the gradients to zero."""
-    for hook in trainer.hooks.on_before_zero_grad:
+    for hook in trainer._hooks.on_before_zero_grad:
         hook(optimizer)
-    trainer.fit_plan.zero_grad()
+    trainer._fit_plan.zero_grad()
 
 
 def count_update(trainer: Trainer) -> None:
     """An update has been made."""
     trainer.global_step += 1
-    if trainer.fit_plan.without_optimizer:
+    if trainer._fit_plan.without_optimizer:
         trainer.strategy.sync_buffers()  # else an update does it
-    if trainer.fit_plan.schedulers:
+    if trainer._fit_plan.schedulers:
         advance_schedulers(trainer, "step", trainer.global_step)
-    trainer.phase = Phase.UPDATED
+    trainer._phase = Phase.UPDATED
 
 
 def finish_step(trainer: Trainer) -> bool:
     """What the step of the checkpoint that training goes on from had left to do; returns whether that ends the epoch."""
-    phase, plan = trainer.phase, trainer.fit_plan
-    trainer.phase = Phase.STEP
+    phase, plan = trainer._phase, trainer._fit_plan
+    trainer._phase = Phase.STEP
     if phase is Phase.EPOCH_END:
         end_of_epoch(trainer, plan.complete, exhausted=False)
         return True
     last = plan.start - 1
     if phase is Phase.UPDATED:
-        trainer.should_log = trainer.log_due(trainer.global_step)
+        trainer.should_log = trainer._log_due(trainer.global_step)
         stop = after_window(trainer, last, True)
     else:
         validate(trainer)
@@ -165,7 +165,7 @@ def finish_step(trainer: Trainer) -> bool:
 
 def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
     """Log and validate if they are due; returns whether training ends here."""
-    plan, metrics = trainer.fit_plan, trainer.metrics
+    plan, metrics = trainer._fit_plan, trainer._metrics
     if trainer.accelerator.window.uneven:
         batch_idx = trainer.batch_idx = plan.loader.given - 1  # where the process is that has most of this window
     if plan.profiler is not None:
@@ -175,34 +175,34 @@ def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
         metrics.flush_step()
     elif not updated and batch_idx >= _LONG and trainer.global_step == plan.began_at:
         warn_without_step(trainer)  # the epoch may be an endless one
-    if trainer.control is not None:
-        trainer.control.turn()  # what the step before this one asked for, on any process
-    plan.stopping = plan.stop_asked and trainer.may_stop  # asked for in the step before this one
-    if trainer.control is None:
+    if trainer._control is not None:
+        trainer._control.turn()  # what the step before this one asked for, on any process
+    plan.stopping = plan.stop_asked and trainer._may_stop  # asked for in the step before this one
+    if trainer._control is None:
         plan.stop_asked = trainer.should_stop
-    validated = trainer.validation_due(batch_idx, updated)
+    validated = trainer._validation_due(batch_idx, updated)
     if validated:
         validate(trainer)
-    elif updated and plan.schedulers and trainer.val_plan is None:
+    elif updated and plan.schedulers and trainer._val_plan is None:
         advance_plateaus(trainer)
     return end_step(trainer, batch_idx, validated)
 
 
 def end_step(trainer: Trainer, batch_idx: int, validated: bool) -> bool:
     """The step is complete: save and obey signals if there is cause to; returns whether training ends here."""
-    plan = trainer.fit_plan
+    plan = trainer._fit_plan
     if validated:
-        if trainer.control is not None:
-            trainer.control.exchange()
-        plan.stopping = plan.stopping or (trainer.should_stop and trainer.may_stop)
+        if trainer._control is not None:
+            trainer._control.exchange()
+        plan.stopping = plan.stopping or (trainer.should_stop and trainer._may_stop)
     plan.done, plan.updates = batch_idx + 1, trainer.accelerator.updates
-    trainer.phase = Phase.STEP
-    ends = plan.stopping or trainer.steps_done
-    if trainer.attention or trainer.global_step >= trainer.next_save_step:
+    trainer._phase = Phase.STEP
+    ends = plan.stopping or trainer._steps_done
+    if trainer._attention or trainer.global_step >= trainer._next_save_step:
         if ends:
-            trainer.attention = True  # when the epoch's end is done too: a run that has ended does not come back to it
+            trainer._attention = True  # when the epoch's end is done too: a run that has ended does not come back to it
         else:
-            trainer.checkpointing.attend()
+            trainer._checkpointing.attend()
     return ends
 
 
@@ -214,38 +214,38 @@ def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
         complete: it counts: it was not left for a stop.
         exhausted: the loader gave all its batches.
     """
-    hooks, metrics, plan = trainer.hooks, trainer.metrics, trainer.fit_plan
+    hooks, metrics, plan = trainer._hooks, trainer._metrics, trainer._fit_plan
     if trainer.batch_idx < 0:
         plan.refuse_empty()
     if exhausted and trainer.batch_idx >= plan.start and trainer.global_step == plan.began_at:
         warn_without_step(trainer)
-    if exhausted and not trainer.steps_done and trainer.validation_due_at_end():
+    if exhausted and not trainer._steps_done and trainer._validation_due_at_end():
         validate(trainer, at_end=True)
-    trainer.phase, plan.complete = Phase.EPOCH_END, complete
+    trainer._phase, plan.complete = Phase.EPOCH_END, complete
     metrics.batch = None
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_end")
-    trainer.end_metrics_of_epoch()  # what callbacks that run last have logged
+    trainer._end_metrics_of_epoch()  # what callbacks that run last have logged
     if complete:
         advance_schedulers(trainer, "epoch", trainer.current_epoch + 1)
         trainer.current_epoch += 1
-        plan.start_epoch(trainer.batch_idx + 1, trainer.arguments.check_val_every_n_epoch is None)
+        plan.start_epoch(trainer.batch_idx + 1, trainer._arguments.check_val_every_n_epoch is None)
         metrics.stamp = -1  # nothing of the next one has been logged
     else:
         plan.start = plan.done
     trainer.batch_idx = -1
-    trainer.phase = Phase.STEP
-    if trainer.control is not None:
-        trainer.control.exchange()
-    if trainer.attention:
-        trainer.checkpointing.attend()
+    trainer._phase = Phase.STEP
+    if trainer._control is not None:
+        trainer._control.exchange()
+    if trainer._attention:
+        trainer._checkpointing.attend()
 
 
 def warn_without_step(trainer: Trainer) -> None:
     """Say once why a fit has made no optimizer step in a whole epoch."""
-    plan = trainer.fit_plan
+    plan = trainer._fit_plan
     automatic = trainer.lightning_module.automatic_optimization
-    if plan.warned or plan.tried or not (automatic or trainer.prepared_optimizers):
+    if plan.warned or plan.tried or not (automatic or trainer._prepared_optimizers):
         return  # what was tried was skipped: by the user, or by the loss scaler, which takes some steps to settle
     plan.warned = True
     if not automatic:
@@ -266,22 +266,22 @@ def validate(trainer: Trainer, at_end: bool = False) -> None:
         trainer: the trainer.
         at_end: at the end of an epoch whose length was not known. A run that resumes in it comes here again by itself.
     """
-    trainer.refresh_validation()
-    plan = trainer.val_plan
+    trainer._refresh_validation()
+    plan = trainer._val_plan
     if plan is None:
         return
-    trainer.begin_validation(plan, at_end)
+    trainer._begin_validation(plan, at_end)
     try:
         evaluate(trainer, plan)
     finally:
         trainer.validating = False
-    trainer.states_of_loggers = trainer.metric_updates = None
+    trainer._states_of_loggers = trainer._metric_updates = None
     advance_plateaus(trainer)
 
 
 def advance_schedulers(trainer: Trainer, interval: str, count: int) -> None:
     """Advance the schedulers of an interval that are due after ``count`` steps or epochs."""
-    for config in trainer.fit_plan.schedulers:
+    for config in trainer._fit_plan.schedulers:
         due = config.interval == interval and count % config.frequency == 0
         if due and (interval == "epoch" or not config.reduce_on_plateau):
             advance(trainer, config)
@@ -289,10 +289,10 @@ def advance_schedulers(trainer: Trainer, interval: str, count: int) -> None:
 
 def advance_plateaus(trainer: Trainer) -> None:
     """Advance the schedulers that follow a metric by steps: after each validation; without one, after each update."""
-    for config in trainer.fit_plan.schedulers:
+    for config in trainer._fit_plan.schedulers:
         if config.reduce_on_plateau and config.interval == "step" and trainer.global_step % config.frequency == 0:
-            if trainer.fit_plan.several:
-                trainer.results.add(trainer.train_metrics.agreed_step_values())
+            if trainer._fit_plan.several:
+                trainer._results.add(trainer._train_metrics.agreed_step_values())
             advance(trainer, config)
 
 

@@ -75,8 +75,8 @@ def tell_shared_names(trainer: Trainer, trained: Collection[str]) -> None:
         trained: what training logged in this epoch.
     """
     for owner, monitor in _monitors(trainer):
-        if monitor in trained and monitor in trainer.results.evaluated and monitor not in trainer.told:
-            trainer.told.add(monitor)
+        if monitor in trained and monitor in trainer._results.evaluated and monitor not in trainer._told:
+            trainer._told.add(monitor)
             notice(
                 f"{monitor!r} is logged in training and in validation; {owner} monitors the value of validation. Use two "
                 f"names to tell them apart: self.log('train_{monitor}', value)"
@@ -97,7 +97,7 @@ def _why_no_validation(trainer: Trainer) -> str | None:
     """Why a fit validates nothing, and the fix; ``None`` if it does validate, or where none is running."""
     if trainer.stage != "fit" or any(count > 0 for count in trainer.num_val_batches):
         return None
-    if trainer.arguments.limit_val_batches == 0:
+    if trainer._arguments.limit_val_batches == 0:
         return "limit_val_batches=0 turns it off. Remove that argument"
     if not overrides(trainer.lightning_module, "validation_step"):
         return f"{type(trainer.lightning_module).__name__} has no validation_step. Define one"
@@ -114,7 +114,7 @@ def _monitors(trainer: Trainer) -> Iterator[tuple[str, str]]:
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str):
             yield type(callback).__name__, monitor
-    for config in trainer.fit_plan.schedulers:
+    for config in trainer._fit_plan.schedulers:
         if config.reduce_on_plateau and config.monitor is not None:
             yield type(config.scheduler).__name__, config.monitor
 

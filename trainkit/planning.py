@@ -86,7 +86,7 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
     precision.convert_module(twin)
     returned = trainer.strategy.configure_optimizers(twin)
     optimizers, _ = read_optimizers(_own(returned, twin), twin, automatic=twin.automatic_optimization)
-    return contents_of([twin], optimizers, trainer.arguments.accumulate_grad_batches)
+    return contents_of([twin], optimizers, trainer._arguments.accumulate_grad_batches)
 
 
 def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], window: int) -> Contents:
@@ -164,7 +164,7 @@ class _Planning:
     @property
     def estimated_stepping_batches(self) -> int:
         """For schedules, which take no memory."""
-        steps = self._planned.arguments.max_steps
+        steps = self._planned._arguments.max_steps
         return steps if steps > 0 else _UPDATES
 
 

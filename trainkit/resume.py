@@ -74,7 +74,7 @@ def begin_resume(
         strict: as of :func:`restore_fit`.
     """
     world, key = trainer.strategy.world, f"run/{next(_FITS)}"
-    trainer.found = None
+    trainer._found = None
     _agree(trainer, ckpt_path, wanted, strict)
     before = world.recall(key) if world.restarts else None
     if ckpt_path is not None or before is not None:
@@ -82,26 +82,26 @@ def begin_resume(
         callbacks: list[Any] = [] if trainer.fast_dev_run else list(trainer.checkpoint_callbacks)
         if callbacks:
             for folder in places.told:
-                trainer.checkpointing.use_folder(folder)  # so that no other run removes what is being read
-        enter = None if all(own.told_folder for own in callbacks) else trainer.checkpointing.places.continue_in
+                trainer._checkpointing.use_folder(folder)  # so that no other run removes what is being read
+        enter = None if all(own.told_folder for own in callbacks) else trainer._checkpointing.places.continue_in
         if trainer.fast_dev_run and wanted - {"model"}:
             wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
         elif before is not None:
-            trainer.found = _restarted(trainer.strategy, before, places, enter)
-        if trainer.found is not None:
+            trainer._found = _restarted(trainer.strategy, before, places, enter)
+        if trainer._found is not None:
             wanted |= set(PARTS)
         elif ckpt_path is not None:
             continues = enter if wanted >= set(PARTS) else None  # with some parts only it is another run
-            trainer.found = find_checkpoint(trainer, ckpt_path, places, whole=not wanted <= {"model"}, enter=continues)
-        if trainer.found is not None:
-            trainer.found.wanted = wanted
-            _take_over(trainer, trainer.found, wanted, chosen and not trainer.found.restart)
+            trainer._found = find_checkpoint(trainer, ckpt_path, places, whole=not wanted <= {"model"}, enter=continues)
+        if trainer._found is not None:
+            trainer._found.wanted = wanted
+            _take_over(trainer, trainer._found, wanted, chosen and not trainer._found.restart)
             if enter is not None:
                 _find_folder(trainer, places, enter)
-    if trainer.found is None:
-        world.remember(key, trainer.checkpointing.run_id)
-    elif not trainer.found.restart:  # of a run that is gone on with, what was there before is not what this job has saved
-        world.remember(key, f"{trainer.checkpointing.run_id} {trainer.checkpointing.last_counter()}")
+    if trainer._found is None:
+        world.remember(key, trainer._checkpointing.run_id)
+    elif not trainer._found.restart:  # of a run that is gone on with, what was there before is not what this job has saved
+        world.remember(key, f"{trainer._checkpointing.run_id} {trainer._checkpointing.last_counter()}")
 
 
 def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], strict: bool) -> None:
@@ -126,9 +126,9 @@ def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: s
 
 def _find_folder(trainer: Trainer, places: Places, enter: Enter) -> None:
     """Continue in the run's own folder also where the checkpoint was in one that a callback was told."""
-    checkpointing = trainer.checkpointing
-    assert trainer.found is not None
-    if checkpointing.places.of_run is None and checkpointing.run_id == trainer.found.loaded.manifest.run_id:
+    checkpointing = trainer._checkpointing
+    assert trainer._found is not None
+    if checkpointing.places.of_run is None and checkpointing.run_id == trainer._found.loaded.manifest.run_id:
         folder = folder_of_run(trainer.strategy.world, places.runs, checkpointing.run_id)
         if folder is not None:
             enter(folder)
@@ -158,7 +158,7 @@ def _take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -
         wanted: the parts to be restored; without the loggers afterwards if this is another run.
         chosen: the user has named the parts.
     """
-    manifest, checkpointing = found.loaded.manifest, trainer.checkpointing
+    manifest, checkpointing = found.loaded.manifest, trainer._checkpointing
     if wanted - {"model", "optimizer", "scheduler", "scaler"} and "loop" not in found.loaded.state:
         raise CheckpointError(
             f"{found.path} was written by an own loop, whose position a Trainer cannot take over. Take what both have: "
@@ -177,10 +177,10 @@ def _take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -
     if "loop" not in wanted:
         return
     # what is asked for before the loop is restored: loaders, which belong to the epoch that they were last asked for in
-    every = trainer.arguments.reload_dataloaders_every_n_epochs
+    every = trainer._arguments.reload_dataloaders_every_n_epochs
     trainer.current_epoch = manifest.epoch - (manifest.epoch % every if every else 0)
     trainer.global_step = manifest.step
-    if not trainer.seed_given:
+    if not trainer._seed_given:
         trainer.seed = trainer.accelerator.seed = manifest.seed
     elif trainer.seed != manifest.seed:
         warn(
@@ -210,7 +210,7 @@ def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]
     Raises:
         StateMismatchError: it does not fit; nothing has been trained.
     """
-    found, trainer.found = trainer.found, None  # whose memory is given back with the end of this function
+    found, trainer._found = trainer._found, None  # whose memory is given back with the end of this function
     if found is None:
         return False
     loaded = found.loaded
@@ -226,7 +226,7 @@ def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]
     restore_run(trainer, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
     if overrides and not found.restart:  # of the first start: the run has them
         _override(parts, overrides)
-    if "loop" in wanted and trainer.finished and not trainer.should_stop:
+    if "loop" in wanted and trainer._finished and not trainer.should_stop:
         notice(
             f"the checkpoint is of step {trainer.global_step}, {counted(trainer.current_epoch, 'epoch')} complete, and "
             f"nothing is left to train: max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}. Raise them to go on."
@@ -238,7 +238,7 @@ def _ask_hooks(trainer: Trainer, loaded: Loaded) -> dict[str, Any]:
     """Show the checkpoint to the hooks before it is loaded; they may change ``state_dict``."""
     manifest = loaded.manifest
     seen = shown(manifest.epoch, manifest.step, dict(loaded.tensors["model"]), loaded.state)
-    trainer.hooks.run("on_load_checkpoint", seen)
+    trainer._hooks.run("on_load_checkpoint", seen)
     return seen
 
 

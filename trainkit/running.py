@@ -72,11 +72,11 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
     def __enter__(self) -> None:
         trainer = self._trainer
         self._notices.__enter__()
-        self._outer, trainer.signals = trainer.signals, Signals(trainer.look)
-        trainer.signals.__enter__()
+        self._outer, trainer._signals = trainer._signals, Signals(trainer._look)
+        trainer._signals.__enter__()
 
     def __exit__(self, kind: Any, ending: BaseException | None, trace: TracebackType | None) -> None:
-        trainer, signals = self._trainer, self._trainer.signals
+        trainer, signals = self._trainer, self._trainer._signals
         signals.__exit__()
         try:
             if ending is None and signals.received is not None:  # it came when there was no step left to be finished
@@ -88,23 +88,23 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
             if sys.version_info < (3, 11) and isinstance(ending, KeyboardInterrupt) and ending.__traceback__ is not trace:
                 raise ending  # else Python puts the traceback back
         finally:
-            trainer.signals = self._outer
+            trainer._signals = self._outer
             self._notices.__exit__(None, None, None)
 
     def _explain(self, ending: BaseException) -> None:
         trainer = self._trainer
-        newest = trainer.checkpointing.newest if hasattr(trainer, "checkpointing") else None
+        newest = trainer._checkpointing.newest if hasattr(trainer, "_checkpointing") else None
         fit = f"trainer.fit(..., ckpt_path={str(newest)!r}), or ckpt_path='auto' for the newest."
         if isinstance(ending, Preempted):
             if newest is not None:
                 notice(f"fit ended by {ending}; to go on: {fit}")
-            if trainer.arguments.slurm_requeue and trainer.is_global_zero:
+            if trainer._arguments.slurm_requeue and trainer.is_global_zero:
                 requeue()
         elif isinstance(ending, KeyboardInterrupt):
             if not ending.args:
                 step = f"stopped after {counted(trainer.global_step, 'optimizer step')}"
                 ending.args = (f"{step}; " + ("no checkpoint was saved." if newest is None else f"to go on: {fit}"),)
-            if trainer.signals.received is not None and not trainer.signals.twice:
+            if trainer._signals.received is not None and not trainer._signals.twice:
                 ending.__cause__, ending.__suppress_context__ = None, True
                 ending.__traceback__ = users_frames(ending.__traceback__)
 
@@ -136,14 +136,14 @@ def running(
         trainer.accelerator.meeting.enter_run(stage, watchdog.entered)
     try:
         trainer.accelerator.meeting.begin_run(stage)
-        module, trainer.compiler = _uncompiled(compiled(module))
+        module, trainer._compiler = _uncompiled(compiled(module))
         _check_inputs(module, datamodule, given)
         refuse_incomplete(module, stage, trainer.strategy.has_optimizer)
         outer, status = module._trainer, "failed"
         _begin(trainer, stage, module, datamodule)
         merge_module_callbacks(trainer, module)
         build_hooks(trainer)
-        with torch_flags(*trainer.flags):
+        with torch_flags(*trainer._flags):
             first()
             share_log_folders(trainer, _log_folders(trainer))
             if trainer.profiler is not None:
@@ -176,12 +176,12 @@ def agree_on_signals(trainer: Trainer) -> None:
     """A signal that has come to one process by now has come to all."""
     world = trainer.strategy.world
     if world.size > 1:
-        trainer.signals.received = world.largest([trainer.signals.received or 0])[0] or None
+        trainer._signals.received = world.largest([trainer._signals.received or 0])[0] or None
 
 
 def _log_folders(trainer: Trainer) -> Any:
     """What the checkpoint says of them. A function of its own, so that no frame of the run's holds the checkpoint in memory."""
-    found = trainer.found
+    found = trainer._found
     return found.loaded.state["loggers"] if found is not None and "loggers" in found.wanted else ()
 
 
@@ -212,31 +212,31 @@ def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) ->
 
 def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None) -> None:
     """The trainer's state as it is before a run; first what the tear-down needs, whatever fails here."""
-    trainer.hooks, trainer.strategy.broken = HookTable.nothing(), False
+    trainer._hooks, trainer.strategy.broken = HookTable.nothing(), False
     trainer.accelerator = Accelerator.of_trainer(trainer.strategy)
     trainer.accelerator.seed = trainer.seed
-    trainer.attach(module, datamodule)
+    trainer._attach(module, datamodule)
     trainer.stage = stage
     trainer.should_stop = trainer.should_log = trainer.sanity_checking = trainer.validating = False
     trainer.batch_idx = -1
-    trainer.active_plan = trainer.val_plan = None
-    trainer.plans = {}
-    trainer.results = MetricResults()
-    compiled, world = trainer.compiler is not None, trainer.strategy.data_world
-    trainer.metrics = MetricStore(trainer.emit, trainer.results, compiled=compiled, world=world)
-    trainer.train_metrics = trainer.metrics
+    trainer._active_plan = trainer._val_plan = None
+    trainer._plans = {}
+    trainer._results = MetricResults()
+    compiled, world = trainer._compiler is not None, trainer.strategy.data_world
+    trainer._metrics = MetricStore(trainer._emit, trainer._results, compiled=compiled, world=world)
+    trainer._train_metrics = trainer._metrics
     if stage == "fit":
         trainer.global_step = trainer.current_epoch = 0
-        trainer.phase, trainer.attention, trainer.ended = Phase.STEP, False, False
-        trainer.next_save_step = math.inf
-        trainer.computed, trainer.told, trainer.states_of_loggers = {}, set(), None
-        if hasattr(trainer, "checkpointing"):
+        trainer._phase, trainer._attention, trainer._ended = Phase.STEP, False, False
+        trainer._next_save_step = math.inf
+        trainer._computed, trainer._told, trainer._states_of_loggers = {}, set(), None
+        if hasattr(trainer, "_checkpointing"):
             renew_loggers(trainer)
-        trainer.checkpointing = Checkpointing(trainer)
-        trainer.control = Control(trainer) if trainer.strategy.world.size > 1 else None
-        trainer.fitted = module
-        trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], []
-        trainer.__dict__.pop("fit_plan", None)  # what is asked of it before there is a new one must not be the old one's
+        trainer._checkpointing = Checkpointing(trainer)
+        trainer._control = Control(trainer) if trainer.strategy.world.size > 1 else None
+        trainer._fitted = module
+        trainer._prepared_optimizers, trainer.lr_scheduler_configs = [], []
+        trainer.__dict__.pop("_fit_plan", None)  # what is asked of it before there is a new one must not be the old one's
         trainer.precision.reset()
 
 
@@ -245,12 +245,12 @@ def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
     _prepare_data(trainer, module)
     if trainer.datamodule is not None and overrides(trainer.datamodule, "setup", DataModule):
         trainer.datamodule.setup(stage)
-    trainer.hooks.run("setup", stage)
+    trainer._hooks.run("setup", stage)
     built = module.__dict__.pop("_built", False)  # by load_from_checkpoint
     if not built and overrides(module, "configure_model"):
         with trainer.strategy.building(), trainer.precision.init_context():
             module.configure_model()
-    trainer.wrapped_module = trainer.strategy.prepare_module(module)
+    trainer._wrapped_module = trainer.strategy.prepare_module(module)
 
 
 def _prepare_data(trainer: Trainer, module: TrainModule) -> None:
@@ -266,29 +266,29 @@ def _prepare_data(trainer: Trainer, module: TrainModule) -> None:
 
 def build_hooks(trainer: Trainer) -> None:
     """Who is called for which hook, now that callbacks and loaders are known."""
-    trainer.hooks = HookTable(
+    trainer._hooks = HookTable(
         trainer,
         trainer.lightning_module,
         trainer.callbacks,
-        inserted={f"on_{name}_epoch_end": trainer.finish_metrics for name in ("train", "validation", "test")},
-        several_loaders=any(plan is not None and len(plan.loaders) > 1 for plan in trainer.plans.values()),
+        inserted={f"on_{name}_epoch_end": trainer._finish_metrics for name in ("train", "validation", "test")},
+        several_loaders=any(plan is not None and len(plan.loaders) > 1 for plan in trainer._plans.values()),
         profiler=trainer.profiler,
     )
 
 
 def plan_evaluation(trainer: Trainer, name: str, given: Any, *, sanity: bool = False) -> EvaluationPlan | None:
     """The plan of an evaluation, also kept for ``num_val_batches`` and the like; ``None`` if there is nothing to run."""
-    results = MetricResults() if sanity else trainer.results
-    compiled, world = trainer.compiler is not None, trainer.strategy.data_world
-    store = MetricStore(trainer.emit, results, compiled=compiled, world=world)
+    results = MetricResults() if sanity else trainer._results
+    compiled, world = trainer._compiler is not None, trainer.strategy.data_world
+    store = MetricStore(trainer._emit, results, compiled=compiled, world=world)
     plan = evaluation_plan(trainer, name, given, store, sanity=sanity)
-    trainer.plans["sanity" if sanity else name] = plan
+    trainer._plans["sanity" if sanity else name] = plan
     return plan
 
 
 def refuse_evaluation(trainer: Trainer, stage: str, name: str) -> None:
     """An evaluation that was asked for and cannot be is an error; one that a limit turned off is a notice."""
-    if name not in trainer.evaluation_sources:
+    if name not in trainer._evaluation_sources:
         raise MissingMethodError(
             f"{stage} needs data: trainer.{stage}(module, DataLoader(...)), or define the loader in "
             f"{type(trainer.lightning_module).__name__} or in a DataModule."
@@ -298,22 +298,22 @@ def refuse_evaluation(trainer: Trainer, stage: str, name: str) -> None:
 
 def check_sanity(trainer: Trainer, given: Any) -> None:
     """A few validation batches before training; what they log is thrown away, the names are compared with monitors."""
-    if trainer.val_plan is None:
+    if trainer._val_plan is None:
         check_monitors(trainer, None)
-    if trainer.val_plan is None or trainer.arguments.num_sanity_val_steps == 0:
+    if trainer._val_plan is None or trainer._arguments.num_sanity_val_steps == 0:
         return
     plan = plan_evaluation(trainer, "validation", given, sanity=True)
     if plan is None:
         return
     trainer.sanity_checking = trainer.validating = True
-    results, trainer.results = trainer.results, plan.metrics.results
+    results, trainer._results = trainer._results, plan.metrics.results
     try:
-        trainer.hooks.run("on_sanity_check_start")
+        trainer._hooks.run("on_sanity_check_start")
         evaluate(trainer, plan)
-        trainer.hooks.run("on_sanity_check_end")
+        trainer._hooks.run("on_sanity_check_end")
     finally:
         trainer.sanity_checking = trainer.validating = False
-        trainer.results = results
+        trainer._results = results
         for loader in plan.loaders:
             loader.close()
     check_monitors(trainer, plan.metrics.results.evaluated)
@@ -322,12 +322,12 @@ def check_sanity(trainer: Trainer, given: Any) -> None:
 def _cause(trainer: Trainer, exception: BaseException) -> BaseException:
     """What the run ends with: a signal to the whole process group ends the loader's workers too, and is the reason then."""
     workers = trainer.stage == "fit" and isinstance(exception, RuntimeError) and "DataLoader worker" in str(exception)
-    return trainer.signals.ending(f"at step {trainer.global_step}") if workers and trainer.signals.soon() else exception
+    return trainer._signals.ending(f"at step {trainer.global_step}") if workers and trainer._signals.soon() else exception
 
 
 def _report(trainer: Trainer, exception: BaseException) -> None:
     """Tell the callbacks; an error of theirs must not hide the first."""
-    for hook in trainer.hooks.on_exception:
+    for hook in trainer._hooks.on_exception:
         try:
             hook(exception)
         except ProcessFailedError:
@@ -345,13 +345,13 @@ def _same(error: BaseException, exception: BaseException | None) -> bool:
 
 def _tear_down(trainer: Trainer, stage: str, status: str, exception: BaseException | None) -> None:
     """All of it, whatever fails on the way; an error here must not hide the one that ended the run."""
-    trainer.metrics.scope = Scope.NOWHERE
-    trainer.metrics.batch = None
-    parts: list[Callable[[], Any]] = [partial(hook, stage) for hook in trainer.hooks.teardown]
+    trainer._metrics.scope = Scope.NOWHERE
+    trainer._metrics.batch = None
+    parts: list[Callable[[], Any]] = [partial(hook, stage) for hook in trainer._hooks.teardown]
     if trainer.datamodule is not None and overrides(trainer.datamodule, "teardown", DataModule):
         parts.append(partial(trainer.datamodule.teardown, stage))
-    if stage == "fit" and hasattr(trainer, "checkpointing"):
-        parts.append(trainer.checkpointing.close)
+    if stage == "fit" and hasattr(trainer, "_checkpointing"):
+        parts.append(trainer._checkpointing.close)
     parts += [partial(logger.finalize, status) for logger in trainer.loggers]
     parts += [trainer.accelerator.free_memory, trainer.strategy.teardown]
     if trainer.profiler is not None:
@@ -364,7 +364,7 @@ def _tear_down(trainer: Trainer, stage: str, status: str, exception: BaseExcepti
             errors.append(error)
     for callback in trainer.callbacks:
         callback._module = None
-    trainer.found = None
+    trainer._found = None
     interrupts = [error for error in errors if not isinstance(error, Exception)]
     if errors and (status == "success" or interrupts):
         raise (interrupts or errors)[0]

@@ -69,7 +69,7 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
         MissingMethodError: there is none.
         EmptyLoaderError: it has no batch.
     """
-    module, arguments = trainer.lightning_module, trainer.arguments
+    module, arguments = trainer.lightning_module, trainer._arguments
     source = find_source("train_dataloader", given, trainer.datamodule, module)
     if source is None:
         raise MissingMethodError(
@@ -90,7 +90,7 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
         **_transfer(trainer, Stage.TRAIN, 0),
     )
     if loader.samples is not None:
-        trainer.train_metrics.count = lambda batch: loader.samples or 0  # not those that it was filled up with
+        trainer._train_metrics.count = lambda batch: loader.samples or 0  # not those that it was filled up with
     _refuse_empty(loader, source, "training")
     limit = arguments.limit_train_batches
     assert limit is not None
@@ -114,9 +114,9 @@ def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | N
 
 
 def _accumulation(trainer: Trainer, source: Any) -> int:
-    wanted = trainer.arguments.global_batch_size
+    wanted = trainer._arguments.global_batch_size
     if wanted is None:
-        return trainer.arguments.accumulate_grad_batches
+        return trainer._arguments.accumulate_grad_batches
     size = batch_size_of(source)
     if size is None:
         raise ConfigurationError(
@@ -175,7 +175,7 @@ def _transfer(trainer: Trainer, stage: Stage, index: int) -> dict[str, Any]:
 def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
     """The plan of a fit; its optimizers are added by :func:`finish_fit_plan`, when the module is on its device."""
     module, engine = trainer.lightning_module, trainer.accelerator
-    step = trainer.strategy.step_function(trainer.wrapped_module, module, "training_step", trainer.compiler)
+    step = trainer.strategy.step_function(trainer._wrapped_module, module, "training_step", trainer._compiler)
     step = _with_arguments(step, module, "training_step", ("batch", "batch_idx"))
     profiler = trainer.profiler
     backward: Callable[..., Any] = engine.backward
@@ -200,15 +200,15 @@ def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
 
 def finish_fit_plan(trainer: Trainer) -> None:
     """Ask the module for its optimizers and put them into the plan."""
-    module, engine, plan = trainer.lightning_module, trainer.accelerator, trainer.fit_plan
+    module, engine, plan = trainer.lightning_module, trainer.accelerator, trainer._fit_plan
     automatic = module.automatic_optimization
     optimizers, configs = read_optimizers(trainer.strategy.configure_optimizers(module), module, automatic)
     prepared = engine.prepare(*optimizers) if optimizers else ()
-    trainer.prepared_optimizers = list(prepared) if isinstance(prepared, tuple) else [prepared]
+    trainer._prepared_optimizers = list(prepared) if isinstance(prepared, tuple) else [prepared]
     trainer.lr_scheduler_configs = configs
     if not automatic:
         _refuse_under_manual(trainer)
-        engine.before_step = trainer.before_manual_step
+        engine.before_step = trainer._before_manual_step
         engine.averages_in_step = plan.several
         plan.fill = partial(fill_manual_step, trainer)
         return
@@ -217,7 +217,7 @@ def finish_fit_plan(trainer: Trainer) -> None:
     if not optimizers:
         plan.automatic, plan.without_optimizer = False, True
         return
-    optimizer = plan.optimizer = trainer.prepared_optimizers[0].optimizer
+    optimizer = plan.optimizer = trainer._prepared_optimizers[0].optimizer
     if overrides(module, "optimizer_zero_grad"):
         plan.zero_grad = lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.batch_idx, optimizer)
     else:
@@ -226,7 +226,7 @@ def finish_fit_plan(trainer: Trainer) -> None:
 
 def _refuse_under_manual(trainer: Trainer) -> None:
     """Arguments that automatic optimization carries out, and nobody would under manual optimization."""
-    arguments = trainer.arguments
+    arguments = trainer._arguments
     given = {"global_batch_size": arguments.global_batch_size}
     if arguments.accumulate_grad_batches != 1:
         given = {"accumulate_grad_batches": arguments.accumulate_grad_batches}
@@ -236,7 +236,7 @@ def _refuse_under_manual(trainer: Trainer) -> None:
                 f"Trainer({name}={value}) needs automatic optimization. Under manual optimization, step in training_step when "
                 "a window is full: if (batch_idx + 1) % 4 == 0: opt.step(); opt.zero_grad()"
             )
-    if trainer.arguments.gradient_clip_val is not None:
+    if trainer._arguments.gradient_clip_val is not None:
         raise ConfigurationError(
             "gradient_clip_val needs automatic optimization. Call self.clip_gradients(optimizer, 1.0) before opt.step()."
         )
@@ -249,9 +249,9 @@ def validate_every(trainer: Trainer, loader: PreparedLoader) -> int | None:
 
     ``None`` where nothing is validated, where the end of the epoch tells, or where optimizer steps are counted.
     """
-    arguments, length, exact = trainer.arguments, loader.length, loader.exact
+    arguments, length, exact = trainer._arguments, loader.length, loader.exact
     interval = arguments.val_check_interval
-    if trainer.val_plan is None or arguments.val_every_n_steps is not None:
+    if trainer._val_plan is None or arguments.val_every_n_steps is not None:
         return None
     if isinstance(interval, int):
         if arguments.check_val_every_n_epoch is not None and length is not None and interval > length:
@@ -283,9 +283,9 @@ def evaluation_plan(
     stage, short, method = _STAGES[name]
     module = trainer.lightning_module
     step_name = f"{name}_step"
-    trainer.evaluation_sources.pop(name, None)  # those of an earlier run
+    trainer._evaluation_sources.pop(name, None)  # those of an earlier run
     sources = evaluation_sources(find_source(method, given, trainer.datamodule, module))
-    overfitting = bool(trainer.arguments.overfit_batches) and name == "validation"
+    overfitting = bool(trainer._arguments.overfit_batches) and name == "validation"
     if overfitting and sources and trainer.stage == "fit" and _can_be_shared(trainer.train_dataloader):
         sources = [trainer.train_dataloader]  # the batches that it trains on
     if sources and name != "predict" and not overrides(module, step_name):
@@ -294,14 +294,14 @@ def evaluation_plan(
         return None
     if not sources:
         return None
-    trainer.evaluation_sources[name] = sources
+    trainer._evaluation_sources[name] = sources
     if sanity and given is not None and any(isinstance(source, Iterator) for source in sources):
         notice("no sanity check: the validation batches come from an iterator, which can be read only once.")
         return None
     argument = f"limit_{short}_batches"
-    limit: int | float = getattr(trainer.arguments, argument)
+    limit: int | float = getattr(trainer._arguments, argument)
     if sanity:
-        steps = trainer.arguments.num_sanity_val_steps
+        steps = trainer._arguments.num_sanity_val_steps
         limit = 1.0 if steps is None or steps == -1 else steps
     loaders = []
     for index, source in enumerate(sources):
@@ -316,12 +316,12 @@ def evaluation_plan(
             **_transfer(trainer, own, index),
         )
         _refuse_empty(loader, source, name)
-        limits = [_limit(loader, value, argument) for value in (getattr(trainer.arguments, argument), limit)]
+        limits = [_limit(loader, value, argument) for value in (getattr(trainer._arguments, argument), limit)]
         loader.limit = min((value for value in limits if value is not None), default=None)
         loaders.append(loader)
     if all(loader.limit == 0 for loader in loaders):
         return None
-    step = trainer.strategy.step_function(trainer.wrapped_module, module, step_name, trainer.compiler)
+    step = trainer.strategy.step_function(trainer._wrapped_module, module, step_name, trainer._compiler)
     several = len(loaders) > 1
     arguments = ("batch", "batch_idx", "dataloader_idx")
     step = _with_arguments(step, module, step_name, arguments, several)

@@ -156,16 +156,16 @@ class Trainer(Evaluating):
         super().__init__()
         refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown", "__class__")])
         given, said = with_settings(asked := check_switches(given))
-        self.arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
-        self.accumulate_grad_batches = self.arguments.accumulate_grad_batches
-        wanted = read_wanted(given["accelerator"], given["devices"], num_nodes)
+        self._arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
+        self.accumulate_grad_batches = self._arguments.accumulate_grad_batches
+        wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with blamed(asked):
-            self.strategy = joined_strategy(given["strategy"], wanted, sync_batchnorm, given["precision"], self.arguments, said)
+            self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], self._arguments, said)
         self.accelerator = Accelerator.of_trainer(self.strategy)
         self.seed = self.accelerator.seed = self.strategy.world.from_main(resolve_seed(seed))
-        self.seed_given, self.inference_mode = seed_was_given(seed), inference_mode
-        self.profiler, self.flags = make_profiler(profiler), (deterministic, benchmark, detect_anomaly)
-        self.metrics, self.loggers = MetricStore(self.emit, self.results), attach_loggers(self, logger)
+        self._seed_given, self.inference_mode = seed_was_given(seed), inference_mode
+        self.profiler, self._flags = make_profiler(profiler), (deterministic, benchmark, detect_anomaly)
+        self._metrics, self.loggers = MetricStore(self._emit, self._results), attach_loggers(self, logger)
         self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
 
     def fit(
@@ -219,24 +219,24 @@ class Trainer(Evaluating):
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
-            self.fit_plan = fit_plan(self, loader)
-            self.val_plan = plan_evaluation(self, "validation", val_dataloaders)
-            self.fit_plan.validate_every = validate_every(self, loader)
+            self._fit_plan = fit_plan(self, loader)
+            self._val_plan = plan_evaluation(self, "validation", val_dataloaders)
+            self._fit_plan.validate_every = validate_every(self, loader)
             build_hooks(self)
             finish_fit_plan(self)
             resumed = restore_fit(self, wanted, overrides or {}, strict)
             self._loaded_in = self._val_loaded_in = self.current_epoch
             start_loggers(self)
-            self.checkpointing.begin()
-            if self.arguments.ends_by_default:
+            self._checkpointing.begin()
+            if self._arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
             notice(f"fit on {self.strategy.where}, {self.precision.name}, seed {self.seed}.")
             tell_rare_logs(self)
-            self.hooks.run("on_fit_start")
+            self._hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(self, val_dataloaders)
             loop.fit(self)
-            self.hooks.run("on_fit_end")
+            self._hooks.run("on_fit_end")
             agree_on_signals(self)
         notice(" ".join(filter(None, (why_it_ended(self), where_it_is(self)))))
 
@@ -263,7 +263,7 @@ class Trainer(Evaluating):
         """
         path = local_path(filepath, "filepath")
         self.accelerator.meeting.wait("trainer.save_checkpoint")
-        self.checkpointing_now(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
+        self._checkpointing_now(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
 
     def explain(self, module: TrainModule | None = None) -> str:
         """Print, and return, who handles which hook, what runs when, and how the arguments were resolved."""
@@ -307,62 +307,62 @@ class Trainer(Evaluating):
         bar: Any = self.progress_bar_callback
         (print if bar is None else bar.print)(*args, **kwargs)
 
-    def attach(self, module: TrainModule, datamodule: DataModule | None) -> None:
+    def _attach(self, module: TrainModule, datamodule: DataModule | None) -> None:
         """Make the module, and the data module, this trainer's."""
         self._module, self.datamodule = module, datamodule
         module._trainer = self
         if datamodule is not None:
             datamodule.trainer = self
 
-    def hook_owners(self, module: TrainModule) -> dict[str, tuple[str, ...]]:
+    def _hook_owners(self, module: TrainModule) -> dict[str, tuple[str, ...]]:
         """For each hook the classes that handle it, in order."""
         return HookTable(self, module, self.callbacks).owners
 
-    def finish_metrics(self) -> None:
+    def _finish_metrics(self) -> None:
         """Reduce what was logged in the epoch that ends, before the callbacks that run last."""
-        if self.active_plan is None:
-            self.end_metrics_of_epoch()
+        if self._active_plan is None:
+            self._end_metrics_of_epoch()
         else:
-            self.active_plan.finish()
+            self._active_plan.finish()
 
-    def refresh_loaders(self) -> None:
+    def _refresh_loaders(self) -> None:
         """Ask for the training loader of a fit anew where ``reload_dataloaders_every_n_epochs`` says so."""
-        every, plan = self.arguments.reload_dataloaders_every_n_epochs, self.fit_plan
+        every, plan = self._arguments.reload_dataloaders_every_n_epochs, self._fit_plan
         if not every or self.current_epoch == self._loaded_in or self.current_epoch % every:
             return
         self.accelerator.release_loader(plan.loader)
         plan.loader = train_loader(self, self._given[0])
         plan.validate_every = validate_every(self, plan.loader)
 
-    def refresh_validation(self) -> None:
+    def _refresh_validation(self) -> None:
         """Ask for the validation loaders of a fit anew where ``reload_dataloaders_every_n_epochs`` says so."""
-        every, plan = self.arguments.reload_dataloaders_every_n_epochs, self.val_plan
+        every, plan = self._arguments.reload_dataloaders_every_n_epochs, self._val_plan
         if not every or plan is None or self.current_epoch // every == self._val_loaded_in // every:
             return
         self._val_loaded_in = self.current_epoch
         for loader in plan.loaders:
             self.accelerator.release_loader(loader)
-        self.val_plan = plan_evaluation(self, "validation", self._given[1])
-        if self.val_plan is not None:
-            self.val_plan.count = plan.count
+        self._val_plan = plan_evaluation(self, "validation", self._given[1])
+        if self._val_plan is not None:
+            self._val_plan.count = plan.count
 
-    def before_manual_step(self, optimizer: Optimizer) -> None:
+    def _before_manual_step(self, optimizer: Optimizer) -> None:
         """What comes before each update under manual optimization."""
-        self.fit_plan.tried = True
+        self._fit_plan.tried = True
         self.accelerator.unscale_gradients(optimizer)
-        self.hooks.run("on_before_optimizer_step", optimizer)
+        self._hooks.run("on_before_optimizer_step", optimizer)
 
-    def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def _manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
         """:meth:`trainkit.TrainModule.manual_backward`."""
-        self.hooks.run("on_before_backward", loss)
-        self.fit_plan.backward(loss, **kwargs)
-        self.hooks.run("on_after_backward")
+        self._hooks.run("on_before_backward", loss)
+        self._fit_plan.backward(loss, **kwargs)
+        self._hooks.run("on_after_backward")
 
-    def emit(self, metrics: dict[str, float], for_step: bool, step: int | None = None) -> None:
+    def _emit(self, metrics: dict[str, float], for_step: bool, step: int | None = None) -> None:
         """Give metrics to the loggers: those of ``step``, if it is given."""
         if self.sanity_checking:
             return
-        evaluating = self.active_plan
+        evaluating = self._active_plan
         if step is None:
             step = evaluating.count if evaluating is not None and for_step else self.global_step
         for logger in self.loggers:

@@ -63,22 +63,9 @@ class TrainerState(Cadence):
         loggers: the loggers.
         strategy: where the run runs.
         seed: the seed of the run.
-        phase: what of the present update is done.
-        fitted: the module of the last fit.
-        found: the checkpoint that the fit goes on from, until it is restored.
-        attention: there is cause to look at saves and signals when the step is complete.
-        control: tells the processes of a fit of each other; ``None`` if there is one only.
-        next_save_step: likewise, from this ``global_step`` on.
-        ended: the loop of this fit is over.
-        metrics: where ``log`` goes now.
-        train_metrics: where it goes in training; an evaluation has a store of its own.
-        computed: metric → ``global_step`` at which its value of an epoch or an evaluation was computed.
-        metric_updates: how often each torchmetrics object had been updated when the validation that is running began.
-        told: monitored metrics of which it was said that training and validation log them under one name.
-        states_of_loggers: as of the beginning of the validation that is running, which a resumed run repeats.
     """
 
-    arguments: TrainerArguments
+    _arguments: TrainerArguments
     strategy: Strategy
     accelerator: Accelerator
     callbacks: list[Callback]
@@ -86,16 +73,16 @@ class TrainerState(Cadence):
     profiler: Profiler | None
     inference_mode: bool
     seed: int
-    seed_given: bool
-    hooks: HookTable
-    metrics: MetricStore
-    train_metrics: MetricStore
-    fit_plan: FitPlan
-    val_plan: EvaluationPlan | None
-    wrapped_module: torch.nn.Module
-    flags: tuple[bool | str | None, bool | None, bool]
-    compiler: Callable[..., Any] | None
-    checkpointing: Checkpointing
+    _seed_given: bool
+    _hooks: HookTable
+    _metrics: MetricStore  # where log goes now
+    _train_metrics: MetricStore  # where it goes in training; an evaluation has a store of its own
+    _fit_plan: FitPlan
+    _val_plan: EvaluationPlan | None
+    _wrapped_module: torch.nn.Module
+    _flags: tuple[bool | str | None, bool | None, bool]
+    _compiler: Callable[..., Any] | None
+    _checkpointing: Checkpointing
 
     def __init__(self) -> None:
         self.global_step = 0
@@ -108,78 +95,80 @@ class TrainerState(Cadence):
         self.validating = False
         self.accumulate_grad_batches = 1
         self.train_dataloader: Any = None
-        self.evaluation_sources: dict[str, list[Any]] = {}
-        self.prepared_optimizers: list[PreparedOptimizer] = []
+        self._evaluation_sources: dict[str, list[Any]] = {}
+        self._prepared_optimizers: list[PreparedOptimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
-        self.brought_callbacks: list[Callback] = []  # by the module's configure_callbacks
-        self.displaced_callbacks: list[Callback] = []  # by those
+        self._brought_callbacks: list[Callback] = []  # by the module's configure_callbacks
+        self._displaced_callbacks: list[Callback] = []  # by those
         self.datamodule: DataModule | None = None
-        self.active_plan: EvaluationPlan | None = None
-        self.results = MetricResults()
+        self._active_plan: EvaluationPlan | None = None
+        self._results = MetricResults()
         self._module: TrainModule | None = None
-        self.fitted: TrainModule | None = None
-        self.plans: dict[str, EvaluationPlan | None] = {}
-        self.phase = Phase.STEP
-        self.attention = False
-        self.control: Control | None = None
-        self.found: Found | None = None
-        self.next_save_step: float = math.inf
-        self.ended = False
-        self.computed: dict[str, int] = {}
-        self.told: set[str] = set()
-        self.metric_updates: dict[str, int] | None = None
-        self.states_of_loggers: list[dict[str, Any]] | None = None
-        self.signals = Signals(lambda: None)
+        self._fitted: TrainModule | None = None  # the module of the last fit
+        self._plans: dict[str, EvaluationPlan | None] = {}
+        self._phase = Phase.STEP  # what of the current optimizer step is done
+        self._attention = False  # there is a save or a signal to look at when the step is complete
+        self._control: Control | None = (
+            None  # exchanges stop requests and the like between the processes of a fit; None for one process
+        )
+        self._found: Found | None = None  # the checkpoint to resume from, until it is restored
+        self._next_save_step: float = math.inf  # as _attention, from this global_step on
+        self._ended = False  # the loop of this fit is over
+        self._computed: dict[str, int] = {}  # metric → global_step at which its value of an epoch or an evaluation was computed
+        self._told: set[str] = set()  # metrics of one name in training and validation that a notice named
+        self._metric_updates: dict[str, int] | None = None  # of each torchmetrics object, when the running validation began
+        self._states_of_loggers: list[dict[str, Any]] | None = None  # as the running validation began
+        self._signals = Signals(lambda: None)
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Look at saves and signals when the step is complete; may be called by any thread.
 
         Over several processes the next control word tells, and all of them look after the same step.
         """
-        if self.control is None:
-            self.attention = True
+        if self._control is None:
+            self._attention = True
 
-    def checkpointing_now(self, weights_only: bool) -> Checkpointing:
+    def _checkpointing_now(self, weights_only: bool) -> Checkpointing:
         """What saves a checkpoint of this moment.
 
         Raises:
             ModuleError: there is nothing to be saved.
         """
-        fitted = hasattr(self, "fit_plan") and self._module is self.fitted
+        fitted = hasattr(self, "_fit_plan") and self._module is self._fitted
         if self._module is None or not (weights_only or fitted):
             raise ModuleError(
                 "save_checkpoint saves a run, and this Trainer has had no fit of this module. Call trainer.fit(module, ...) "
                 "first, or save the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
             )
-        if not hasattr(self, "checkpointing"):
+        if not hasattr(self, "_checkpointing"):
             from trainkit.checkpointing import Checkpointing
 
-            self.checkpointing = Checkpointing(cast("Trainer", self))
-        return self.checkpointing
+            self._checkpointing = Checkpointing(cast("Trainer", self))
+        return self._checkpointing
 
-    def begin_validation(self, plan: EvaluationPlan, at_end: bool) -> None:
+    def _begin_validation(self, plan: EvaluationPlan, at_end: bool) -> None:
         """A validation in a fit begins."""
         self.validating = True
         plan.began = plan.count
-        self.metric_updates = count_updates(self.lightning_module)
-        self.states_of_loggers = logger_states(cast("Trainer", self))
+        self._metric_updates = count_updates(self.lightning_module)
+        self._states_of_loggers = logger_states(cast("Trainer", self))
         if not at_end:
-            self.phase = Phase.VALIDATING
+            self._phase = Phase.VALIDATING
 
-    def evaluated(self, plan: EvaluationPlan) -> None:
+    def _evaluated(self, plan: EvaluationPlan) -> None:
         """The metrics of an evaluation are complete."""
-        self.signals.follow_workers()
+        self._signals.follow_workers()
         if not self.sanity_checking:
-            self.computed.update(dict.fromkeys(plan.results, self.global_step))
+            self._computed.update(dict.fromkeys(plan.results, self.global_step))
 
-    def end_metrics_of_epoch(self) -> None:
+    def _end_metrics_of_epoch(self) -> None:
         """Reduce what was logged in the training epoch; note which values are of the present step."""
-        store = self.train_metrics
+        store = self._train_metrics
         window = store.stamp - store.stamp % self.accumulate_grad_batches  # where the last one began
         trained, present = set(store.step_values()), store.logged_since(window)
         ended = store.flush_epoch()
-        own = [name for name in (*present, *ended) if name not in self.results.evaluated]
-        self.computed.update(dict.fromkeys(own, self.global_step))
+        own = [name for name in (*present, *ended) if name not in self._results.evaluated]
+        self._computed.update(dict.fromkeys(own, self.global_step))
         tell_shared_names(cast("Trainer", self), trained.union(ended))
 
     @property
@@ -201,7 +190,7 @@ class TrainerState(Cadence):
     @property
     def optimizers(self) -> list[Optimizer]:
         """Torch's optimizers, as ``configure_optimizers`` returned them."""
-        return [prepared.optimizer for prepared in self.prepared_optimizers]
+        return [prepared.optimizer for prepared in self._prepared_optimizers]
 
     @property
     def precision(self) -> Precision:
@@ -226,7 +215,7 @@ class TrainerState(Cadence):
     @property
     def default_root_dir(self) -> str:
         """The folder that logs go under."""
-        return str(self.arguments.default_root_dir)
+        return str(self._arguments.default_root_dir)
 
     @property
     def global_rank(self) -> int:
@@ -252,9 +241,9 @@ class TrainerState(Cadence):
         """
         import torch
 
-        if self.active_plan is None and self.stage == "fit" and self.fit_plan.loader.samples is not None:
-            return self.fit_plan.loader.sample_mask
-        batch = self.metrics.batch if self.stage is not None else None
+        if self._active_plan is None and self.stage == "fit" and self._fit_plan.loader.samples is not None:
+            return self._fit_plan.loader.sample_mask
+        batch = self._metrics.batch if self.stage is not None else None
         if batch is None:
             raise ModuleError("self.sample_mask is of the batch that is being worked on, and there is none. Use it in a step.")
         return torch.ones(batch_size(batch), dtype=torch.bool, device=self.device)
@@ -272,12 +261,12 @@ class TrainerState(Cadence):
     @property
     def is_last_batch(self) -> bool:
         """Whether the micro-batch being trained on is known to be the last of its epoch."""
-        return self.stage == "fit" and self.batch_idx >= 0 and self.fit_plan.is_last(self.batch_idx)
+        return self.stage == "fit" and self.batch_idx >= 0 and self._fit_plan.is_last(self.batch_idx)
 
     @property
     def fast_dev_run(self) -> bool:
         """Whether this is a trial run of a few batches."""
-        return bool(self.arguments.fast_dev_run)
+        return bool(self._arguments.fast_dev_run)
 
     @property
     def logger(self) -> Logger | None:
@@ -287,7 +276,7 @@ class TrainerState(Cadence):
     @property
     def log_dir(self) -> str | None:
         """The folder of the first logger, or the run's root folder without one."""
-        return self.loggers[0].log_dir if self.loggers else str(self.arguments.default_root_dir)
+        return self.loggers[0].log_dir if self.loggers else str(self._arguments.default_root_dir)
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
@@ -296,57 +285,57 @@ class TrainerState(Cadence):
         Of an evaluation only the values of the whole evaluation are here. A metric that training and validation log under
         one name is the validation's.
         """
-        values, evaluated = dict(self.results.callback), self.results.evaluated
-        if self.stage is not None and self.active_plan is None:  # an evaluation has no value before its end
-            values.update((name, value) for name, value in self.metrics.step_values().items() if name not in evaluated)
+        values, evaluated = dict(self._results.callback), self._results.evaluated
+        if self.stage is not None and self._active_plan is None:  # an evaluation has no value before its end
+            values.update((name, value) for name, value in self._metrics.step_values().items() if name not in evaluated)
         return as_tensors(values)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """What the loggers got last, by name, as tensors on the CPU."""
-        return as_tensors(self.results.logged)
+        return as_tensors(self._results.logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, Tensor]:
         """What was logged with ``prog_bar=True``, as of the last log boundary or epoch's end, as tensors on the CPU."""
-        return as_tensors(self.results.progress_bar)
+        return as_tensors(self._results.progress_bar)
 
     @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of each validation loader."""
-        return count_batches(self.plans.get("validation"))
+        return count_batches(self._plans.get("validation"))
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of each validation loader in the sanity check."""
-        return count_batches(self.plans.get("sanity"))
+        return count_batches(self._plans.get("sanity"))
 
     @property
     def num_test_batches(self) -> list[int | float]:
         """Batches of each test loader."""
-        return count_batches(self.plans.get("test"))
+        return count_batches(self._plans.get("test"))
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Batches of each loader to predict on."""
-        return count_batches(self.plans.get("predict"))
+        return count_batches(self._plans.get("predict"))
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader as the user gave it, or the list of them; ``None`` without one."""
-        sources = self.evaluation_sources.get("validation", [])
+        sources = self._evaluation_sources.get("validation", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loader as the user gave it, or the list of them; ``None`` without one."""
-        sources = self.evaluation_sources.get("test", [])
+        sources = self._evaluation_sources.get("test", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
     def predict_dataloaders(self) -> Any:
         """The loader to predict on as the user gave it, or the list of them; ``None`` without one."""
-        sources = self.evaluation_sources.get("predict", [])
+        sources = self._evaluation_sources.get("predict", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property

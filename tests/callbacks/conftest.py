@@ -65,7 +65,7 @@ def trainer() -> Any:
     skips: list[int] = []
     return SimpleNamespace(
         accelerator=SimpleNamespace(skip_update=lambda: skips.append(1), skips=skips, sync_gradients=True),
-        arguments=SimpleNamespace(limit_val_batches=1.0),
+        _arguments=SimpleNamespace(limit_val_batches=1.0),
         callback_metrics={},
         current_epoch=0,
         fast_dev_run=False,
@@ -76,7 +76,7 @@ def trainer() -> Any:
         loggers=[object()],
         lr_scheduler_configs=[],
         accumulate_grad_batches=1,
-        fit_plan=SimpleNamespace(loader=SimpleNamespace(samples=None)),
+        _fit_plan=SimpleNamespace(loader=SimpleNamespace(samples=None)),
         max_epochs=2,
         max_steps=-1,
         num_predict_batches=[3],
@@ -99,7 +99,7 @@ def trainer() -> Any:
             sharded_parameters=False,
             world=World(),
         ),
-        train_metrics=SimpleNamespace(in_bar=dict),
+        _train_metrics=SimpleNamespace(in_bar=dict),
         world_size=1,
     )
 

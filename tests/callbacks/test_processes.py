@@ -163,7 +163,7 @@ def test_all_processes_leave_an_update_out() -> None:
     update(callback, trainer, module, [1.0], math.inf)
     with pytest.raises(NonFiniteError) as caught:
         update(callback, trainer, module, [math.nan if rank == 1 else 1.0], math.inf)
-    gradient = "the gradient of weight (1 of 1 parameters)"
+    gradient = "the gradient of weight (1 of 1 parameter)"
     told = f"in update 5: on rank 0, {gradient}; on rank 1, the loss; {gradient}; on rank 2, {gradient}."
     assert told in str(caught.value)
     assert len(trainer.accelerator.skips) == 3

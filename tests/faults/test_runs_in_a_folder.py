@@ -33,7 +33,7 @@ class At(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.step:
-            trainer.checkpointing.wait()
+            trainer._checkpointing.wait()
             self.act()
 
 
@@ -75,8 +75,8 @@ def test_auto_takes_the_run_that_was_saved_last() -> None:
     second = fit(4).checkpointing.run_id
     assert next(iter(runs().items())) == (second, [4, 2])
     trainer = fit(6, ckpt_path="auto")
-    assert trainer.checkpointing.resumed_from == FOLDER.absolute() / "step-00000004"
-    assert trainer.checkpointing.run_id == second
+    assert trainer._checkpointing.resumed_from == FOLDER.absolute() / "step-00000004"
+    assert trainer._checkpointing.run_id == second
 
 
 def test_auto_finds_the_newest_in_all_folders_of_a_run() -> None:
@@ -103,7 +103,7 @@ def test_a_second_live_run_is_refused() -> None:
                 os.sched_yield()
 
         trainer = fit(8, At(4, hold))
-        return trainer.checkpointing.run_id
+        return trainer._checkpointing.run_id
 
     def second() -> Any:
         try:
@@ -211,8 +211,8 @@ def test_a_damaged_checkpoint_is_named_and_the_next_older_is_used(
     damage(saved / name)
     with pytest.warns(TrainkitWarning, match="damaged and passed over") as caught:
         trainer = fit(8, ckpt_path=word)
-    assert trainer.checkpointing.resumed_from is not None
-    assert trainer.checkpointing.resumed_from.name == "step-00000004"
+    assert trainer._checkpointing.resumed_from is not None
+    assert trainer._checkpointing.resumed_from.name == "step-00000004"
     [text] = [str(warning.message) for warning in caught]
     assert str(saved) in text
     assert trainer.global_step == 8
@@ -256,6 +256,6 @@ def test_there_is_none() -> None:
     with pytest.raises(CheckpointNotFoundError, match="'auto' starts from the beginning"):
         fit(2, ckpt_path="last")
     trainer = fit(2, ckpt_path="auto")
-    assert (trainer.global_step, trainer.checkpointing.resumed_from) == (2, None)
+    assert (trainer.global_step, trainer._checkpointing.resumed_from) == (2, None)
     with pytest.raises(CheckpointNotFoundError, match="nowhere"):
         fit(2, ckpt_path="nowhere/step-1")

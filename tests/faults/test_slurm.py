@@ -37,7 +37,7 @@ class Requeued(Watched):
 
     def trainer(self, *callbacks: Callback) -> Any:
         trainer = super().trainer(*callbacks)
-        trainer.arguments.slurm_requeue = True
+        trainer._arguments.slurm_requeue = True
         return trainer
 
 

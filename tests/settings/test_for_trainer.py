@@ -55,7 +55,7 @@ def bare(**arguments: Any) -> Trainer:
 
 
 def shown(trainer: Trainer) -> tuple[Any, ...]:
-    arguments = trainer.arguments
+    arguments = trainer._arguments
     return trainer.strategy.name, trainer.precision.name, trainer.accumulate_grad_batches, arguments.gradient_clip_val
 
 
@@ -97,7 +97,7 @@ def test_arguments_beat_the_file(configured: Any) -> None:
     assert shown(bare(precision="32-true"))[1] == "32-true"
     own = GradientClipping(2.0)
     trainer = bare(callbacks=[own], accelerator="cpu", global_batch_size=16)
-    assert (trainer.arguments.gradient_clip_val, trainer.accumulate_grad_batches) == (None, 1)
+    assert (trainer._arguments.gradient_clip_val, trainer.accumulate_grad_batches) == (None, 1)
     assert [callback for callback in trainer.callbacks if isinstance(callback, GradientClipping)] == [own]
     # float16 and bfloat16 alone are for ZeRO, which has masters
     assert shown(bare(strategy="ddp")) == ("ddp", "bf16-mixed", 4, 1.0)
@@ -154,11 +154,11 @@ def test_steps_are_compiled(configured: Any) -> None:
     configured("distributed_type: NO\nuse_cpu: true\ndynamo_config: {dynamo_backend: eager, dynamo_use_fullgraph: false}")
     trainer, module = bare(max_steps=1), TinyModule()
     trainer.fit(module, tiny_loader())
-    assert trainer.compiler is not None
+    assert trainer._compiler is not None
     assert trainer.lightning_module is module
     own = torch.compile(TinyModule(), backend="eager")
     trainer.fit(own, tiny_loader())
-    assert trainer.compiler is own.dynamo_ctx
+    assert trainer._compiler is own.dynamo_ctx
     with pytest.raises(Exception, match="expected a TrainModule, received Linear"):
         trainer.fit(torch.nn.Linear(1, 1), tiny_loader())
     torch.compiler.reset()
@@ -183,7 +183,7 @@ def trained(**arguments):
     torch.manual_seed(3)
     trainer, module = Trainer(**quiet, **arguments), TinyModule()
     trainer.fit(module, tiny_loader(48, batch_size=2))
-    window, clip = trainer.accumulate_grad_batches, trainer.arguments.gradient_clip_val
+    window, clip = trainer.accumulate_grad_batches, trainer._arguments.gradient_clip_val
     facts = [trainer.strategy.name, trainer.precision.name, window, clip]
     return facts, {name: value.float().tolist() for name, value in module.state_dict().items()}
 

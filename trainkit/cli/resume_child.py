@@ -80,7 +80,7 @@ class _Recorder(Callback):
             return
         self._file = os.open(Path(self.task.folder) / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self.redirect(trainer)  # those that the module has brought
-        trainer.checkpointing.use_folder(Path(self.task.root) / SAVES)
+        trainer._checkpointing.use_folder(Path(self.task.root) / SAVES)
 
     def redirect(self, trainer: Trainer) -> None:
         """Let the user's ``ModelCheckpoint`` save in a folder of this process's own."""
@@ -91,12 +91,12 @@ class _Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         if self.task.save_at:
-            trainer.checkpointing.every_n_steps(self.task.save_at, functools.partial(self._save, trainer))
+            trainer._checkpointing.every_n_steps(self.task.save_at, functools.partial(self._save, trainer))
 
     def _save(self, trainer: Trainer) -> None:
         if trainer.global_step == self.task.save_at:
             folder = Path(self.task.root) / SAVES
-            trainer.checkpointing.save(folder, f"step-{trainer.global_step:08d}", saved_by="verify-resume")
+            trainer._checkpointing.save(folder, f"step-{trainer.global_step:08d}", saved_by="verify-resume")
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -116,7 +116,7 @@ class _Recorder(Callback):
         assert self._file is not None
         os.write(self._file, line.encode())
         if self.task.kill_at and trainer.global_step >= self.task.kill_at:
-            trainer.checkpointing.wait()  # the save that was begun at an earlier step is complete then
+            trainer._checkpointing.wait()  # the save that was begun at an earlier step is complete then
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:

@@ -271,7 +271,7 @@ def _settings(setup: Setup) -> str:
     sums = world.exchange([float(parameter.detach().double().sum()) for parameter in module.parameters()])
     _require(all(math.isfinite(value) for value in sums[0]), f"after {trainer.global_step} updates parameters are {sums[0]}")
     _require(all(one == sums[0] for one in sums), f"after {trainer.global_step} updates the processes have other parameters")
-    clip, window = trainer.arguments.gradient_clip_val, trainer.accumulate_grad_batches
+    clip, window = trainer._arguments.gradient_clip_val, trainer.accumulate_grad_batches
     more = f", {window} micro-batches in an update" if window > 1 else ""
     more += "" if clip is None else f", clipped at {clip}"
     return f"{trainer.global_step} updates by {trainer.strategy!r}{more}"

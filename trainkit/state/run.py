@@ -56,11 +56,11 @@ def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
     if weights_only:
         return state
     state["loop"] = _capture_loop(trainer)
-    metrics = trainer.train_metrics.state_dict(trainer.lightning_module, trainer.metric_updates)
+    metrics = trainer._train_metrics.state_dict(trainer.lightning_module, trainer._metric_updates)
     state["metrics"] = metrics if world.size == 1 else gather_states(world, metrics)
-    state["results"] = trainer.results.state_dict()
+    state["results"] = trainer._results.state_dict()
     state["callbacks"] = {key: callback.state_dict() for key, callback in keyed(trainer.callbacks).items()}
-    state["loggers"] = trainer.states_of_loggers or logger_states(trainer)
+    state["loggers"] = trainer._states_of_loggers or logger_states(trainer)
     if datamodule is not None:
         state["datamodule"] = datamodule.state_dict()
         state["datamodule_hyper_parameters"] = stored(datamodule)
@@ -127,18 +127,18 @@ def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 
 
 def _capture_loop(trainer: Trainer) -> dict[str, Any]:
-    plan, validation = trainer.fit_plan, trainer.val_plan
+    plan, validation = trainer._fit_plan, trainer._val_plan
     # left by an error too; also at the end of an epoch of unknown length, where a resumed run comes by itself
-    validating = trainer.states_of_loggers is not None
-    between = trainer.phase is Phase.STEP and (plan.stopping or plan.done == 0)
+    validating = trainer._states_of_loggers is not None
+    between = trainer._phase is Phase.STEP and (plan.stopping or plan.done == 0)
     # a stop that was obeyed, or is about to be, must not end the run that goes on from here; who asked for it will ask again
-    asked = not (trainer.ended or (between and trainer.may_stop))
+    asked = not (trainer._ended or (between and trainer._may_stop))
     # over several processes what was asked for in the step that is complete is still on its way
-    underway = trainer.control is not None and trainer.phase is Phase.STEP and trainer.should_stop
+    underway = trainer._control is not None and trainer._phase is Phase.STEP and trainer.should_stop
     return {
         "global_step": trainer.global_step,
         "current_epoch": trainer.current_epoch,
-        "phase": trainer.phase.value,
+        "phase": trainer._phase.value,
         "position": plan.loader.gathered(plan.loader.position(trainer.current_epoch, consumed(trainer))),
         "validated": plan.validated,
         "earlier_batches": plan.earlier_batches,
@@ -148,13 +148,13 @@ def _capture_loop(trainer: Trainer) -> dict[str, Any]:
         "stop_asked": (plan.stop_asked or underway) and asked,
         "stopping": plan.stopping and asked,
         "should_stop": trainer.should_stop and asked,
-        "computed": dict(trainer.computed),
+        "computed": dict(trainer._computed),
     }
 
 
 def consumed(trainer: Trainer) -> int:
     """The micro-batches of the epoch whose windows are complete."""
-    return trainer.fit_plan.done if trainer.phase in (Phase.STEP, Phase.EPOCH_END) else trainer.batch_idx + 1
+    return trainer._fit_plan.done if trainer._phase in (Phase.STEP, Phase.EPOCH_END) else trainer.batch_idx + 1
 
 
 def restore_loop(trainer: Trainer, saved: Mapping[str, Any]) -> None:
@@ -163,26 +163,26 @@ def restore_loop(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     Raises:
         StateMismatchError: the position does not fit the training loader.
     """
-    plan, size, before = trainer.fit_plan, trainer.world_size, int(saved["position"].get("processes", 1))
+    plan, size, before = trainer._fit_plan, trainer.world_size, int(saved["position"].get("processes", 1))
     usual = plan.length
     plan.start = plan.done = plan.loader.start_of(saved["position"])
     plan.loader.resume(saved["position"], plan.start)
     plan.surplus = 0 if usual is None or plan.length is None else plan.length - usual
     trainer.global_step, trainer.current_epoch = int(saved["global_step"]), int(saved["current_epoch"])
-    trainer.phase = Phase(saved["phase"])
+    trainer._phase = Phase(saved["phase"])
     trainer.batch_idx = plan.start - 1
     plan.validated, plan.earlier_batches = int(saved["validated"]), int(saved["earlier_batches"])
     if size != before:  # a row is another number of micro-batches now
         plan.earlier_batches = plan.earlier_batches * before // size
         if plan.validate_every is not None:
-            unfinished = trainer.accumulate_grad_batches if trainer.phase is Phase.UPDATED else 0
+            unfinished = trainer.accumulate_grad_batches if trainer._phase is Phase.UPDATED else 0
             plan.validated = max(0, plan.earlier_batches + plan.start - plan.surplus - unfinished) // plan.validate_every
     plan.complete = bool(saved["epoch_complete"])
     plan.stop_asked, plan.stopping = bool(saved["stop_asked"]), bool(saved["stopping"])
     trainer.should_stop = bool(saved["should_stop"])
-    trainer.computed = {str(name): int(step) for name, step in saved["computed"].items()}
-    if trainer.val_plan is not None:
-        trainer.val_plan.count = int(saved["validation_batches"])
+    trainer._computed = {str(name): int(step) for name, step in saved["computed"].items()}
+    if trainer._val_plan is not None:
+        trainer._val_plan.count = int(saved["validation_batches"])
 
 
 def restore_run(trainer: Trainer, state: Mapping[str, Any], wanted: set[str]) -> None:
@@ -190,8 +190,8 @@ def restore_run(trainer: Trainer, state: Mapping[str, Any], wanted: set[str]) ->
     if "loop" in wanted:
         world = trainer.strategy.data_world
         metrics = merge_states(state["metrics"], world.rank, world.size)
-        trainer.train_metrics.load_state_dict(metrics, trainer.lightning_module, trainer.device)
-        trainer.results.load_state_dict(state["results"])
+        trainer._train_metrics.load_state_dict(metrics, trainer.lightning_module, trainer.device)
+        trainer._results.load_state_dict(state["results"])
         if trainer.datamodule is not None and state.get("datamodule"):
             trainer.datamodule.load_state_dict(state["datamodule"])
     if "callbacks" in wanted:
