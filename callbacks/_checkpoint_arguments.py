@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.callbacks._checks import check_int
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
-from trainkit.metric_notices import not_logged
+from trainkit.metric_notices import how_to_log, not_logged
 from trainkit.paths import local_path
 
 if TYPE_CHECKING:
@@ -99,10 +99,7 @@ def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Itera
 
 def missing(trainer: Trainer, monitor: str, logged: Iterable[str]) -> MissingMetricError:
     """The error for a monitor that was never logged."""
-    return MissingMetricError(
-        f"{not_logged(trainer, 'ModelCheckpoint', monitor, logged)} Log it, in validation_step or training_step: "
-        f"self.log({monitor!r}, value); or monitor another one."
-    )
+    return MissingMetricError(f"{not_logged(trainer, 'ModelCheckpoint', monitor, logged)} {how_to_log(monitor, logged)}.")
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

@@ -12,7 +12,7 @@ from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_choice, check_int, check_number
 from trainkit.console import counted, notice, warn
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
-from trainkit.metric_notices import not_logged
+from trainkit.metric_notices import how_to_log, not_logged
 
 if TYPE_CHECKING:
     from trainkit.module import TrainModule
@@ -256,8 +256,7 @@ class EarlyStopping(Callback):
         text = not_logged(trainer, "EarlyStopping", self.monitor, trainer.callback_metrics)
         if self.strict:
             raise MissingMetricError(
-                f"{text} Log it, in validation_step or training_step: self.log({self.monitor!r}, value); or monitor "
-                "another one; or pass strict=False to go on without it."
+                f"{text} {how_to_log(self.monitor, trainer.callback_metrics)}; or pass strict=False to continue without it."
             )
         if not self._warned:
             self._warned = True

@@ -181,6 +181,8 @@ def test_log_dict_takes_a_dict() -> None:
     assert validated(lambda m, i: m.log_dict({"a": 1.0, "b": torch.ones(())}, prog_bar=True), [1]) == {"a": 1.0, "b": 1.0}
     with pytest.raises(MetricError, match=r"log_dict expected a dict of names and values, received list. For example"):
         validated(lambda m, i: m.log_dict([("a", 1.0)]), [1])
+    with pytest.raises(UnknownNameError, match=r"log_dict has no argument 'on_epohc'. Did you mean 'on_epoch'\?"):
+        validated(lambda m, i: m.log_dict({"a": 1.0}, on_epohc=True), [1])
 
 
 # Values

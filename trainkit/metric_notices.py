@@ -14,7 +14,7 @@ from trainkit.setup_run import overrides
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
 
-__all__ = ["check_monitors", "not_logged", "tell_rare_logs", "tell_shared_names"]
+__all__ = ["check_monitors", "how_to_log", "not_logged", "tell_rare_logs", "tell_shared_names"]
 
 _LIKELY = 0.85  # similarity (difflib's ratio) of a misspelled name to the right one; val_los and val_loss: 0.93
 _DATALOADER = "/dataloader_idx_"
@@ -40,6 +40,12 @@ def not_logged(trainer: Trainer, owner: str, monitor: str, logged: Iterable[str]
         f"{owner} monitors {monitor!r}, which was not logged.{reason or ''} Logged so far: "
         f"{', '.join(map(repr, known)) or 'nothing'}.{near}"
     )
+
+
+def how_to_log(monitor: str, logged: Iterable[str]) -> str:
+    """The rest of that message: the fix, unless another name was likely meant."""
+    log = "If not, log it" if nearest(monitor, sorted(logged)) else "Log it"
+    return f"{log}, in validation_step or training_step: self.log({monitor!r}, value); or monitor another one"
 
 
 def check_monitors(trainer: Trainer, logged: Collection[str] | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.console import warn
-from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, ModuleError
+from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, ModuleError, UnknownNameError, nearest
 from trainkit.hparams import HyperParametersMixin
 from trainkit.metric_values import check_group
 from trainkit.module_hooks import ModuleHooks
@@ -213,12 +213,17 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
         Raises:
             MetricError: no dict, or an entry that is no metric.
+            UnknownNameError: an option that :meth:`log` does not have.
         """
         if not hasattr(dictionary, "items"):
             raise MetricError(
                 f"log_dict expected a dict of names and values, received {type(dictionary).__name__}. "
                 "For example: self.log_dict({'loss': loss, 'accuracy': accuracy})"
             )
+        known = TrainModule.log.__annotations__
+        for option in options:
+            if option not in known:
+                raise UnknownNameError(f"log_dict has no argument {option!r}.{nearest(option, known)}")
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
