@@ -183,7 +183,7 @@ def test_the_verbs_take_lightnings_keywords(verb: str) -> None:
     loaders = {"train_dataloaders": tiny_loader()} if verb == "fit" else {"dataloaders": tiny_loader()}
     run = getattr(make_trainer(), verb)
     run(model=TinyModule(), ckpt_path=None, weights_only=None, **loaders)
-    with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*checkpoints"):
+    with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*trainkit_runs"):
         run(model=TinyModule(), ckpt_path="last", **loaders)
     with pytest.raises(
         UnsupportedArgumentError, match=rf"Trainer\.{verb}\(weights_only=\.\.\.\): .*a checkpoint holds no code"
@@ -406,9 +406,9 @@ def test_a_fit_without_an_end_says_how_long_it_goes_on(caplog: pytest.LogCapture
 
 
 def test_overfitting_limits_validation_too_unless_told_otherwise() -> None:
-    assert make_trainer(overfit_batches=3).arguments.limit_val_batches == 3
-    assert make_trainer(overfit_batches=3, limit_val_batches=0).arguments.limit_val_batches == 0
-    assert make_trainer(overfit_batches=0.5, limit_val_batches=2).arguments.limit_val_batches == 2
+    assert make_trainer(overfit_batches=3)._arguments.limit_val_batches == 3
+    assert make_trainer(overfit_batches=3, limit_val_batches=0)._arguments.limit_val_batches == 0
+    assert make_trainer(overfit_batches=0.5, limit_val_batches=2)._arguments.limit_val_batches == 2
 
 
 @pytest.mark.parametrize(

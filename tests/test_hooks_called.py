@@ -20,7 +20,7 @@ def test_an_idle_callback_is_in_no_tuple() -> None:
     bare.fit(TinyModule(), tiny_loader(4))
     assert not any(trainer._hooks.owners.values())
     for name in HOOKS:
-        assert len(getattr(trainer._hooks, name)) == len(getattr(bare.hooks, name)), name
+        assert len(getattr(trainer._hooks, name)) == len(getattr(bare._hooks, name)), name
 
 
 def test_callbacks_come_in_their_order_those_that_run_last_after_the_module() -> None:

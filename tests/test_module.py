@@ -50,6 +50,7 @@ def test_printing_without_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "a-b!"
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer step was made")
 def test_printing_and_backward_pass_their_arguments_on(capsys: pytest.CaptureFixture[str]) -> None:
     class Twice(TinyModule):
         automatic_optimization = False

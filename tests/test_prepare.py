@@ -144,7 +144,7 @@ def test_one_kind_at_a_time() -> None:
     assert len(engine.prepare_data_loader(loader())) == 2
     assert isinstance(engine.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1)), PreparedScheduler)
     assert prepared is model
-    with pytest.raises(ConfigurationError, match="expected a Module, received a SGD"):
+    with pytest.raises(ConfigurationError, match="expected a Module, received an SGD"):
         engine.prepare_model(optimizer.optimizer)
     with pytest.raises(UnsupportedArgumentError, match="batches are not dispatched"):
         engine.prepare_data_loader([1, 2], slice_fn_for_dispatch=len)  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def test_one_kind_at_a_time() -> None:
 @pytest.mark.parametrize("thing", [3, nn.Linear, object(), TensorDataset(torch.zeros(2))])
 def test_what_cannot_be_prepared(thing: Any) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"prepare: argument 1 is a \w+; expected a model, an optimizer, a loader or a"
+        ConfigurationError, match=r"prepare: argument 1 is an? \w+; expected a model, an optimizer, a loader or a"
     ):
         accelerator().prepare(loader(), thing)
 

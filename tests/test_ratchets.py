@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
 import sys
 import traceback
@@ -276,3 +277,28 @@ def test_hooks_have_lightnings_names() -> None:
 def test_the_helper_of_these_tests_turns_off_what_costs() -> None:
     assert make_trainer().callbacks == []
     assert set(trainers.__all__) <= set(dir(trainers))
+
+
+SURFACE = """
+    accelerator accumulate_grad_batches batch_idx callback_metrics callbacks check_val_every_n_epoch checkpoint_callback
+    checkpoint_callbacks current_epoch datamodule default_root_dir device early_stopping_callback estimated_stepping_batches
+    explain fast_dev_run fit global_rank global_step inference_mode is_global_zero is_last_batch lightning_module local_rank
+    log_dir log_every_n_steps logged_metrics logger loggers lr_scheduler_configs max_epochs max_steps min_epochs min_steps model
+    num_predict_batches num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers plan precision
+    predict predict_dataloaders predicting print profiler progress_bar_callback progress_bar_metrics sample_mask
+    sanity_checking save_checkpoint seed should_log should_stop stage strategy test test_dataloaders testing train_dataloader
+    training val_dataloaders validate validating world_size
+"""
+
+
+def test_what_help_and_completion_show_of_a_trainer_is_frozen() -> None:
+    """Public attributes, before, during and after a run; the internals begin with an underscore."""
+    module, trainer = TinyModule(), make_trainer(max_epochs=1)
+    seen = {*dir(trainer)}
+    module.on_train_batch_end = lambda *_: seen.update(dir(trainer))
+    trainer.fit(module, tiny_loader())
+    seen |= {*dir(trainer)}
+    assert sorted(name for name in seen if not name.startswith("_")) == sorted(SURFACE.split())
+    pages = [line.strip(" |") for line in pydoc.render_doc(Trainer, renderer=pydoc.plaintext).splitlines()]
+    assert "validate(" in "".join(pages)
+    assert not [line for line in pages if line.startswith("_") and not line.startswith("__")]

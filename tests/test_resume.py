@@ -258,7 +258,7 @@ def test_only_the_model(caplog: pytest.LogCaptureFixture) -> None:
     again = saving(recorder)
     again.fit(module, tiny_loader(), ckpt_path="auto", restore={"model"})
     assert recorder.batches == [(0, m) for m in range(4)], "a run of its own"
-    assert again.checkpointing.run_id != before
+    assert again._checkpointing.run_id != before
     said = caplog.text
     assert "restored: model. Not restored: optimizer, scheduler, scaler, loop, callbacks, loggers." in said
 
@@ -530,7 +530,7 @@ def test_another_run_leaves_the_log_of_the_first_alone() -> None:
     other = make_trainer(logger=JSONLLogger("logs"), max_epochs=2)
     other.fit(Adam(), tiny_loader(), tiny_loader(8), ckpt_path="logs/default/version_0/checkpoints/step-00000004")
     assert log.read_text() == before
-    assert other.checkpointing.run_id != first.checkpointing.run_id
+    assert other._checkpointing.run_id != first._checkpointing.run_id
     assert Path("logs/default/version_1/metrics.jsonl").exists()
 
 

@@ -332,9 +332,9 @@ def test_weights_only() -> None:
     accelerator.load_state("weights", restore=pasted(caught.value))
 
     saving(default_root_dir="only").fit(Adam(), tiny_loader())
-    for path in Path("only/checkpoints").glob("step-*"):
+    for path in Path("only/version_0/checkpoints").glob("step-*"):
         path.rename(path.with_name("." + path.name))
-    trainer.save_checkpoint("only/checkpoints/weights", weights_only=True)
+    trainer.save_checkpoint("only/version_0/checkpoints/weights", weights_only=True)
     with pytest.raises(CheckpointError, match="holds checkpoints of weights only") as caught:
         saving(default_root_dir="only").fit(Adam(), tiny_loader(), ckpt_path="last")
     named = re.search(r"ckpt_path='([^']+)', restore", str(caught.value))

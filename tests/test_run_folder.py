@@ -159,7 +159,7 @@ def test_auto_finds_the_newest_run_and_continues_in_its_folder() -> None:
     assert resumed(trainer) == "runs/logs/default/version_1/checkpoints/step-00000004"
     assert folder(trainer) == "runs/logs/default/version_1/checkpoints"
     assert trainer.log_dir == "runs/logs/default/version_1"
-    assert trainer._checkpointing.run_id == newest.checkpointing.run_id
+    assert trainer._checkpointing.run_id == newest._checkpointing.run_id
     assert not Path("runs/logs/default/version_2").exists()
     assert len(list_checkpoints("runs/logs/default/version_0/checkpoints")) == 2
 
@@ -235,14 +235,14 @@ def test_a_path_in_the_folder_of_a_run_continues_that_run() -> None:
     fit()
     trainer = fit(ckpt_path="runs/version_0/checkpoints/step-00000004", max_epochs=3)
     assert folder(trainer) == "runs/version_0/checkpoints"
-    assert trainer._checkpointing.run_id == first.checkpointing.run_id
+    assert trainer._checkpointing.run_id == first._checkpointing.run_id
 
 
 def test_weights_of_a_run_begin_another_one() -> None:
     first = fit()
     trainer = fit(ckpt_path="auto", restore={"model"})
     assert folder(trainer) == "runs/version_1/checkpoints"
-    assert trainer._checkpointing.run_id != first.checkpointing.run_id
+    assert trainer._checkpointing.run_id != first._checkpointing.run_id
 
 
 def test_a_run_that_saves_to_two_folders_continues_in_both() -> None:

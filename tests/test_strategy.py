@@ -162,9 +162,14 @@ def test_parameters_of_another_dtype_are_named(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("name", ["training_step", "validation_step"])
 def test_in_full_precision_a_step_is_the_users_own_method(name: str) -> None:
+    """Nothing stands between, and one that is assigned later counts."""
     module = TinyModule()
     strategy = Strategy("cpu")
-    assert strategy.step_function(strategy.prepare_module(module), module, name) == getattr(module, name)
+    step = strategy.step_function(strategy.prepare_module(module), module, name)
+    given = object()
+    for answer in ("first", "second"):
+        setattr(module, name, lambda *arguments, answer=answer: (*arguments, answer))
+        assert step(given, 3) == (given, 3, answer)
 
 
 @pytest.mark.parametrize("name", ["64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])

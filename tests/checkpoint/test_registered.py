@@ -201,7 +201,7 @@ def test_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
         Reading.load_from_checkpoint(path)
     assert not isinstance(caught.value, CorruptCheckpointError)
     with pytest.raises(CheckpointError, match=said):  # nothing is damaged, so that no older one is taken
-        saving(max_epochs=2).fit(Adam(), tiny_loader(shuffle=True), ckpt_path="auto")
+        saving(max_epochs=2).fit(Reading(vocabulary), tiny_loader(shuffle=True), ckpt_path="auto")
     advised = re.search(r"register\(Vocabulary, encode, decode, name='([^']+)'\)", str(caught.value))
     assert advised is not None
     register(Vocabulary, Vocabulary.to_dict, Vocabulary.from_dict, name=advised[1])
@@ -213,7 +213,7 @@ def test_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     value = open_checkpoint(path).read({"state"}, unregistered=True).state["hyper_parameters"]["vocabulary"]
     assert value[0] == f"{__name__}.Vocabulary"
     assert value[1]["words"] == ["a", "b"]
-    other = str(Path("runs/checkpoints") / "step-00000004")
+    other = str(Path("runs/version_0/checkpoints") / "step-00000004")
     capsys.readouterr()
     for command in (["show", path, "--state"], ["show", path, "--json", "--state"], ["verify", path], ["diff", path, other]):
         assert main(["checkpoint", *command]) == 0, capsys.readouterr()

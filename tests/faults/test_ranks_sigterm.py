@@ -166,7 +166,7 @@ class WhileChecked(Callback):
 
     Args:
         rank: of that process.
-        late: the others begin when it is gone.
+        late: the others look at theirs when it is gone.
     """
 
     def __init__(self, rank: int, late: bool = False) -> None:
@@ -179,18 +179,19 @@ class WhileChecked(Callback):
         def refuse_incomplete(*given: Any) -> None:
             if os.environ["RANK"] == str(self.rank):
                 os.kill(os.getpid(), SIGTERM)
+            elif self.late:
+                [channel] = entered
+                assert channel.wait(lambda: self.rank in channel.gone, LIMIT)
             plain(*given)
 
         running.refuse_incomplete = refuse_incomplete
-        enter_run = Channel.enter_run
+        enter_run, entered = Channel.enter_run, []
 
-        def enter_late(channel: Channel) -> None:
-            if channel.rank != self.rank:
-                assert channel.wait(lambda: self.rank in channel.gone, LIMIT)
+        def enter(channel: Channel) -> None:
+            entered.append(channel)
             enter_run(channel)
 
-        if self.late:
-            Channel.enter_run = enter_late  # type: ignore[method-assign]
+        Channel.enter_run = enter  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -42,8 +42,8 @@ class Requeued(Watched):
 
 
 def test_it_is_off_by_default() -> None:
-    assert not Trainer(accelerator="cpu").arguments.slurm_requeue
-    assert Trainer(accelerator="cpu", slurm_requeue=True).arguments.slurm_requeue, "what the tests below set"
+    assert not Trainer(accelerator="cpu")._arguments.slurm_requeue
+    assert Trainer(accelerator="cpu", slurm_requeue=True)._arguments.slurm_requeue, "what the tests below set"
 
 
 def test_slurm_runs_the_job_again() -> None:

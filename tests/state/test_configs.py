@@ -248,7 +248,7 @@ def test_what_was_unfrozen_is_stored_and_unfrozen_again() -> None:
     assert "2.bias" not in state.tensors
     assert set(restore_model(other, state, what=WHAT)) == {
         "2 parameters are trained again, as they were when the checkpoint was saved",
-        "1 parameters are frozen again, as they were when the checkpoint was saved",
+        "1 parameter is frozen again, as it was when the checkpoint was saved",
     }
     assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in module.parameters()]
     assert torch.equal(other[0].weight, module[0].weight)

@@ -333,7 +333,8 @@ def _set_trained(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, b
             changed[wanted] += 1
             seen.add(id(parameter))
     return [
-        f"{counted(count, 'parameter is', 'parameters are')} {'trained' if wanted else 'frozen'} again, as they were "
+        f"{counted(count, 'parameter is', 'parameters are')} {'trained' if wanted else 'frozen'} again, as "
+        f"{'it was' if count == 1 else 'they were'} "
         f"when the checkpoint was saved"
         for wanted, count in changed.items()
     ]
