@@ -17,6 +17,7 @@ from worlds import run_world
 from trainkit import Callback, Trainer
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint.folder import candidates, folders_below, list_checkpoints
+from trainkit.checkpoint.lock import FolderLock
 from trainkit.errors import CheckpointNotFoundError
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger
 
@@ -362,3 +363,26 @@ def test_all_processes_save_to_the_folder_of_the_main_one(run_dir: Path) -> None
     assert new[:2] == [place, None]
     assert again == [place, f"{place}/step-00000002", new[2]]
     assert own[:2] == ["runs/version_0/checkpoints", None]
+
+
+def test_what_a_run_killed_in_its_first_save_has_left_is_removed() -> None:
+    """Nobody resumes in its folder, so the next start removes it; not that of a live run, nor of one that can be resumed."""
+
+    def left(number: int) -> Path:
+        partial = Path(f"runs/version_{number}/checkpoints/.step-00000004.tmp-0123456789abcdef")
+        partial.mkdir(parents=True)
+        (partial / "model.safetensors").write_bytes(b"half")
+        return partial
+
+    dead, live = left(0), left(1)
+    lock = FolderLock(live.parent, "another")
+    lock.acquire()
+    try:
+        assert folder(fit(ckpt_path="auto")) == "runs/version_2/checkpoints"
+    finally:
+        lock.release()
+    assert (dead.exists(), live.exists()) == (False, True)
+    resumable = left(3)
+    shutil.copytree("runs/version_2/checkpoints/step-00000004", resumable.with_name("step-00000003"))
+    fit(ckpt_path="auto", module=Another())
+    assert (live.exists(), resumable.exists()) == (False, True)

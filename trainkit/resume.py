@@ -93,6 +93,8 @@ def begin_resume(
         elif ckpt_path is not None:
             continues = enter if wanted >= set(PARTS) else None  # with some parts only it is another run
             trainer._found = find_checkpoint(trainer, ckpt_path, places, whole=not wanted <= {"model"}, enter=continues)
+            if trainer._found is None:
+                trainer._checkpointing.places.remove_abandoned(places.runs)
         if trainer._found is not None:
             trainer._found.wanted = wanted
             _take_over(trainer, trainer._found, wanted, chosen and not trainer._found.restart)

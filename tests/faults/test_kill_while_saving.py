@@ -26,7 +26,7 @@ from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint.reader import open_checkpoint
 
 NUMBERS = 7_500_000  # in the parameter; as many in the optimizer's state: 60 MB
-FOLDER = Path("runs") / "version_0" / "checkpoints"
+FOLDER = Path("runs") / "checkpoints"  # one for all starts, as the first may be killed before it has saved
 # What a save does to the disk beside writing into open files, and how often, the removal of an old one included.
 CHANGES = {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
 OPERATIONS = 18
@@ -117,7 +117,7 @@ def work(
 
     def train() -> Any:
         telling = Telling(save, operation)
-        saves = Saving(path) if path else ModelCheckpoint(every_n_train_steps=1, keep_last=keep)
+        saves = Saving(path) if path else ModelCheckpoint(FOLDER, every_n_train_steps=1, keep_last=keep)
         callbacks: list[Callback] = [telling, saves, *([Blocking()] if blocking else [])]
         trainer = saving(*callbacks, max_steps=steps, max_epochs=-1, enable_checkpointing=path is None)
         resumed = path if path is not None and path.exists() else None

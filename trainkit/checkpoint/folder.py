@@ -26,6 +26,7 @@ __all__ = [
     "check_writable",
     "folders_below",
     "free_name",
+    "is_abandoned",
     "list_checkpoints",
     "next_counter",
     "read_pointer",
@@ -280,6 +281,16 @@ def remove_leftovers(folder: Path) -> list[Path]:
         except OSError:
             continue
     return removed
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether a run was killed before its first checkpoint was complete: the folder has leftovers, and no checkpoint."""
+    try:
+        with os.scandir(folder) as entries:
+            leftovers = any(_is_leftover(entry) for entry in entries)
+    except OSError:
+        return False
+    return leftovers and not candidates(folder)
 
 
 def _is_leftover(entry: os.DirEntry[str]) -> bool:

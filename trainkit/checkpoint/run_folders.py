@@ -6,14 +6,14 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from trainkit.checkpoint.folder import check_writable, free_name, next_counter, remove_leftovers
+from trainkit.checkpoint.folder import check_writable, free_name, is_abandoned, next_counter, remove_leftovers
 from trainkit.checkpoint.lock import FolderLock
 from trainkit.checkpoint.together import ONE_FILE_SYSTEM, appears, together
 from trainkit.distributed import World
-from trainkit.errors import CheckpointWriteError
+from trainkit.errors import CheckpointError, CheckpointWriteError
 
 __all__ = ["RunFolders"]
 
@@ -84,6 +84,21 @@ class RunFolders:
         self._may_leave = folder not in self.folders
         self.use(folder, self._name)
         self.of_run = folder
+
+    def remove_abandoned(self, folders: Iterable[Path]) -> None:
+        """Remove what runs that were killed before their first checkpoint have left: no run will resume there. Collective."""
+
+        def remove() -> None:
+            for folder in folders if self._world.is_main else ():
+                if not is_abandoned(folder):
+                    continue
+                lock = FolderLock(folder, self._name)
+                with contextlib.suppress(CheckpointError):  # of a live run, or not writable
+                    lock.acquire()
+                    remove_leftovers(folder)
+                lock.release()
+
+        together(self._team, remove)
 
     def begin(self, run_id: str) -> None:
         """Enter the folders that were not there when they were named; raises as :meth:`use` does."""
