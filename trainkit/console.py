@@ -139,7 +139,7 @@ def warn(text: str, everywhere: bool = False) -> None:
 
 
 def _outside() -> int:
-    """The ``stacklevel``, for whoever calls this, of the innermost line that is neither trainkit's nor torch's.
+    """The ``stacklevel``, for the caller, of the innermost line that is neither trainkit's nor torch's.
 
     Python 3.12 has ``skip_file_prefixes`` for that; this is the same for every Python. Without such a line, as in a thread of
     ours, the caller of what warns.

@@ -326,7 +326,7 @@ class Trainer(Evaluating):
             self._active_plan.finish()
 
     def _refresh_loaders(self) -> None:
-        """Ask for the training loader of a fit anew where ``reload_dataloaders_every_n_epochs`` says so."""
+        """Ask for the training loader of a fit again where ``reload_dataloaders_every_n_epochs`` says so."""
         every, plan = self._arguments.reload_dataloaders_every_n_epochs, self._fit_plan
         if not every or self.current_epoch == self._loaded_in or self.current_epoch % every:
             return
@@ -335,7 +335,7 @@ class Trainer(Evaluating):
         plan.validate_every = validate_every(self, plan.loader)
 
     def _refresh_validation(self) -> None:
-        """Ask for the validation loaders of a fit anew where ``reload_dataloaders_every_n_epochs`` says so."""
+        """Ask for the validation loaders of a fit again where ``reload_dataloaders_every_n_epochs`` says so."""
         every, plan = self._arguments.reload_dataloaders_every_n_epochs, self._val_plan
         if not every or plan is None or self.current_epoch // every == self._val_loaded_in // every:
             return

@@ -113,7 +113,7 @@ def planned(
         start: the micro-batch of the epoch that rank 0 begins with.
         length: micro-batches of the epoch.
         sizes: samples in each micro-batch but the last, and in the last.
-        taken: of an own loop: the first window has so many rows less, as it completes one that was left.
+        taken: in your own training loop, number of rows that the first window has less, as it completes one that was left.
 
     Raises:
         DataError: a micro-batch is missing.

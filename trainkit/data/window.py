@@ -260,7 +260,7 @@ def windows(
         length: micro-batches of the epoch, where known together with ``sizes``.
         sizes: samples in each micro-batch but the last, and in the last. With them known nothing is fetched ahead.
         weigh: the user's ``batch_weight``; without it a micro-batch counts by the number of its samples.
-        taken: the first window has so many micro-batches less: it completes one that was left.
+        taken: number of micro-batches that the first window has less: it completes one that was left.
 
     Raises:
         DataError: ``weigh`` returned something else than a finite number ≥ 0.
