@@ -15,7 +15,7 @@ from trainkit.errors import ConfigurationError, MissingMetricError, nearest
 from trainkit.metric_notices import how_to_log, not_logged
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["EarlyStopping"]

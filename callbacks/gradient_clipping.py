@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_choice, check_number
 from trainkit.errors import ConfigurationError
-from trainkit.module_hooks import is_overridden
+from trainkit.module.overridable_hooks import is_overridden
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["GradientClipping"]
@@ -107,6 +107,6 @@ class GradientClipping(Callback):
 
 
 def _overrides_clipping(module: TrainModule) -> bool:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
 
     return is_overridden(module, "configure_gradient_clipping", TrainModule)

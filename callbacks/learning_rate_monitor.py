@@ -13,7 +13,7 @@ from trainkit.console import warn
 from trainkit.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["LearningRateMonitor"]

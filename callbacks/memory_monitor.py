@@ -12,7 +12,7 @@ from trainkit.callbacks._memory import Gauge, Memory, device_gauge, host_gauge
 from trainkit.console import notice
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["Memory", "MemoryMonitor", "ProcessMemory", "StageMemory"]

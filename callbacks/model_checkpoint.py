@@ -29,7 +29,7 @@ from trainkit.errors import ConfigurationError, Preempted, nearest
 from trainkit.state.model import has_adapters
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["ModelCheckpoint"]

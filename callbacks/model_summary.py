@@ -18,7 +18,7 @@ from trainkit.precision import Precision
 from trainkit.rng import RandomState
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["LayerSummary", "ModelSummary", "Summary", "summarize"]

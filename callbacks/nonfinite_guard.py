@@ -15,7 +15,7 @@ from trainkit.console import counted, warn
 from trainkit.errors import ConfigurationError, NonFiniteError
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["NonFiniteGuard"]

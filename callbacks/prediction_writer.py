@@ -23,7 +23,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.loggers.jsonl import JSONLWriter
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["PredictionWriter"]

@@ -19,7 +19,7 @@ from trainkit.console import notice, printable
 from trainkit.metric_values import read
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["TQDMProgressBar"]

@@ -25,7 +25,7 @@ from trainkit.callbacks._step_signature import (
 from trainkit.console import notice, warn
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["RecompileMonitor"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
     from trainkit.distributed import World
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["ThroughputMonitor"]

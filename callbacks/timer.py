@@ -14,7 +14,7 @@ from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["Timer"]

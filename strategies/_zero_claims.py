@@ -19,8 +19,8 @@ from trainkit.arguments import TrainerArguments
 from trainkit.console import notice
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, nearest
-from trainkit.module import TrainModule
-from trainkit.module_hooks import is_overridden
+from trainkit.module.overridable_hooks import is_overridden
+from trainkit.module.train_module import TrainModule
 from trainkit.optimizer_config import read_optimizers
 from trainkit.strategies._deepspeed import quiet
 from trainkit.strategies._extensions import load, require_compiler

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from trainkit.accelerator.skipping import skip_first_batches
     from trainkit.callback import Callback
     from trainkit.data.combined import CombinedLoader
-    from trainkit.datamodule import DataModule
     from trainkit.launch.notebook import notebook_launcher
-    from trainkit.module import TrainModule
+    from trainkit.module.data_module import DataModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.precision import Precision
     from trainkit.rng import seed_everything, set_seed
     from trainkit.settings.write import write_basic_config
@@ -79,7 +79,7 @@ _PLACES = {
     "CombinedLoader": "trainkit.data.combined",
     "DDPCommunicationHookType": "trainkit.utils.handlers",
     "DataLoaderConfiguration": "trainkit.utils.configurations",
-    "DataModule": "trainkit.datamodule",
+    "DataModule": "trainkit.module.data_module",
     "DeepSpeedPlugin": "trainkit.utils.deepspeed_plugin",
     "DistributedDataParallelKwargs": "trainkit.utils.handlers",
     "DistributedType": "trainkit.utils.distributed_type",
@@ -90,7 +90,7 @@ _PLACES = {
     "ProfileKwargs": "trainkit.utils.handlers",
     "ProjectConfiguration": "trainkit.utils.configurations",
     "Strategy": "trainkit.strategy",
-    "TrainModule": "trainkit.module",
+    "TrainModule": "trainkit.module.train_module",
     "Trainer": "trainkit.trainer",
     "find_executable_batch_size": "trainkit.utils.memory",
     "load_checkpoint_in_model": "trainkit.utils.modeling",

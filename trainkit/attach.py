@@ -17,7 +17,7 @@ from trainkit.state.hyper import logged
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = [

@@ -16,7 +16,7 @@ from trainkit.errors import HookError
 from trainkit.keywords import KnownKeywords
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["Callback"]

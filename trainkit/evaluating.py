@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainkit.arguments import refuse_unknown
 from trainkit.console import printable
-from trainkit.datamodule import DataModule
 from trainkit.errors import ConfigurationError
 from trainkit.evaluation import evaluate, gather_predictions
 from trainkit.explain import results_table
+from trainkit.module.data_module import DataModule
 from trainkit.resume import check_restore, load_weights
 from trainkit.running import build_hooks, plan_evaluation, refuse_evaluation, running
 from trainkit.trainer_state import TrainerState
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["Evaluating"]

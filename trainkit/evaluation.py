@@ -24,7 +24,7 @@ from trainkit.setup_run import overrides
 
 if TYPE_CHECKING:
     from trainkit.distributed import World
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.plans import EvaluationPlan
     from trainkit.trainer import Trainer
 

@@ -10,7 +10,7 @@ from trainkit.console import counted
 from trainkit.run_folder import opens_files, shown_folders
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 
 __all__ = ["explain", "results_table", "where_it_is", "why_it_ended"]

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from trainkit.callback import Callback
 from trainkit.console import warn
 from trainkit.errors import HookError
-from trainkit.module_hooks import is_overridden
+from trainkit.module.overridable_hooks import is_overridden
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.profiler import Profiler
     from trainkit.trainer import Trainer
 
@@ -363,6 +363,6 @@ def _without_last(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _module_base() -> type:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
 
     return TrainModule

@@ -15,7 +15,7 @@ from trainkit.planning import contents_of_module, parse_bytes
 from trainkit.registry import load_footprints
 
 if TYPE_CHECKING:
-    from trainkit.module import TrainModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.strategy import Strategy
     from trainkit.trainer import Trainer
 

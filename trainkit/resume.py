@@ -12,9 +12,9 @@ from torch import Tensor
 from trainkit.checkpoint.reader import Loaded
 from trainkit.console import counted, notice, warn
 from trainkit.data.order import ORDER_VERSION
-from trainkit.datamodule import DataModule
 from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameError, nearest
 from trainkit.finding import WORDS, Enter, Found, find_checkpoint, newest_of
+from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
 from trainkit.run_folder import Places, checkpoint_places, folder_of_run

@@ -16,7 +16,6 @@ from trainkit.attach import merge_module_callbacks, renew_loggers, share_log_fol
 from trainkit.checkpointing import Checkpointing
 from trainkit.console import counted, each_once, notice, users_frames
 from trainkit.control import Control
-from trainkit.datamodule import DataModule
 from trainkit.errors import (
     CheckpointWriteError,
     ConfigurationError,
@@ -32,8 +31,9 @@ from trainkit.hooks import HookTable, check_datamodule, check_module
 from trainkit.launch.endings import report_failure
 from trainkit.metric_notices import check_monitors
 from trainkit.metrics import MetricResults, MetricStore, Scope
-from trainkit.module import TrainModule
-from trainkit.module_hooks import DataHooks
+from trainkit.module.data_module import DataModule
+from trainkit.module.overridable_hooks import DataHooks
+from trainkit.module.train_module import TrainModule
 from trainkit.plans import EvaluationPlan
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.settings.for_trainer import compiled

@@ -14,8 +14,8 @@ from trainkit.data.sources import batch_size_of, evaluation_sources, find_source
 from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
 from trainkit.fillers import fill_manual_step, fill_nothing, fill_step
 from trainkit.metrics import MetricStore
-from trainkit.module import TrainModule
-from trainkit.module_hooks import DataHooks, is_overridden
+from trainkit.module.overridable_hooks import DataHooks, is_overridden
+from trainkit.module.train_module import TrainModule
 from trainkit.optimizer import clear_gradients
 from trainkit.optimizer_config import read_optimizers
 from trainkit.plans import EvaluationPlan, FitPlan

@@ -17,13 +17,13 @@ from trainkit.arguments import TrainerArguments, check_switches, refuse_unknown
 from trainkit.attach import attach_callbacks, attach_loggers, start_loggers
 from trainkit.callback import Callback
 from trainkit.console import notice, warn
-from trainkit.datamodule import DataModule
 from trainkit.evaluating import Evaluating
 from trainkit.explain import explain, where_it_is, why_it_ended
 from trainkit.hooks import HookTable
 from trainkit.metric_notices import tell_rare_logs
 from trainkit.metrics import MetricStore
-from trainkit.module import TrainModule
+from trainkit.module.data_module import DataModule
+from trainkit.module.train_module import TrainModule
 from trainkit.paths import local_path
 from trainkit.plan import PROCESSES, MemoryPlan, make_plan
 from trainkit.precision import Precision

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.checkpointing import Checkpointing
     from trainkit.control import Control
-    from trainkit.datamodule import DataModule
     from trainkit.hooks import HookTable
     from trainkit.loggers import Logger
-    from trainkit.module import TrainModule
+    from trainkit.module.data_module import DataModule
+    from trainkit.module.train_module import TrainModule
     from trainkit.optimizer import PreparedOptimizer
     from trainkit.optimizer_config import SchedulerConfig
     from trainkit.plans import EvaluationPlan, FitPlan

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainkit._version import __version__
 from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import TrainkitError
-from trainkit.module import TrainModule
+from trainkit.module.train_module import TrainModule
 from trainkit.registry import make_strategy
 from trainkit.strategy import Strategy
 from trainkit.trainer import Trainer

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.data.combined import CombinedLoader
 from trainkit.errors import ConfigurationError, DataError
-from trainkit.module_hooks import DataHooks, is_overridden
+from trainkit.module.overridable_hooks import DataHooks, is_overridden
 
 __all__ = ["batch_size_of", "evaluation_sources", "find_source", "training_source"]
 

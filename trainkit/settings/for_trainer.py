@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.module import TrainModule
+from trainkit.module.train_module import TrainModule
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
 from trainkit.settings.carried import Settings, carried

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit.datamodule import DataModule
 from trainkit.errors import ConfigurationError, DataError
+from trainkit.module.data_module import DataModule
 
 __all__ = ["Corpus", "SourceCode", "Windows", "is_validation", "read_corpus", "source_files"]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigurationError
-from trainkit.module import TrainModule
+from trainkit.module.train_module import TrainModule
 
 __all__ = ["ByteGPT"]
 

@@ -17,7 +17,7 @@ from trainers import Memory, make_trainer
 
 from trainkit import DataModule, TrainModule
 from trainkit.errors import ConfigurationError, UnknownNameError
-from trainkit.hparams import HyperParameters
+from trainkit.module.hparams import HyperParameters
 
 
 class Base(TrainModule):

@@ -16,7 +16,7 @@ from worlds import run_world
 from trainkit import Callback, DataModule, TrainModule
 from trainkit.callbacks import GradientClipping
 from trainkit.errors import ConfigurationError, HookError, MissingMethodError
-from trainkit.module_hooks import is_overridden
+from trainkit.module.overridable_hooks import is_overridden
 
 
 class Base:

@@ -13,7 +13,7 @@ import torch
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import notice
 from trainkit.errors import CheckpointError, UnknownNameError, nearest
-from trainkit.hparams import HyperParameters
+from trainkit.module.hparams import HyperParameters
 from trainkit.precision import Precision
 from trainkit.state.parts import Parts, model_stems, restore, shown
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainkit.hparams import HyperParametersMixin
-from trainkit.module_hooks import DataHooks
+from trainkit.module.hparams import HyperParametersMixin
+from trainkit.module.overridable_hooks import DataHooks
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer

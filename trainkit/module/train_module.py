@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, ModuleError, UnknownNameError, nearest
-from trainkit.hparams import HyperParametersMixin
 from trainkit.metric_values import check_group
-from trainkit.module_hooks import ModuleHooks
+from trainkit.module.hparams import HyperParametersMixin
+from trainkit.module.overridable_hooks import ModuleHooks
 from trainkit.optimizer import PreparedOptimizer, toggle, untoggle
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
             CheckpointError: missing, damaged, or an argument of ``__init__`` is neither in it nor given.
             StateMismatchError: the weights do not fit.
         """
-        from trainkit.loading import build_from_checkpoint
+        from trainkit.module.from_checkpoint import build_from_checkpoint
 
         return build_from_checkpoint(cls, checkpoint_path, map_location, strict, overrides)
 

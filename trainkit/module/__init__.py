@@ -1,0 +1,3 @@
+"""What users subclass to describe a training: ``TrainModule``, ``DataModule``, their overridable hooks and hyper-parameters."""
+
+from __future__ import annotations
