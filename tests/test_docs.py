@@ -10,7 +10,7 @@ import pytest
 from support import ROOT
 
 from trainkit import Trainer
-from trainkit.hooks import HOOKS
+from trainkit.hooks.table import HOOKS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [

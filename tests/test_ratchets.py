@@ -22,7 +22,7 @@ from trainkit import Accelerator, Callback, Trainer
 from trainkit.arguments import UNSUPPORTED
 from trainkit.callbacks import LambdaCallback, NonFiniteGuard
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError
-from trainkit.hooks import HOOKS
+from trainkit.hooks.table import HOOKS
 
 OURS = str(Path(inspect.getfile(Trainer)).parent.parent)
 FOLDERS = tuple(str(Path(OURS, name)) for name in ("trainkit", "callbacks", "strategies"))

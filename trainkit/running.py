@@ -27,7 +27,7 @@ from trainkit.errors import (
 )
 from trainkit.evaluation import evaluate
 from trainkit.flags import torch_flags
-from trainkit.hooks import HookTable, check_datamodule, check_module
+from trainkit.hooks.table import HookTable, check_datamodule, check_module
 from trainkit.launch.endings import report_failure
 from trainkit.metric_notices import check_monitors
 from trainkit.metrics import MetricResults, MetricStore, Scope

@@ -19,7 +19,7 @@ from trainkit.callback import Callback
 from trainkit.console import notice, warn
 from trainkit.evaluating import Evaluating
 from trainkit.explain import explain, where_it_is, why_it_ended
-from trainkit.hooks import HookTable
+from trainkit.hooks.table import HookTable
 from trainkit.metric_notices import tell_rare_logs
 from trainkit.metrics import MetricStore
 from trainkit.module.data_module import DataModule

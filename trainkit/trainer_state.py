@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.checkpointing import Checkpointing
     from trainkit.control import Control
-    from trainkit.hooks import HookTable
+    from trainkit.hooks.table import HookTable
     from trainkit.loggers import Logger
     from trainkit.module.data_module import DataModule
     from trainkit.module.train_module import TrainModule

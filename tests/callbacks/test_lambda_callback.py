@@ -8,7 +8,7 @@ from tiny import TinyModule, tiny_loader
 from trainkit.callback import Callback
 from trainkit.callbacks import LambdaCallback
 from trainkit.errors import ConfigurationError, HookError, UnknownNameError
-from trainkit.hooks import HOOKS, check_callback
+from trainkit.hooks.table import HOOKS, check_callback
 
 
 def test_an_unknown_hook_is_an_error_with_the_nearest_one() -> None:

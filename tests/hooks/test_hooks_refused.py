@@ -13,7 +13,7 @@ from trainers import make_trainer
 from trainkit import Callback, DataModule, TrainModule
 from trainkit.console import TrainkitWarning
 from trainkit.errors import HookError, LossError
-from trainkit.hooks import HOOKS, REMOVED, WARNED, check_callback, check_datamodule, check_module
+from trainkit.hooks.table import HOOKS, REMOVED, WARNED, check_callback, check_datamodule, check_module
 
 
 def callback_with(**methods: Any) -> Callback:

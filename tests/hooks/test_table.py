@@ -11,7 +11,7 @@ from tiny import TinyModule, tiny_loader
 from trainers import make_trainer
 
 from trainkit import Callback, TrainModule
-from trainkit.hooks import HOOKS
+from trainkit.hooks.table import HOOKS
 
 # A new hook, or another argument, is a decision: it needs a line in the changelog, one in the docs and one here.
 FROZEN = {

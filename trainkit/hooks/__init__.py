@@ -1,0 +1,3 @@
+"""The names and signatures of all hooks, and the table of who implements which."""
+
+from __future__ import annotations
