@@ -16,7 +16,7 @@ from tqdm import tqdm
 from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_int
 from trainkit.console import notice, printable
-from trainkit.metric_values import read
+from trainkit.metrics.values import read
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

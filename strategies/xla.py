@@ -19,7 +19,7 @@ from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, LossError
 from trainkit.footprint import Contents, Footprint
 from trainkit.launch.wanted import Wanted
-from trainkit.metric_values import TO_HOST
+from trainkit.metrics.values import TO_HOST
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._membership import duration

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.distributed import World
-from trainkit.metrics import MetricResults, MetricStore, Scope
+from trainkit.metrics.store import MetricResults, MetricStore, Scope
 
 __all__ = ["Run", "Step", "epoch", "evaluation", "many", "same", "sized", "value_of"]
 

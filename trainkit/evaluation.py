@@ -19,7 +19,7 @@ from trainkit.data.nested import map_tensors
 from trainkit.data.window import NOTHING
 from trainkit.errors import ConfigurationError
 from trainkit.fillers import fill_evaluation
-from trainkit.metrics import Scope
+from trainkit.metrics.store import Scope
 from trainkit.setup_run import overrides
 
 if TYPE_CHECKING:

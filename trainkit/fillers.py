@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.metrics import MetricResults, MetricStore
+from trainkit.metrics.store import MetricResults, MetricStore
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer

@@ -34,7 +34,7 @@ from trainkit.console import warn
 from trainkit.errors import LossError, MissingMetricError
 from trainkit.evaluation import evaluate
 from trainkit.metric_notices import not_logged
-from trainkit.metrics import Scope
+from trainkit.metrics.store import Scope
 from trainkit.state.run import Phase
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import EmptyLoaderError
-from trainkit.metrics import MetricStore
+from trainkit.metrics.store import MetricStore
 from trainkit.optimizer_config import SchedulerConfig
 from trainkit.profiler import Profiler
 

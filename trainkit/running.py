@@ -30,7 +30,7 @@ from trainkit.flags import torch_flags
 from trainkit.hooks.table import HookTable, check_datamodule, check_module
 from trainkit.launch.endings import report_failure
 from trainkit.metric_notices import check_monitors
-from trainkit.metrics import MetricResults, MetricStore, Scope
+from trainkit.metrics.store import MetricResults, MetricStore, Scope
 from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import DataHooks
 from trainkit.module.train_module import TrainModule

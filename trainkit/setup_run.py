@@ -13,7 +13,7 @@ from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of, evaluation_sources, find_source, training_source
 from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
 from trainkit.fillers import fill_manual_step, fill_nothing, fill_step
-from trainkit.metrics import MetricStore
+from trainkit.metrics.store import MetricStore
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optimizer import clear_gradients

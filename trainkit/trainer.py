@@ -21,7 +21,7 @@ from trainkit.evaluating import Evaluating
 from trainkit.explain import explain, where_it_is, why_it_ended
 from trainkit.hooks.table import HookTable
 from trainkit.metric_notices import tell_rare_logs
-from trainkit.metrics import MetricStore
+from trainkit.metrics.store import MetricStore
 from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule
 from trainkit.paths import local_path

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, ModuleError, UnknownNameError, nearest
-from trainkit.metric_values import check_group
+from trainkit.metrics.values import check_group
 from trainkit.module.hparams import HyperParametersMixin
 from trainkit.module.overridable_hooks import ModuleHooks
 from trainkit.optimizer import PreparedOptimizer, toggle, untoggle

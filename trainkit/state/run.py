@@ -12,8 +12,8 @@ from trainkit.checkpoint.together import together
 from trainkit.console import notice
 from trainkit.distributed import World
 from trainkit.errors import UnsavableError
+from trainkit.metrics.merge import gather_states, merge_states
 from trainkit.state.hyper import stored
-from trainkit.state.metric_merge import gather_states, merge_states
 from trainkit.state.parts import Parts
 
 if TYPE_CHECKING:

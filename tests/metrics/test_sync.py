@@ -16,7 +16,7 @@ from torch import Tensor
 from trainkit.data.window import NOTHING
 from trainkit.distributed import World
 from trainkit.errors import MetricError
-from trainkit.metrics import Scope
+from trainkit.metrics.store import Scope
 
 # -------------------------------------------------------------------------------------------------------- evaluation
 

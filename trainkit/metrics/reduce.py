@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from trainkit.errors import MetricError
-from trainkit.metric_record import Described, Record
-from trainkit.metric_values import one_element, read
+from trainkit.metrics.record import Described, Record
+from trainkit.metrics.values import one_element, read
 
 __all__ = [
     "FINGERPRINTS",
@@ -43,7 +43,7 @@ class Told(Described):
         data: as :func:`tell` made it.
 
     Attributes:
-        how: as of :class:`~trainkit.metric_record.Record`.
+        how: as of :class:`~trainkit.metrics.record.Record`.
         main_only: likewise.
         since: likewise.
         step: value, samples (``None``: agreed on before) and stamp of the step; ``None`` without one.

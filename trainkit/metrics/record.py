@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import MetricError
-from trainkit.metric_values import one_element, reduction_of, stacked
-from trainkit.state.metrics import without_it
+from trainkit.metrics.saved_metrics import without_it
+from trainkit.metrics.values import one_element, reduction_of, stacked
 
 __all__ = ["Described", "Record", "Scope"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainers import Memory, make_trainer
 
 from trainkit import Callback
-from trainkit.metric_results import MetricResults, as_tensors
+from trainkit.metrics.results import MetricResults, as_tensors
 
 
 class Both(TinyModule):

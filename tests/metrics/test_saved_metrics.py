@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.console import TrainkitWarning
 from trainkit.errors import MetricError
-from trainkit.metrics import MetricResults, Scope
-from trainkit.state.metric_objects import capture_objects, count_updates, restore_objects
+from trainkit.metrics.saved_objects import capture_objects, count_updates, restore_objects
+from trainkit.metrics.store import MetricResults, Scope
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainkit.data.nested import map_tensors
 from trainkit.errors import MetricError
-from trainkit.state.metric_objects import in_turn, merge_values, on_device, reduction_names, updates_of
+from trainkit.metrics.saved_objects import in_turn, merge_values, on_device, reduction_names, updates_of
 
 __all__ = ["compact", "computed", "states_of"]
 

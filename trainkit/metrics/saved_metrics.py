@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from trainkit.console import warn
-from trainkit.metric_values import is_metric_object, one_element, reduction_of, stacked
-from trainkit.state.metric_objects import join_object, object_state
+from trainkit.metrics.saved_objects import join_object, object_state
+from trainkit.metrics.values import is_metric_object, one_element, reduction_of, stacked
 
 if TYPE_CHECKING:
-    from trainkit.metric_record import Record
+    from trainkit.metrics.record import Record
 
 __all__ = ["adopt", "capture", "fill", "stored", "unstored", "warn_missing", "without_it"]
 

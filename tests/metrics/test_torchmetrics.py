@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.distributed import World
 from trainkit.errors import MetricError
-from trainkit.metric_objects import compact, computed, states_of
+from trainkit.metrics.torchmetrics import compact, computed, states_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Metric `"),

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from trainkit.distributed import World
 from trainkit.errors import MetricError
-from trainkit.metric_objects import computed, states_of
-from trainkit.metric_record import Described, Record, Scope
-from trainkit.metric_reduce import Groups, Told, apply, check, epoch_number, groups, step_number, tell, values_of
-from trainkit.metric_values import one_element, read
-from trainkit.state.metrics import warn_missing
+from trainkit.metrics.record import Described, Record, Scope
+from trainkit.metrics.reduce import Groups, Told, apply, check, epoch_number, groups, step_number, tell, values_of
+from trainkit.metrics.saved_metrics import warn_missing
+from trainkit.metrics.torchmetrics import computed, states_of
+from trainkit.metrics.values import one_element, read
 
 __all__ = ["Ended", "Key", "agree_on_steps", "end_epoch", "end_row", "end_step"]
 
@@ -56,7 +56,7 @@ def end_step(
 
 
 def agree_on_steps(world: World, records: Records, *, last: bool) -> dict[str, Any]:
-    """The values of the step by name; ``last`` as of :func:`~trainkit.metric_reduce.step_number`."""
+    """The values of the step by name; ``last`` as of :func:`~trainkit.metrics.reduce.step_number`."""
     told = tell([record for record in records.values() if record.step_value is not None])
     return _by_name(_agree_on(world, groups(world.exchange(told)), records, last=last))
 
@@ -96,9 +96,9 @@ def end_epoch(
         world: the processes.
         records: the metrics of this one. Their objects start anew.
         stamp: of its last batch in the epoch.
-        gaps: before that, as of :func:`~trainkit.metric_reduce.check`.
+        gaps: before that, as of :func:`~trainkit.metrics.reduce.check`.
         callback: gets the values of the epoch and, in training, of its last step.
-        last: it is an evaluation, as of :func:`~trainkit.metric_reduce.step_number`.
+        last: it is an evaluation, as of :func:`~trainkit.metrics.reduce.step_number`.
 
     Raises:
         MetricError: the processes have not logged the same, or a value is no number.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.state.metrics import stored, unstored
+from trainkit.metrics.saved_metrics import stored, unstored
 
 __all__ = ["MetricResults", "as_tensors"]
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from trainkit.console import warn
 from trainkit.data.nested import map_tensors
 from trainkit.distributed import World
-from trainkit.metric_objects import compact
-from trainkit.metric_reduce import Told, step_number
-from trainkit.metric_values import read
-from trainkit.state.metric_objects import merge_objects, merge_values
-from trainkit.state.metrics import unstored
+from trainkit.metrics.reduce import Told, step_number
+from trainkit.metrics.saved_metrics import unstored
+from trainkit.metrics.saved_objects import merge_objects, merge_values
+from trainkit.metrics.torchmetrics import compact
+from trainkit.metrics.values import read
 
 __all__ = ["gather_states", "merge_states"]
 

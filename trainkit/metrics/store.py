@@ -19,13 +19,13 @@ from trainkit.data.nested import batch_size as size_of
 from trainkit.data.window import NOTHING
 from trainkit.distributed import World
 from trainkit.errors import MetricError
-from trainkit.metric_exchange import Key, agree_on_steps, end_epoch, end_row, end_step
-from trainkit.metric_record import Described, Record, Scope
-from trainkit.metric_reduce import FINGERPRINTS, check, described, fingerprint, groups
-from trainkit.metric_results import MetricResults
-from trainkit.metric_values import alike, is_metric_object, number_of, read, weight_of
-from trainkit.state.metric_objects import capture_objects, restore_objects
-from trainkit.state.metrics import adopt, capture, fill
+from trainkit.metrics.record import Described, Record, Scope
+from trainkit.metrics.reduce import FINGERPRINTS, check, described, fingerprint, groups
+from trainkit.metrics.results import MetricResults
+from trainkit.metrics.saved_metrics import adopt, capture, fill
+from trainkit.metrics.saved_objects import capture_objects, restore_objects
+from trainkit.metrics.sync import Key, agree_on_steps, end_epoch, end_row, end_step
+from trainkit.metrics.values import alike, is_metric_object, number_of, read, weight_of
 
 __all__ = ["MetricResults", "MetricStore", "Scope"]
 
@@ -350,7 +350,7 @@ class MetricStore:
 
         Args:
             module: where torchmetrics objects are attributes: all of them that hold anything are in the state, logged or not.
-            before: see :func:`trainkit.state.metrics.capture_objects`.
+            before: see :func:`trainkit.metrics.saved_metrics.capture_objects`.
         """
         objects = {} if module is None else capture_objects(module, before)
         paths = {} if module is None else {id(module.get_submodule(path)): path for path in objects}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.console import TrainkitWarning
 from trainkit.distributed import World
-from trainkit.metrics import MetricStore
-from trainkit.state.metric_merge import gather_states, merge_states
+from trainkit.metrics.merge import gather_states, merge_states
+from trainkit.metrics.store import MetricStore
 
 State = dict[str, Any]
 

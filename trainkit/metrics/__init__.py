@@ -1,0 +1,3 @@
+"""What ``self.log`` records: record, reduce, synchronize over ranks, save and restore."""
+
+from __future__ import annotations
