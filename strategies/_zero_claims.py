@@ -21,7 +21,7 @@ from trainkit.distributed import World
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
-from trainkit.optimizer_config import read_optimizers
+from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.strategies._deepspeed import quiet
 from trainkit.strategies._extensions import load, require_compiler
 from trainkit.strategies.zero_json import AUTO, DeepSpeedConfig

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainkit import Accelerator, CombinedLoader, Precision, Strategy
 from trainkit.data import PreparedLoader
 from trainkit.errors import ConfigurationError, DataError, UnsupportedArgumentError
-from trainkit.optimizer import PreparedOptimizer
-from trainkit.scheduling import PreparedScheduler
+from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.optim.prepared_scheduler import PreparedScheduler
 
 HALF = ("bf16-mixed", "16-mixed", "bf16-true", "16-true")
 

@@ -38,7 +38,7 @@ from trainkit.metrics.store import Scope
 from trainkit.state.run import Phase
 
 if TYPE_CHECKING:
-    from trainkit.optimizer_config import SchedulerConfig
+    from trainkit.optim.optimizer_config import SchedulerConfig
     from trainkit.trainer import Trainer
 
 __all__ = ["fit", "train_epoch"]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError, OptimizerError
 from trainkit.footprint import Contents, Weight
 from trainkit.module.train_module import TrainModule
-from trainkit.optimizer_config import read_optimizers
+from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.precision import Precision
 from trainkit.setup_run import overrides
 from trainkit.state.configs import has_adapters

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import EmptyLoaderError
 from trainkit.metrics.store import MetricStore
-from trainkit.optimizer_config import SchedulerConfig
+from trainkit.optim.optimizer_config import SchedulerConfig
 from trainkit.profiler import Profiler
 
 __all__ = ["EvaluationPlan", "FitPlan"]

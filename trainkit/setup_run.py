@@ -16,8 +16,8 @@ from trainkit.fillers import fill_manual_step, fill_nothing, fill_step
 from trainkit.metrics.store import MetricStore
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
-from trainkit.optimizer import clear_gradients
-from trainkit.optimizer_config import read_optimizers
+from trainkit.optim.optimizer_config import read_optimizers
+from trainkit.optim.prepared_optimizer import clear_gradients
 from trainkit.plans import EvaluationPlan, FitPlan
 from trainkit.rng import Purpose, Stage, mix, seed_generators
 

@@ -16,8 +16,8 @@ from trainkit.device import find_device, generators_of
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, undivided
-from trainkit.gradient_norm import total_norm
 from trainkit.launch.wanted import Wanted
+from trainkit.optim.gradient_norm import total_norm
 from trainkit.parameters import move_module, note_other_dtypes, refuse_divided
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.state.standin import StoredOptimizer

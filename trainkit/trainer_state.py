@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from trainkit.loggers import Logger
     from trainkit.module.data_module import DataModule
     from trainkit.module.train_module import TrainModule
-    from trainkit.optimizer import PreparedOptimizer
-    from trainkit.optimizer_config import SchedulerConfig
+    from trainkit.optim.optimizer_config import SchedulerConfig
+    from trainkit.optim.prepared_optimizer import PreparedOptimizer
     from trainkit.plans import EvaluationPlan, FitPlan
     from trainkit.precision import Precision
     from trainkit.profiler import Profiler

@@ -33,8 +33,8 @@ from trainkit.data.loader import PreparedLoader
 from trainkit.data.window import Window
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
-from trainkit.optimizer import PreparedOptimizer
-from trainkit.scheduling import PreparedScheduler
+from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.strategy import Strategy
 
 __all__ = ["Accelerator"]

@@ -25,9 +25,9 @@ from trainkit.data.splitting import split_batches
 from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.in_precision import InPrecision
-from trainkit.optimizer import PreparedOptimizer
+from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.rng import Stage, resolve_seed
-from trainkit.scheduling import PreparedScheduler
 from trainkit.strategy import Strategy
 from trainkit.wrapped import unwrapped
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainkit.data.window import Window
 from trainkit.distributed import World
 from trainkit.errors import ConfigurationError
-from trainkit.optimizer import PreparedOptimizer
+from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.strategy import Strategy
 
 __all__ = ["StepVerbs"]

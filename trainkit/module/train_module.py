@@ -15,7 +15,7 @@ from trainkit.errors import ConfigurationError, MetricError, MissingMethodError,
 from trainkit.metrics.values import check_group
 from trainkit.module.hparams import HyperParametersMixin
 from trainkit.module.overridable_hooks import ModuleHooks
-from trainkit.optimizer import PreparedOptimizer, toggle, untoggle
+from trainkit.optim.prepared_optimizer import PreparedOptimizer, toggle, untoggle
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainkit.console import counted
 from trainkit.errors import StateMismatchError, UnsavableError
-from trainkit.optimizer import PreparedOptimizer
+from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.state.described import Described, StoredSlots, copied
 from trainkit.state.fit import castable
 from trainkit.state.lenient import group_names, with_parameters_of

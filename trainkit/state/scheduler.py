@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
-from trainkit.scheduling import PreparedScheduler
+from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.state.described import copied
 
 __all__ = ["capture_scheduler", "check_scheduler", "restore_scheduler"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainkit import Strategy
-from trainkit.gradient_norm import total_norm
+from trainkit.optim.gradient_norm import total_norm
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])

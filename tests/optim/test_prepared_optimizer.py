@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainkit import Accelerator
-from trainkit.optimizer import clear_gradients, toggle, untoggle
+from trainkit.optim.prepared_optimizer import clear_gradients, toggle, untoggle
 
 
 def parameters(count: int) -> list[torch.nn.Parameter]:

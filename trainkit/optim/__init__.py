@@ -1,0 +1,3 @@
+"""Forms of ``configure_optimizers``, prepared optimizers and schedulers, and the gradient norm."""
+
+from __future__ import annotations
