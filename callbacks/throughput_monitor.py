@@ -20,7 +20,7 @@ from trainkit.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
-    from trainkit.distributed import World
+    from trainkit.distributed.world import World
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer import Trainer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
 from trainkit.strategies._reduction import broadcast
 

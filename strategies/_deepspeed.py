@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.launch.joining import alone
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.accelerator.meeting import Meeting
 from trainkit.data.nested import leaves, map_tensors
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 
 __all__ = ["barrier", "gathered"]

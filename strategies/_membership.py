@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from trainkit.distributed import World
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.joining import device_of, join
-from trainkit.launch.wanted import Wanted
 
 __all__ = ["Membership", "duration"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data.nested import leaves
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import LossError, ModuleError
 from trainkit.strategies._fixed_ddp import FixedDDP
 from trainkit.strategies._reduction import no_rows, sparse_parameters

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.console import notice
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 
 __all__ = ["SyncedBatchNorms"]
 

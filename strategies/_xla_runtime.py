@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from trainkit.console import notice
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.launch.tpu import tpu_is_here
-from trainkit.launch.wanted import Wanted
 
 __all__ = [
     "XLAGenerator",

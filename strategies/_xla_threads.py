@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trainkit.console import speak
-from trainkit.distributed import Pending, Team, World
+from trainkit.distributed.world import Pending, Team, World
 from trainkit.errors import ConfigurationError, ProcessFailedError
 
 __all__ = ["ThreadWorld", "Turns", "turns_of_this_process"]
@@ -158,23 +158,23 @@ class ThreadWorld(World):
             self.turns.leave(self.rank)
 
     def exchange(self, value: Any) -> list[Any]:
-        """See :meth:`trainkit.distributed.World.exchange`."""
+        """See :meth:`trainkit.distributed.world.World.exchange`."""
         return [json.loads(text) for text in self.meet("exchange", json.dumps(value))]
 
     def exchange_objects(self, value: Any) -> list[Any]:
-        """See :meth:`trainkit.distributed.World.exchange_objects`."""
+        """See :meth:`trainkit.distributed.world.World.exchange_objects`."""
         return [copy.deepcopy(other) for other in self.meet("objects", value)]
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """See :meth:`trainkit.distributed.World.rows`."""
+        """See :meth:`trainkit.distributed.world.World.rows`."""
         return [list(row) for row in self.meet("rows", [float(value) for value in values])]
 
     def begin_largest(self, values: Sequence[int]) -> Pending:
-        """See :meth:`trainkit.distributed.World.begin_largest`."""
+        """See :meth:`trainkit.distributed.world.World.begin_largest`."""
         return _Largest(self, self.turns.give(self.rank, "largest", [int(value) for value in values]))
 
     def team(self, name: str) -> Team:
-        """See :meth:`trainkit.distributed.World.team`."""
+        """See :meth:`trainkit.distributed.world.World.team`."""
         return _ThreadTeam(name, self)
 
     def meet(self, name: str, value: Any = None) -> list[Any]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from trainkit.arguments import TrainerArguments
 from trainkit.console import notice
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit.accelerator.meeting import Meeting
 from trainkit.console import notice
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.precision import Precision
 from trainkit.state.slots import count_slots

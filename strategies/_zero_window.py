@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.window import Window
-from trainkit.distributed import Pending, World
+from trainkit.distributed.world import Pending, World
 from trainkit.errors import ModuleError
 from trainkit.strategies._zero_engine import Engine
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed import World
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, LossError
 from trainkit.footprint import Contents, Footprint
-from trainkit.launch.wanted import Wanted
 from trainkit.metrics.values import TO_HOST
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, refuse_unlike

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.arguments import TrainerArguments
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
-from trainkit.launch.wanted import Wanted
 from trainkit.precision import Precision
 from trainkit.state.standin import StoredOptimizer
 from trainkit.strategies import zero_plan, zero_state

@@ -16,9 +16,9 @@ from samples import CPU, draw, ids, same
 from trainkit.data import PreparedLoader
 from trainkit.data.nested import map_tensors
 from trainkit.data.window import NOTHING, Window
-from trainkit.distributed import World
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
 from trainkit.launch.joining import join
-from trainkit.launch.wanted import Wanted
 from trainkit.rng import Stage
 
 __all__ = [

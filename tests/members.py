@@ -22,10 +22,10 @@ from patience import PATIENCE, VAIN, within
 from support import without_gloo
 from worlds import start_world
 
-from trainkit.distributed import World
-from trainkit.launch.channel import Channel
-from trainkit.launch.endings import install, report_failure
-from trainkit.launch.watchdog import Watchdog
+from trainkit.distributed.channel import Channel
+from trainkit.distributed.failure_report import install, report_failure
+from trainkit.distributed.watchdog import Watchdog
+from trainkit.distributed.world import World
 
 __all__ = ["GRACE", "LIMIT", "Ended", "Member", "as_script", "end_of", "now", "terminal"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.metrics.store import MetricResults, MetricStore, Scope
 
 __all__ = ["Run", "Step", "epoch", "evaluation", "many", "same", "sized", "value_of"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from worlds import run_world
 
 from trainkit.data.window import NOTHING, Window
-from trainkit.launch.wanted import Wanted
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.strategies import DDPStrategy
 
 __all__ = ["Net", "NoLoss", "Plan", "by_hand", "flat", "joined", "over_strategy", "own_loop"]

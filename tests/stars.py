@@ -10,7 +10,7 @@ from typing import Any
 
 from patience import PATIENCE
 
-from trainkit.launch.channel import Channel
+from trainkit.distributed.channel import Channel
 
 __all__ = ["Shared", "all_at_once", "star"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from patience import PATIENCE
 
-from trainkit.distributed import Team, World
-from trainkit.launch.failure import Runs
-from trainkit.launch.waits import Waits
+from trainkit.distributed.collective_tracker import Waits
+from trainkit.distributed.failure import Runs
+from trainkit.distributed.world import Team, World
 
 __all__ = ["GoneError", "Hub", "ThreadWorld", "in_threads", "in_worlds", "values"]
 

@@ -14,7 +14,7 @@ from trainkit import resume
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.console import TrainkitWarning
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import CorruptCheckpointError
 
 FOLDER = Path("runs/version_0/checkpoints")

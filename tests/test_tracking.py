@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import MissingMethodError
 from trainkit.launch.joining import join
-from trainkit.launch.wanted import Wanted
 from trainkit.tracking import GeneralTracker, on_main_process
 
 

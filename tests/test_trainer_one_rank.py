@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trainers import make_trainer
 from worlds import run_world
 
-import trainkit.launch.channel
+import trainkit.distributed.channel
 from trainkit import Callback, Trainer
 from trainkit.errors import CollectiveError, MetricError
 
@@ -85,7 +85,7 @@ NAMES = {
 
 def hasten(trainer: Trainer) -> None:
     """What takes a second takes less."""
-    trainkit.launch.channel._LOOK = 0.05
+    trainkit.distributed.channel._LOOK = 0.05
     watchdog = trainer.strategy.world.watchdog
     assert watchdog is not None
     watchdog._grace = GRACE
@@ -178,7 +178,7 @@ class Late(Callback):
 
 def caught(kind: str) -> list[str]:
     """Errors that all ranks raise by themselves, and after which they go on."""
-    trainkit.launch.channel._LOOK = 0.05
+    trainkit.distributed.channel._LOOK = 0.05
     texts = []
     log = OneRank("on_train_batch_end", lambda trainer, module: module.log("mine", 1.0), 0)
     callbacks = {

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 from trainkit.launch.joining import processes
-from trainkit.launch.wanted import Wanted
 from trainkit.strategy import Strategy
 from trainkit.where import joined_strategy, read_wanted
 

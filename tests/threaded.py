@@ -13,7 +13,7 @@ from typing import Any
 
 from patience import PATIENCE
 
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 
 __all__ = ["Peer", "together"]
 

@@ -18,7 +18,7 @@ from parity import Case, train
 
 from trainkit import Callback
 from trainkit.callbacks import ModelCheckpoint
-from trainkit.launch.channel import Channel
+from trainkit.distributed.channel import Channel
 
 __all__ = ["CASE", "Task"]
 

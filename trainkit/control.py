@@ -14,7 +14,7 @@ from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from trainkit.distributed import Pending
+    from trainkit.distributed.world import Pending
     from trainkit.trainer import Trainer
 
 __all__ = ["Control"]

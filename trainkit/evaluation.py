@@ -23,7 +23,7 @@ from trainkit.metrics.store import Scope
 from trainkit.setup_run import overrides
 
 if TYPE_CHECKING:
-    from trainkit.distributed import World
+    from trainkit.distributed.world import World
     from trainkit.module.train_module import TrainModule
     from trainkit.plans import EvaluationPlan
     from trainkit.trainer import Trainer

@@ -13,7 +13,7 @@ from trainkit.checkpoint.reader import Loaded
 from trainkit.checkpoint.shared_reading import read_together
 from trainkit.checkpoint.together import together
 from trainkit.console import counted, notice, warn
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import (
     CheckpointError,
     CheckpointLockedError,

@@ -17,7 +17,7 @@ from trainkit.errors import CheckpointWriteError
 from trainkit.setup_run import overrides
 
 if TYPE_CHECKING:
-    from trainkit.distributed import World
+    from trainkit.distributed.world import World
     from trainkit.loggers import Logger
     from trainkit.trainer import Trainer
 

@@ -16,6 +16,7 @@ from trainkit.attach import merge_module_callbacks, renew_loggers, share_log_fol
 from trainkit.checkpointing import Checkpointing
 from trainkit.console import counted, each_once, notice, users_frames
 from trainkit.control import Control
+from trainkit.distributed.failure_report import report_failure
 from trainkit.errors import (
     CheckpointWriteError,
     ConfigurationError,
@@ -28,7 +29,6 @@ from trainkit.errors import (
 from trainkit.evaluation import evaluate
 from trainkit.flags import torch_flags
 from trainkit.hooks.table import HookTable, check_datamodule, check_module
-from trainkit.launch.endings import report_failure
 from trainkit.metric_notices import check_monitors
 from trainkit.metrics.store import MetricResults, MetricStore, Scope
 from trainkit.module.data_module import DataModule

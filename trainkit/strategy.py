@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from trainkit.data.nested import move
 from trainkit.data.window import Window
-from trainkit.device import find_device, generators_of
-from trainkit.distributed import World
+from trainkit.distributed.device import find_device, generators_of
+from trainkit.distributed.placement import move_module, note_other_dtypes, refuse_divided
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, undivided
-from trainkit.launch.wanted import Wanted
 from trainkit.optim.gradient_norm import total_norm
-from trainkit.parameters import move_module, note_other_dtypes, refuse_divided
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.state.standin import StoredOptimizer
 

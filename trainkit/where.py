@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.console import notice
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.launch.joining import note_alone, processes
 from trainkit.launch.tpu import tpu_is_chosen
-from trainkit.launch.wanted import Wanted
 from trainkit.registry import make_strategy
 
 if TYPE_CHECKING:

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from worlds import run_world, start_world
 
-import trainkit.launch.channel
+import trainkit.distributed.channel
 from trainkit import Accelerator, set_seed
 from trainkit.accelerator.meeting import Meeting, described
-from trainkit.distributed import World
+from trainkit.distributed.collective_tracker import Waits
+from trainkit.distributed.failure import Failure
+from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ProcessFailedError
-from trainkit.launch.failure import Failure
-from trainkit.launch.waits import Waits
 
 DEBUG = {"TRAINKIT_DEBUG_MODE": "1"}
 HERE = r"test_meeting\.py:\d+"
@@ -164,7 +164,7 @@ class Loop:
     """A loop of two processes, in the middle."""
 
     def __init__(self, **arguments: Any) -> None:
-        trainkit.launch.channel._LOOK = 0.05
+        trainkit.distributed.channel._LOOK = 0.05
         self.accelerator = Accelerator(**arguments)
         self.main = self.accelerator.is_main_process
         net = Net()

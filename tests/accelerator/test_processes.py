@@ -14,7 +14,7 @@ from torch import Tensor
 from worlds import run_world
 
 from trainkit import Accelerator, Strategy
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.utils.distributed_type import DistributedType
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainkit import Callback, Trainer
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.loggers import Logger
 from trainkit.precision import Precision
 

@@ -23,7 +23,7 @@ from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.folder import free_name, list_checkpoints, read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import CheckpointWriteError, ConfigurationError, MissingMetricError, Preempted, UnsavableError
 
 

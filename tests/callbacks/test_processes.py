@@ -16,9 +16,9 @@ from trainkit.callbacks import EarlyStopping, MemoryMonitor, NonFiniteGuard, Tim
 from trainkit.callbacks._memory import Gauge
 from trainkit.callbacks.model_summary import ModelSummary
 from trainkit.callbacks.progress_bar import TQDMProgressBar
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import MissingMetricError, NonFiniteError
 from trainkit.launch.joining import join
-from trainkit.launch.wanted import Wanted
 from trainkit.precision import Precision
 
 

@@ -13,7 +13,7 @@ from xla_runs import run_xla
 
 from trainkit import Trainer, TrainModule
 from trainkit.callbacks import RecompileMonitor
-from trainkit.launch.wanted import Wanted
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.registry import load_strategy
 
 pytestmark = pytest.mark.xla

@@ -8,7 +8,7 @@ from tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import LambdaCallback, ThroughputMonitor, throughput_monitor
 from trainkit.callbacks._peak_flops import peak_flops
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.precision import Precision
 

@@ -21,7 +21,7 @@ from trainkit.checkpoint import together as verdicts
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.reader import open_checkpoint
-from trainkit.distributed import Team
+from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointError, CheckpointWriteError
 
 GENERATOR = torch.Generator().manual_seed(3)

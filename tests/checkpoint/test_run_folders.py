@@ -15,7 +15,7 @@ from trainkit.checkpoint import run_folders as module
 from trainkit.checkpoint import together as verdicts
 from trainkit.checkpoint.lock import LOCK, FolderLock
 from trainkit.checkpoint.run_folders import RunFolders
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import CheckpointLockedError, CheckpointWriteError
 
 

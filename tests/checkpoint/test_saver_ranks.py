@@ -18,7 +18,7 @@ from trainkit.checkpoint import draft as drafts
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.saver import Saver
-from trainkit.distributed import Team
+from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointWriteError, UnsavableError
 
 TENSORS = {"model": {f"w{n}": torch.arange(1000.0) + n for n in range(12)}}

@@ -16,7 +16,7 @@ from teams import GoneError, in_threads, values
 from trainkit.checkpoint import reader, shared_reading
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.shared_reading import read_together
-from trainkit.distributed import Team
+from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 
 TENSORS = {

@@ -9,7 +9,7 @@ import pytest
 from teams import Hub, in_threads, values
 
 from trainkit.checkpoint.together import together
-from trainkit.distributed import Team
+from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError, MissingMetricError
 
 

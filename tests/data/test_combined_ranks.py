@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from trainkit import CombinedLoader
 from trainkit.data.combined import MODES, CombinedStream
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.rng import Stage
 

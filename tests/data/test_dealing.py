@@ -16,7 +16,7 @@ from worlds import run_world
 
 from trainkit import CombinedLoader
 from trainkit.data.combined import MODES
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 
 
 def streamed(length: int = 29, **options: Any) -> DataLoader:

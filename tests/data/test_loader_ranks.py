@@ -16,7 +16,7 @@ from worlds import run_world
 
 from trainkit import CombinedLoader
 from trainkit.data.window import NOTHING, Window
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import DataError
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.window import Window
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.rng import Purpose, Stage, mix
 
 

@@ -15,7 +15,7 @@ from worlds import run_world
 
 from trainkit import CombinedLoader
 from trainkit.data import PreparedLoader
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import StateMismatchError
 
 

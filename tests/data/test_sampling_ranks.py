@@ -21,7 +21,7 @@ from worlds import run_world
 from trainkit.console import TrainkitWarning
 from trainkit.data.order import HASH_SORT_LIMIT, Permutation
 from trainkit.data.sampling import keyed_batches
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.rng import Purpose, Stage, mix
 

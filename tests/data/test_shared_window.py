@@ -11,7 +11,7 @@ from dealt import Alike
 
 from trainkit.data.shared_window import Piece, Shared, collected, planned
 from trainkit.data.window import NOTHING, MicroBatch, Window
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import DataError
 
 

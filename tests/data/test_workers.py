@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from worlds import run_world
 
 from trainkit.data import workers
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import DataError
 
 pytestmark = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="workers are not forked here")

@@ -30,7 +30,7 @@ from launched import Launched
 from patience import within
 
 from trainkit import Callback, running
-from trainkit.launch.channel import Channel
+from trainkit.distributed.channel import Channel
 
 pytestmark = pytest.mark.prompt
 

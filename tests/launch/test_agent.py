@@ -300,7 +300,7 @@ def test_each_start_has_a_new_store_and_one_memory(tmp_path: Path) -> None:
     """Else workers would find the addresses that those of the last start have left at the store."""
     script = """
 from torch.distributed import TCPStore
-from trainkit.launch.memory import Memory, restarts
+from trainkit.distributed.restart_memory import Memory, restarts
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
 memory = Memory.of(os.environ)
 say(restarts(os.environ), store.check(["key"]), memory.get("run"))

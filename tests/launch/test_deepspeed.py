@@ -38,7 +38,7 @@ JOIN = """\
 import sys, time
 from datetime import timedelta
 from trainkit.launch.joining import join
-from trainkit.launch.wanted import Wanted
+from trainkit.distributed.requested_devices import Wanted
 world = join(Wanted("cpu"), timeout=timedelta(seconds=60))
 sys.exit(7 if world.rank == 1 else time.sleep(60))
 """

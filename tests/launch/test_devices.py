@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.distributed import World
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.devices import device_of
-from trainkit.launch.wanted import Wanted
 
 
 class Others(World):

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from worlds import WorldError, free_port, run_world, start_world
 
 from trainkit import console
-from trainkit.distributed import World
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch import joining
 from trainkit.launch.joining import join, processes
 from trainkit.launch.place import Place
-from trainkit.launch.wanted import Wanted
 
 SHORT = timedelta(seconds=30)
 CPU = Wanted("cpu")

@@ -97,7 +97,7 @@ def test_a_script_that_joins(tmp_path: Path) -> None:
 import sys
 from datetime import timedelta
 from trainkit.launch.joining import join
-from trainkit.launch.wanted import Wanted
+from trainkit.distributed.requested_devices import Wanted
 
 world = join(Wanted("cpu", 2), timeout=timedelta(seconds=60))
 print(world.sums([world.rank, 1]), world.launcher, flush=True)

@@ -29,7 +29,8 @@ HEARTBEAT = 1 if ALONE else 4
 IMPATIENT = f"""
 import sys
 from trainkit.cli.main import main
-from trainkit.launch import rendezvous, stores
+from trainkit.launch import rendezvous
+from trainkit.distributed import stores
 for module, name, value in ((stores, "_SILENCE", 3.0), (rendezvous, "_HEARTBEAT", {HEARTBEAT})):
     assert hasattr(module, name), name
     setattr(module, name, value)

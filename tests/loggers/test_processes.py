@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from worlds import run_world
 
-from trainkit.distributed import World
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.joining import join
-from trainkit.launch.wanted import Wanted
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach, share_folders, states_of
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.console import TrainkitWarning
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.metrics.merge import gather_states, merge_states
 from trainkit.metrics.store import MetricStore
 

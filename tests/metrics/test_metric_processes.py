@@ -14,10 +14,10 @@ from metric_runs import Run, Step, epoch, evaluation, many, same
 from patience import within
 from worlds import run_world
 
-from trainkit.distributed import World
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.launch.joining import join
-from trainkit.launch.wanted import Wanted
 
 pytestmark = pytest.mark.prompt
 

@@ -14,7 +14,7 @@ from threaded import Peer, together
 from torch import Tensor
 
 from trainkit.data.window import NOTHING
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.store import Scope
 

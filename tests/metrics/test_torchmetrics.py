@@ -11,7 +11,7 @@ from metric_runs import Run, epoch, evaluation
 from threaded import Peer, together
 from torch import Tensor, nn
 
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.torchmetrics import compact, computed, states_of
 

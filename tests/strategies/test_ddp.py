@@ -13,8 +13,8 @@ from replicas import Net, NoLoss, Plan, by_hand, flat, joined, over_strategy, ow
 from torch import Tensor, nn
 
 from trainkit import Precision, strategies
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, ModuleError, UnknownNameError
-from trainkit.launch.wanted import Wanted
 from trainkit.strategies import DDPStrategy
 
 EXACT = 1e-11

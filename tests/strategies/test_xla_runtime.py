@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trainkit import Trainer
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, MissingPackageError
-from trainkit.launch.wanted import Wanted
 from trainkit.registry import load_strategy, make_strategy
 from trainkit.strategies import XLAStrategy, _xla_runtime
 from trainkit.strategies._xla_runtime import choose_runtime, count_devices, require

@@ -31,7 +31,7 @@ from trainkit.checkpoint.saver import Saver
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.window import Window
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler

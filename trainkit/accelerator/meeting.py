@@ -2,7 +2,7 @@
 
 These are the verbs of own loops and those of the ``Trainer``: ``fit``, ``validate``, ``test``, ``predict``,
 ``save_checkpoint``, ``all_gather``, ``strategy.barrier``, and the end of an epoch by -1 from ``on_train_batch_start``. What a
-``Trainer`` exchanges by itself is only counted (:class:`~trainkit.launch.waits.Waits`): the ranks that have called a verb find
+``Trainer`` exchanges by itself is only counted (:class:`~trainkit.distributed.collective_tracker.Waits`): the ranks that have called a verb find
 out that another one has gone on without it, before a collective of theirs can meet a different one there.
 """
 
@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from trainkit.distributed import Team, World
+from trainkit.distributed.collective_tracker import called
+from trainkit.distributed.world import Team, World
 from trainkit.errors import CollectiveError, ProcessFailedError
-from trainkit.launch.waits import called
 
 __all__ = ["Meeting", "described"]
 

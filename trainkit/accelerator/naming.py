@@ -14,7 +14,7 @@ from trainkit.checkpoint.place import is_checkpoint
 from trainkit.checkpoint.reader import look_at
 from trainkit.checkpoint.together import together
 from trainkit.console import notice
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, ConfigurationError
 from trainkit.utils.configurations import ProjectConfiguration
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainkit.accelerator.tracking import check_trackers
 from trainkit.arguments import refuse_unknown
-from trainkit.device import find_device
+from trainkit.distributed.device import find_device
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
-from trainkit.launch.wanted import Wanted
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import load_strategy, make_strategy
 from trainkit.settings.carried import Settings, carried, debugging

@@ -16,7 +16,7 @@ from trainkit.checkpoint.single_file import write_object
 from trainkit.checkpoint.together import together
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 from trainkit.paths import local_path
 from trainkit.state.adapters import adapter_folders

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.data.window import Window
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.strategy import Strategy

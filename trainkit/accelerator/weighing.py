@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from trainkit.accelerator.meeting import Meeting
 from trainkit.data.window import Window, checked_weight
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.strategy import Strategy
 

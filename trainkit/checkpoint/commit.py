@@ -21,7 +21,7 @@ from trainkit.checkpoint.reader import read_small_file
 from trainkit.checkpoint.tagged import MAX_JSON_BYTES
 from trainkit.checkpoint.tensor_file import write_file
 from trainkit.checkpoint.together import ONE_FILE_SYSTEM, Group, appears, together
-from trainkit.distributed import Team
+from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 
 __all__ = ["check_target", "commit", "sync_folder"]

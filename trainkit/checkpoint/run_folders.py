@@ -12,7 +12,7 @@ from pathlib import Path
 from trainkit.checkpoint.folder import check_writable, free_name, is_abandoned, next_counter, remove_leftovers
 from trainkit.checkpoint.lock import FolderLock
 from trainkit.checkpoint.together import ONE_FILE_SYSTEM, appears, together
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, CheckpointWriteError
 
 __all__ = ["RunFolders"]

@@ -17,7 +17,7 @@ from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.together import together
-from trainkit.distributed import Team
+from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointWriteError
 
 __all__ = ["Saver"]

@@ -23,7 +23,7 @@ from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.checkpoint.tensor_file import chunks, metadata_in, plan_files, tensors_in
 from trainkit.checkpoint.weights import replace_file
 from trainkit.data.nested import map_tensors
-from trainkit.device import find_device
+from trainkit.distributed.device import find_device
 from trainkit.errors import CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError, UnsavableError
 from trainkit.state.fit import place_of
 

@@ -24,7 +24,7 @@ _PATIENCE = 5.0  # seconds until what one machine has written is seen by another
 
 
 class Group(Protocol):
-    """Processes that can tell each other something: a :class:`~trainkit.distributed.World`, or a ``Team`` of one."""
+    """Processes that can tell each other something: a :class:`~trainkit.distributed.world.World`, or a ``Team`` of one."""
 
     rank: int
     size: int

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainkit.cli.setup_checks import CHECKS, SETTINGS, Setup
 from trainkit.cli.test import print_line
-from trainkit.launch.wanted import Wanted
+from trainkit.distributed.requested_devices import Wanted
 from trainkit.registry import make_strategy
 from trainkit.settings.carried import VARIABLE
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from trainkit.data.digest import digest
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import DataError
 
 __all__ = ["lengths_of_parts", "put_back"]

@@ -14,7 +14,7 @@ from trainkit.data.nested import batch_size
 from trainkit.data.sampling import CYCLE
 from trainkit.data.stream import Stream, open_stream
 from trainkit.data.trail import Trail
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.rng import Stage
 

@@ -14,7 +14,7 @@ from trainkit.console import notice
 from trainkit.data.digest import digest
 from trainkit.data.sampling import CYCLE
 from trainkit.data.trail import Trail
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 
 __all__ = ["Dealer"]
 

@@ -18,7 +18,7 @@ from trainkit.data.prefetch import to_device
 from trainkit.data.shared_window import Piece, collected, planned
 from trainkit.data.stream import Stream, open_stream
 from trainkit.data.window import NOTHING, MicroBatch, Window, windows
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 

@@ -10,7 +10,7 @@ from typing import Any
 from trainkit.console import counted, notice, warn
 from trainkit.data.stream import Stream
 from trainkit.data.window import Offer, Window
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import StateMismatchError
 
 __all__ = ["Positions"]

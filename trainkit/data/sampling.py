@@ -28,7 +28,7 @@ from trainkit.console import notice, warn
 from trainkit.data.agreement import lengths_of_parts, put_back
 from trainkit.data.digest import digest
 from trainkit.data.order import Permutation
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
 from trainkit.signals import outlast_the_step
 

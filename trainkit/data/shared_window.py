@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from trainkit.data.window import NOTHING, Offer, weight_of
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import DataError
 
 __all__ = ["Piece", "Shared", "collected", "planned"]

@@ -20,7 +20,7 @@ from trainkit.data.dealing import Dealer
 from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
 from trainkit.data.trail import Trail
 from trainkit.data.workers import end_workers, started
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.rng import KeyStream, Purpose, mix, seed_generators
 

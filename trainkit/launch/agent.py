@@ -24,10 +24,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticA
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from trainkit.console import notice
+from trainkit.distributed.restart_memory import MEMORY
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import LAUNCHER
 from trainkit.launch.interface import lead_gloo_out
-from trainkit.launch.memory import MEMORY
 from trainkit.launch.place import is_local
 from trainkit.launch.rendezvous import Alone, Meeting
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED, Verdict, judge

@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 from torch import Tensor
 
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 
 __all__ = ["pack_call", "pack_result", "unpack"]

@@ -7,7 +7,7 @@ import sys
 import threading
 
 from trainkit.console import warn
-from trainkit.launch.waits import calling, name_of
+from trainkit.distributed.collective_tracker import calling, name_of
 from trainkit.settings.carried import debugging
 
 __all__ = ["cuda_initialised_at", "tell_of_cuda", "watch_cuda"]

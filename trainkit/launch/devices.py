@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from trainkit.console import counted
-from trainkit.distributed import World
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.self_start import in_notebook
-from trainkit.launch.wanted import Wanted
 
 __all__ = ["device_of", "processes_of_a_machine"]
 

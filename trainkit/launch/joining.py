@@ -18,21 +18,21 @@ import torch
 import torch.distributed as dist
 
 from trainkit.console import counted, notice, speak
-from trainkit.distributed import World
+from trainkit.distributed.channel import Channel
+from trainkit.distributed.failure_report import Endings, install
+from trainkit.distributed.process_exit import let_go
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.restart_memory import Memory, restarts
+from trainkit.distributed.stores import connected
+from trainkit.distributed.watchdog import Watchdog
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.arguments import placed
-from trainkit.launch.channel import Channel
 from trainkit.launch.devices import device_of, processes_of_a_machine
-from trainkit.launch.endings import Endings, install
 from trainkit.launch.environment import Place, read_place
 from trainkit.launch.interface import lead_gloo_out
-from trainkit.launch.memory import Memory, restarts
-from trainkit.launch.parting import let_go
 from trainkit.launch.place import is_local
 from trainkit.launch.self_start import become_agent, command_again
-from trainkit.launch.stores import connected
-from trainkit.launch.wanted import Wanted
-from trainkit.launch.watchdog import Watchdog
 
 __all__ = ["alone", "device_of", "join", "joined", "note_alone", "processes"]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from trainkit.distributed.failure import summary
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
 from trainkit.launch.cuda_watch import tell_of_cuda
 from trainkit.launch.environment import read_place
-from trainkit.launch.failure import summary
 from trainkit.launch.nodes import grace, join_timeout
 from trainkit.launch.tpu import tpu_is_chosen
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED, Verdict

@@ -47,9 +47,9 @@ def main() -> None:
 
 def _launch_replicas(handed: dict[str, Any]) -> None:
     """Let XLA's runtime start its processes, or its threads, each of which calls :func:`run_replica`."""
+    from trainkit.distributed.failure import summary
+    from trainkit.distributed.process_exit import end_process
     from trainkit.launch.delivery import Worker
-    from trainkit.launch.failure import summary
-    from trainkit.launch.parting import end_process
     from trainkit.registry import load_strategy
 
     for name in [name for name in os.environ if name in _OF_AGENT or name.startswith(_OF_ELASTIC)]:
@@ -76,9 +76,9 @@ def run_replica(index: int, handed: dict[str, Any]) -> None:
 
 
 def _run(handed: dict[str, Any], rank: int, local_rank: int) -> None:
+    from trainkit.distributed.failure import is_communication, summary
     from trainkit.launch.by_value import pack_result, unpack
     from trainkit.launch.delivery import Worker
-    from trainkit.launch.failure import is_communication, summary
 
     worker = Worker(handed, rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
     _settle(worker.settings, local_rank)

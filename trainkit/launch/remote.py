@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from trainkit.distributed.failure import tells_of_another
 from trainkit.errors import ConfigurationError
 from trainkit.launch.connection import Connection, Line
-from trainkit.launch.failure import tells_of_another
 from trainkit.launch.lifeline import ALIVE, GO, SIGNAL, versions
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
 

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from trainkit.console import notice
+from trainkit.distributed.stores import connected
 from trainkit.errors import ConfigurationError
-from trainkit.launch.stores import connected
 
 __all__ = ["Alone", "Meeting"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.console import warn
 from trainkit.data.nested import map_tensors
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.metrics.reduce import Told, step_number
 from trainkit.metrics.saved_metrics import unstored
 from trainkit.metrics.saved_objects import merge_objects, merge_values

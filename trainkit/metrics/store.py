@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainkit.data.nested import batch_size as size_of
 from trainkit.data.window import NOTHING
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.record import Described, Record, Scope
 from trainkit.metrics.reduce import FINGERPRINTS, check, described, fingerprint, groups

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.record import Described, Record, Scope
 from trainkit.metrics.reduce import Groups, Told, apply, check, epoch_number, groups, step_number, tell, values_of

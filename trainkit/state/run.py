@@ -10,7 +10,7 @@ from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.tagged import unsavable
 from trainkit.checkpoint.together import together
 from trainkit.console import notice
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import UnsavableError
 from trainkit.metrics.merge import gather_states, merge_states
 from trainkit.state.hyper import stored

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.accelerator.meeting import Meeting
 from trainkit.console import with_article
-from trainkit.distributed import World
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.joining import joined
 

@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from trainkit.distributed.collective_tracker import Waits
+from trainkit.distributed.failure import Failure, Runs
+from trainkit.distributed.links import Link, MainLink
+from trainkit.distributed.wire import LIMIT, encode
 from trainkit.errors import ProcessFailedError
-from trainkit.launch.failure import Failure, Runs
-from trainkit.launch.links import Link, MainLink
-from trainkit.launch.waits import Waits
-from trainkit.launch.wire import LIMIT, encode
 
 __all__ = ["PATIENCE", "Channel"]
 
@@ -100,7 +100,7 @@ class Channel:
             rank: of this process.
             size: the number of processes.
             master_addr: where the machine of rank 0 can be reached, as the launcher says; ``None`` if nobody does.
-            share: gives the value of rank 0 to all, as :meth:`trainkit.distributed.World.from_main` does.
+            share: gives the value of rank 0 to all, as :meth:`trainkit.distributed.world.World.from_main` does.
             limit: seconds in which all must be connected.
             patience: seconds after which a machine that no longer answers is taken to be gone.
 

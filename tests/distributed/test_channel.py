@@ -17,10 +17,10 @@ from patience import ALONE, PATIENCE, VAIN, within
 from stars import all_at_once, star
 from worlds import start_world
 
-from trainkit.distributed import Team
+from trainkit.distributed.channel import Channel
+from trainkit.distributed.failure import Failure
+from trainkit.distributed.world import Team
 from trainkit.errors import ProcessFailedError
-from trainkit.launch.channel import Channel
-from trainkit.launch.failure import Failure
 
 pytestmark = pytest.mark.prompt
 
@@ -130,7 +130,7 @@ def test_a_closed_channel_exchanges_nothing(rank: int) -> None:
 
 def test_who_waits_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it finds may end the wait; what it has given is then taken back."""
-    monkeypatch.setattr("trainkit.launch.channel._LOOK", 0.01)
+    monkeypatch.setattr("trainkit.distributed.channel._LOOK", 0.01)
     looks: list[int] = []
 
     def look() -> None:
@@ -148,7 +148,7 @@ def test_who_waits_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("complete", [False, True])
 def test_who_breaks_off_stays_in_step(complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exchange that it has broken off is the next one, unless all had given theirs by then."""
-    monkeypatch.setattr("trainkit.launch.channel._LOOK", 0.01)
+    monkeypatch.setattr("trainkit.distributed.channel._LOOK", 0.01)
 
     with star(2) as channels, ThreadPoolExecutor(1) as pool:
         teams = [Team("team", channels[rank], rank, 2) for rank in range(2)]
@@ -183,13 +183,13 @@ def test_what_all_are_doing() -> None:
 
 
 def test_who_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.launch.channel._ANSWER", 0.05)
+    monkeypatch.setattr("trainkit.distributed.channel._ANSWER", 0.05)
     hangs = threading.Event()
     with star(2) as channels:
         channels[1]._link._loop.call(lambda: bool(hangs.wait(PATIENCE)))
         assert channels[0].ask() is None
         hangs.set()
-        monkeypatch.setattr("trainkit.launch.channel._ANSWER", PATIENCE)
+        monkeypatch.setattr("trainkit.distributed.channel._ANSWER", PATIENCE)
         assert channels[0].ask() is not None
 
 

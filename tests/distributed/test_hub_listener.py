@@ -12,10 +12,10 @@ import pytest
 from stars import Shared, all_at_once
 from worlds import free_port
 
+from trainkit.distributed.channel import Channel
+from trainkit.distributed.hub_listener import PORT, connect, opened
+from trainkit.distributed.wire import encode
 from trainkit.errors import ProcessFailedError
-from trainkit.launch.channel import Channel
-from trainkit.launch.meeting import PORT, connect, opened
-from trainkit.launch.wire import encode
 
 
 def shared_of(addresses: list[str], port: int) -> dict[str, Any]:

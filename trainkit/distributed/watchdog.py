@@ -7,10 +7,10 @@ import threading
 import time
 from pathlib import Path
 
+from trainkit.distributed.channel import Channel
+from trainkit.distributed.failure import Failure
+from trainkit.distributed.process_exit import end_process, leave_word, outlive, say, stacks, take_back_word
 from trainkit.errors import Preempted, ProcessFailedError
-from trainkit.launch.channel import Channel
-from trainkit.launch.failure import Failure
-from trainkit.launch.parting import end_process, leave_word, outlive, say, stacks, take_back_word
 
 __all__ = ["Watchdog"]
 

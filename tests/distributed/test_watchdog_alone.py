@@ -11,8 +11,8 @@ import pytest
 from patience import PATIENCE
 from stars import star
 
+from trainkit.distributed.watchdog import Watchdog
 from trainkit.errors import ProcessFailedError
-from trainkit.launch.watchdog import Watchdog
 
 
 def test_a_run_that_cannot_be() -> None:
@@ -58,7 +58,7 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
 
 
 def test_it_looks_whether_the_main_thread_waits_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.launch.watchdog._LOOK", 0.01)
+    monkeypatch.setattr("trainkit.distributed.watchdog._LOOK", 0.01)
     ended = threading.Event()
     ends: list[Any] = []
     monkeypatch.setattr(Watchdog, "_end", lambda self, failure: (ends.append(failure), ended.set()))

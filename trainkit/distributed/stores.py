@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainkit.launch.wire import keep_watch
+from trainkit.distributed.wire import keep_watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Protocol
 
+from trainkit.distributed.channel import Channel
+from trainkit.distributed.failure import Failure, is_communication, is_timeout, summary
+from trainkit.distributed.process_exit import end_process, leave_word, outlive
 from trainkit.errors import Preempted, ProcessFailedError
-from trainkit.launch.channel import Channel
-from trainkit.launch.failure import Failure, is_communication, is_timeout, summary
-from trainkit.launch.parting import end_process, leave_word, outlive
 
 __all__ = ["Endings", "install", "report_failure"]
 

@@ -12,9 +12,9 @@ import pytest
 from patience import PATIENCE
 from stars import star
 
-from trainkit.launch.endings import report_failure
-from trainkit.launch.parting import stacks
-from trainkit.launch.watchdog import Watchdog
+from trainkit.distributed.failure_report import report_failure
+from trainkit.distributed.process_exit import stacks
+from trainkit.distributed.watchdog import Watchdog
 
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343."
 

@@ -13,9 +13,9 @@ import pytest
 from patience import within
 from torch.distributed import TCPStore
 
-from trainkit.launch import stores
+from trainkit.distributed import stores
+from trainkit.distributed.stores import connected
 from trainkit.launch.rendezvous import Alone
-from trainkit.launch.stores import connected
 
 pytestmark = pytest.mark.prompt
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from trainkit.launch.stores import connected
+from trainkit.distributed.stores import connected
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 from worlds import run_world
 
-from trainkit.distributed import World
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
 from trainkit.launch.joining import join
-from trainkit.launch.wanted import Wanted
 
 
 def joined() -> World:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.launch.failure import Failure
-from trainkit.launch.hub import Hub
+from trainkit.distributed.failure import Failure
+from trainkit.distributed.hub import Hub
 
 
 class Star:

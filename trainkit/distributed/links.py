@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from trainkit.distributed.hub import Hub
+from trainkit.distributed.hub_listener import Door, connect, opened
+from trainkit.distributed.wire import LIMIT, Loop, Wire, encode
 from trainkit.errors import ProcessFailedError
-from trainkit.launch.hub import Hub
-from trainkit.launch.meeting import Door, connect, opened
-from trainkit.launch.wire import LIMIT, Loop, Wire, encode
 
 __all__ = ["Link", "MainLink"]
 
@@ -39,7 +39,7 @@ class Link:
         self._refused = ""
 
     def open(self, master_addr: str | None, share: Callable[[Any], Any], limit: float, patience: float) -> None:
-        """Connect; see :meth:`trainkit.launch.channel.Channel.open`."""
+        """Connect; see :meth:`trainkit.distributed.channel.Channel.open`."""
         shared = share(None)
         if "error" in shared:
             raise ProcessFailedError(shared["error"])
@@ -88,7 +88,7 @@ class MainLink:
         self.hub = Hub(size, self._send)
 
     def open(self, master_addr: str | None, share: Callable[[Any], Any], limit: float, patience: float) -> None:
-        """Let all connect; see :meth:`trainkit.launch.channel.Channel.open`."""
+        """Let all connect; see :meth:`trainkit.distributed.channel.Channel.open`."""
         try:
             listener, shared = opened(master_addr)
         except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.launch.memory import Memory, restarts
+from trainkit.distributed.restart_memory import Memory, restarts
 from trainkit.launch.rendezvous import Alone
 
 AT = {"MASTER_ADDR": "h", "MASTER_PORT": "2"}

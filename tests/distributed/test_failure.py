@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.launch.failure import Failure, Runs, is_communication, is_timeout, summary
+from trainkit.distributed.failure import Failure, Runs, is_communication, is_timeout, summary
 
 CLOSED = "[/__w/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343. This is typically caused by …"
 LATE = "[/__w/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete"

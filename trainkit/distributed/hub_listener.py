@@ -12,8 +12,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from trainkit.distributed.wire import LIMIT, Loop, Wire, encode, keep_watch
 from trainkit.errors import ProcessFailedError
-from trainkit.launch.wire import LIMIT, Loop, Wire, encode, keep_watch
 
 __all__ = ["PORT", "Door", "connect", "opened"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.launch.failure import Failure, Runs
+from trainkit.distributed.failure import Failure, Runs
 
 __all__ = ["Hub"]
 

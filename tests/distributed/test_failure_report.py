@@ -17,8 +17,8 @@ from patience import PATIENCE, VAIN, within
 from support import ROOT, run_python
 from worlds import free_port
 
+from trainkit.distributed import failure_report as endings
 from trainkit.errors import Preempted
-from trainkit.launch import endings
 
 pytestmark = pytest.mark.prompt
 

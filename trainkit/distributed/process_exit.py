@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.launch.channel import Channel
-from trainkit.launch.failure import Failure
+from trainkit.distributed.channel import Channel
+from trainkit.distributed.failure import Failure
 
 __all__ = ["end_process", "leave_word", "let_go", "outlive", "say", "stacks", "take_back_word"]
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 from stars import star
 
+from trainkit.distributed.failure_report import Endings, report_failure
 from trainkit.errors import Preempted, ProcessFailedError
-from trainkit.launch.endings import Endings, report_failure
 
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343."
 

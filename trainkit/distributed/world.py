@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainkit.launch.waits import Waits
+from trainkit.distributed.collective_tracker import Waits
 
 if TYPE_CHECKING:
-    from trainkit.launch.channel import Channel
-    from trainkit.launch.memory import Memory
-    from trainkit.launch.watchdog import Watchdog
+    from trainkit.distributed.channel import Channel
+    from trainkit.distributed.restart_memory import Memory
+    from trainkit.distributed.watchdog import Watchdog
 
 __all__ = ["Pending", "Team", "World"]
 

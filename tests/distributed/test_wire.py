@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from patience import PATIENCE
 
-from trainkit.launch.wire import Loop, Wire, encode, keep_watch
+from trainkit.distributed.wire import Loop, Wire, encode, keep_watch
 
 
 class End:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.launch.waits import Waits, called
+from trainkit.distributed.collective_tracker import Waits, called
 
 
 def function_of(where: str, text: str, **names: Any) -> Callable[..., Any]:

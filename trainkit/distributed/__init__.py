@@ -1,0 +1,3 @@
+"""Ranks and collectives (``World``), devices, and the detection of failed ranks."""
+
+from __future__ import annotations
