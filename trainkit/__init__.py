@@ -9,7 +9,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import trainkit.started  # noqa: F401 - before a script goes to another folder
+import trainkit.launch.start_dir  # noqa: F401 - before a script goes to another folder
 from trainkit._version import __version__
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from trainkit.console import notice, warn
 from trainkit.evaluating import Evaluating
 from trainkit.explain import explain, where_it_is, why_it_ended
 from trainkit.hooks.table import HookTable
+from trainkit.launch.resolve import joined_strategy, read_wanted
 from trainkit.metric_notices import tell_rare_logs
 from trainkit.metrics.store import MetricStore
 from trainkit.module.data_module import DataModule
@@ -34,7 +35,6 @@ from trainkit.running import agree_on_signals, build_hooks, check_sanity, interr
 from trainkit.settings.for_trainer import blamed, with_settings
 from trainkit.setup_run import finish_fit_plan, fit_plan, train_loader, validate_every
 from trainkit.strategy import Strategy
-from trainkit.where import joined_strategy, read_wanted
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger

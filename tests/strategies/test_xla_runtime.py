@@ -12,10 +12,10 @@ import torch
 from trainkit import Trainer
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, MissingPackageError
+from trainkit.launch.resolve import joined_strategy
 from trainkit.registry import load_strategy, make_strategy
 from trainkit.strategies import XLAStrategy, _xla_runtime
 from trainkit.strategies._xla_runtime import choose_runtime, count_devices, require
-from trainkit.where import joined_strategy
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +191,7 @@ def test_it_is_chosen_for_a_tpu_and_for_nothing_else(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(XLAStrategy, "join", lambda self, wanted: joined.append(wanted))
     assert joined_strategy("auto", Wanted("xla", 4), False).name == "xla"
     assert joined_strategy("auto", Wanted("cpu"), False).name == "single"
-    monkeypatch.setattr("trainkit.where.tpu_is_chosen", lambda: True)
+    monkeypatch.setattr("trainkit.launch.resolve.tpu_is_chosen", lambda: True)
     assert joined_strategy("auto", Wanted(), False).name == "xla"
     assert joined_strategy("auto", Wanted("cpu"), False).name == "single"
     assert joined == [Wanted("xla", 4), Wanted()]

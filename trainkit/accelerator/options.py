@@ -11,6 +11,7 @@ from trainkit.arguments import refuse_unknown
 from trainkit.distributed.device import find_device
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.launch.resolve import chosen_strategy
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import load_strategy, make_strategy
 from trainkit.settings.carried import Settings, carried, debugging
@@ -26,7 +27,6 @@ from trainkit.utils.handlers import (
     ProfileKwargs,
     sorted_handlers,
 )
-from trainkit.where import chosen_strategy
 
 __all__ = ["Options", "check_steps", "mixed_name", "resolve"]
 

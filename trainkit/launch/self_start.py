@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch.cuda_watch import tell_of_cuda
-from trainkit.started import FOLDER
+from trainkit.launch.start_dir import FOLDER
 
 __all__ = ["become_agent", "command_again", "folder_at_start", "in_notebook", "serve"]
 

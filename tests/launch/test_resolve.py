@@ -10,8 +10,8 @@ import torch
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 from trainkit.launch.joining import processes
+from trainkit.launch.resolve import joined_strategy, read_wanted
 from trainkit.strategy import Strategy
-from trainkit.where import joined_strategy, read_wanted
 
 
 @pytest.mark.parametrize(
