@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.data.nested import leaves
 from trainkit.errors import ConfigurationError
-from trainkit.footprint import Contents, Footprint, Held, Moment
+from trainkit.memory.footprint import Contents, Footprint, Held, Moment
 from trainkit.wrapped import Wrapped
 
 __all__ = ["ShardedModel", "divide_state", "divided", "make_mesh", "share_of"]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainkit.footprint import Contents, Footprint, Held, Moment
+from trainkit.memory.footprint import Contents, Footprint, Held, Moment
 from trainkit.strategies._zero_optimizer import refuse_optimizer
 from trainkit.strategies.zero_config import ZeROConfig
 

@@ -21,12 +21,12 @@ from trainkit.evaluating import Evaluating
 from trainkit.explain import explain, where_it_is, why_it_ended
 from trainkit.hooks.table import HookTable
 from trainkit.launch.resolve import joined_strategy, read_wanted
+from trainkit.memory.report import PROCESSES, MemoryPlan, make_plan
 from trainkit.metric_notices import tell_rare_logs
 from trainkit.metrics.store import MetricStore
 from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule
 from trainkit.paths import local_path
-from trainkit.plan import PROCESSES, MemoryPlan, make_plan
 from trainkit.precision import Precision
 from trainkit.profiler import Profiler, make_profiler
 from trainkit.resume import begin_resume, check_restore, restore_fit

@@ -205,7 +205,7 @@ def test_what_a_device_holds() -> None:
     from planned import Planned
     from trainers import make_trainer
 
-    from trainkit.planning import contents_of_module
+    from trainkit.memory.inventory import contents_of_module
 
     contents = contents_of_module(make_trainer(), Planned())
     whole, part = XLAStrategy().footprint(contents, 4), XLAStrategy(fsdp=True).footprint(contents, 4)

@@ -12,8 +12,8 @@ from trainers import make_trainer
 from zero_cases import NVME, STAGES
 
 from trainkit.errors import OptimizerError
-from trainkit.footprint import Contents, Weight
-from trainkit.planning import contents_of_module
+from trainkit.memory.footprint import Contents, Weight
+from trainkit.memory.inventory import contents_of_module
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies.zero_plan import ZeROMemory
 

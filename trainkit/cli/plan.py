@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainkit.accelerator import Accelerator
 from trainkit.errors import ConfigurationError, TrainkitError
-from trainkit.plan import PROCESSES, MemoryPlan, make_plan, plan_contents
-from trainkit.planning import contents_of, parse_bytes
+from trainkit.memory.inventory import contents_of, parse_bytes
+from trainkit.memory.report import PROCESSES, MemoryPlan, make_plan, plan_contents
 from trainkit.trainer import Trainer
 
 __all__ = ["add_arguments", "run"]

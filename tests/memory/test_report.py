@@ -16,8 +16,8 @@ from trainers import make_trainer
 
 from trainkit import TrainModule
 from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError, OptimizerError
-from trainkit.plan import MemoryPlan, Row
-from trainkit.planning import contents_of_module, parse_bytes, twin_of
+from trainkit.memory.inventory import contents_of_module, parse_bytes, twin_of
+from trainkit.memory.report import MemoryPlan, Row
 from trainkit.strategies import DDPStrategy
 
 T, FROZEN = 3_128_327, 262_656  # elements of Planned

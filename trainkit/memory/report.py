@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.errors import ConfigurationError, TrainkitError
-from trainkit.footprint import Contents, Footprint, Held
-from trainkit.planning import contents_of_module, parse_bytes
+from trainkit.memory.footprint import Contents, Footprint, Held
+from trainkit.memory.inventory import contents_of_module, parse_bytes
 from trainkit.registry import load_footprints
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError, OptimizerError
-from trainkit.footprint import Contents, Weight
+from trainkit.memory.footprint import Contents, Weight
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.precision import Precision
