@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
     from trainkit.accelerator.skipping import skip_first_batches
     from trainkit.callback import Callback
+    from trainkit.config.write import write_basic_config
     from trainkit.data.combined import CombinedLoader
     from trainkit.launch.notebook import notebook_launcher
     from trainkit.module.data_module import DataModule
     from trainkit.module.train_module import TrainModule
     from trainkit.precision import Precision
     from trainkit.rng import seed_everything, set_seed
-    from trainkit.settings.write import write_basic_config
     from trainkit.strategy import Strategy
     from trainkit.trainer import Trainer
     from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
@@ -98,7 +98,7 @@ _PLACES = {
     "seed_everything": "trainkit.rng",
     "set_seed": "trainkit.rng",
     "skip_first_batches": "trainkit.accelerator.skipping",
-    "write_basic_config": "trainkit.settings.write",
+    "write_basic_config": "trainkit.config.write",
 }
 
 if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:  # before the script's next line

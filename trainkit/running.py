@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.accelerator import Accelerator
 from trainkit.attach import merge_module_callbacks, renew_loggers, share_log_folders
 from trainkit.checkpointing import Checkpointing
+from trainkit.config.for_trainer import compiled
 from trainkit.console import counted, each_once, notice, users_frames
 from trainkit.control import Control
 from trainkit.distributed.failure_report import report_failure
@@ -36,7 +37,6 @@ from trainkit.module.overridable_hooks import DataHooks
 from trainkit.module.train_module import TrainModule
 from trainkit.plans import EvaluationPlan
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
-from trainkit.settings.for_trainer import compiled
 from trainkit.setup_run import evaluation_plan, overrides, refuse_incomplete
 from trainkit.signals import Signals, requeue
 from trainkit.state.run import Phase

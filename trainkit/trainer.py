@@ -16,6 +16,7 @@ from trainkit.accelerator import Accelerator
 from trainkit.arguments import TrainerArguments, check_switches, refuse_unknown
 from trainkit.attach import attach_callbacks, attach_loggers, start_loggers
 from trainkit.callback import Callback
+from trainkit.config.for_trainer import blamed, with_settings
 from trainkit.console import notice, warn
 from trainkit.evaluating import Evaluating
 from trainkit.explain import explain, where_it_is, why_it_ended
@@ -32,7 +33,6 @@ from trainkit.profiler import Profiler, make_profiler
 from trainkit.resume import begin_resume, check_restore, restore_fit
 from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.running import agree_on_signals, build_hooks, check_sanity, interruptible, plan_evaluation, running
-from trainkit.settings.for_trainer import blamed, with_settings
 from trainkit.setup_run import finish_fit_plan, fit_plan, train_loader, validate_every
 from trainkit.strategy import Strategy
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from trainkit import Accelerator, Precision, Strategy, Trainer
+from trainkit.config.carried import Settings, carry
 from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
-from trainkit.settings.carried import Settings, carry
 from trainkit.strategies import DDPStrategy
 from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from trainkit.utils.handlers import (

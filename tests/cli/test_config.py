@@ -16,8 +16,8 @@ import torch
 import yaml
 
 from trainkit.cli.main import main
+from trainkit.config.read import read_settings
 from trainkit.launch import tpu
-from trainkit.settings.read import read_settings
 
 Said = Callable[..., list[str]]
 

@@ -19,9 +19,9 @@ from configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, TWO_MACHINES, ZERO2
 from support import run_python
 
 from trainkit.cli.main import main
+from trainkit.config.carried import VARIABLE, Settings, carried, carry, debugging
 from trainkit.launch import agent, remote
 from trainkit.launch.agent import Job
-from trainkit.settings.carried import VARIABLE, Settings, carried, carry, debugging
 
 Launch = Callable[..., Job]
 
@@ -32,7 +32,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     jobs: list[Job] = []
     monkeypatch.setattr(agent, "run_job", lambda job: jobs.append(job) or 7)  # type: ignore[func-returns-value]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("trainkit.settings.read.default_file", lambda: tmp_path / "default.yaml")
+    monkeypatch.setattr("trainkit.config.read.default_file", lambda: tmp_path / "default.yaml")
     (tmp_path / "script.py").touch()
 
     def run(*arguments: str, **variables: str) -> Job:

@@ -19,11 +19,11 @@ from worlds import run_world
 from trainkit.cli import setup_checks, setup_child, test
 from trainkit.cli.main import main
 from trainkit.cli.setup_checks import CHECKS, Check, Setup
+from trainkit.config.carried import Settings, carried, carry
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World
 from trainkit.evaluation import gather_predictions
 from trainkit.registry import make_strategy
-from trainkit.settings.carried import Settings, carried, carry
 
 NAMES = ["processes", "collectives", "training", "evaluation", "checkpoint"]
 

@@ -21,13 +21,13 @@ from support import run_python
 from worlds import free_port
 
 from trainkit import notebook_launcher, utils
+from trainkit.config.carried import VARIABLE, carried
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
 from trainkit.launch import agent, notebook, notebook_child
 from trainkit.launch.agent import Job
 from trainkit.launch.by_value import pack_call, pack_result
 from trainkit.launch.delivery import HANDED, Delivery, Failed
 from trainkit.launch.verdict import Verdict
-from trainkit.settings.carried import VARIABLE, carried
 
 Captured = Callable[..., Job]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from trainkit.accelerator.tracking import check_trackers
 from trainkit.arguments import refuse_unknown
+from trainkit.config.carried import Settings, carried, debugging
+from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.distributed.device import find_device
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.resolve import chosen_strategy
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import load_strategy, make_strategy
-from trainkit.settings.carried import Settings, carried, debugging
-from trainkit.settings.compiling import known_backend, refuse_compiled
 from trainkit.strategy import Strategy
 from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin

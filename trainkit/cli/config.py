@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, with_nearest
+from trainkit.config.keys import DEEPSPEED, DYNAMO, KEYS, Key, checked
+from trainkit.config.settled import settled
+from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
-from trainkit.settings.keys import DEEPSPEED, DYNAMO, KEYS, Key, checked
-from trainkit.settings.settled import settled
-from trainkit.settings.values import Settings
 
 __all__ = ["add_arguments", "run"]
 
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file; 0."""
-    from trainkit.settings.read import default_file
-    from trainkit.settings.write import write_settings
+    from trainkit.config.read import default_file
+    from trainkit.config.write import write_settings
 
     settings, default = flagged(args), default_file()
     path = default if args.config_file is None else Path(args.config_file)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from trainkit.cli.launch_place import at_place, check_hosts, combined, count, find_nodes, hostfile, per_node, told
 from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, of_file, with_nearest
+from trainkit.config.carried import VARIABLE, with_environment
+from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.launch.hostfile import read_hostfile
 from trainkit.launch.nodes import grace, join_timeout, quietly
 from trainkit.launch.place import is_local
-from trainkit.settings.carried import VARIABLE, with_environment
-from trainkit.settings.values import Settings
 
 __all__ = ["add_arguments", "run"]
 

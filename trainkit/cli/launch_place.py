@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
+from trainkit.config.carried import carry
+from trainkit.config.settled import settled
+from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
 from trainkit.launch.hostfile import Host
 from trainkit.launch.nodes import Nodes, node_range, read_nodes
-from trainkit.settings.carried import carry
-from trainkit.settings.settled import settled
-from trainkit.settings.values import Settings
 
 __all__ = ["at_place", "check_hosts", "combined", "count", "find_nodes", "hostfile", "per_node", "told"]
 

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from trainkit.config.carried import VARIABLE, carried
+from trainkit.config.foreign import FLAGS
+from trainkit.config.keys import DEEPSPEED, DYNAMO, KEYS, checked
+from trainkit.config.values import Settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, nearest
-from trainkit.settings.carried import VARIABLE, carried
-from trainkit.settings.foreign import FLAGS
-from trainkit.settings.keys import DEEPSPEED, DYNAMO, KEYS, checked
-from trainkit.settings.values import Settings
 
 __all__ = ["add_config_file", "add_flags", "flagged", "in_either_spelling", "of_file", "with_nearest"]
 
@@ -84,7 +84,7 @@ def of_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     Raises:
         ConfigurationError: the file cannot be read, or something in it is wrong.
     """
-    from trainkit.settings.read import default_file, read_settings
+    from trainkit.config.read import default_file, read_settings
 
     if args.config_file is not None:
         return read_settings(args.config_file)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from trainkit.cli.setup_checks import CHECKS, SETTINGS, Setup
 from trainkit.cli.test import print_line
+from trainkit.config.carried import VARIABLE
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.registry import make_strategy
-from trainkit.settings.carried import VARIABLE
 
 __all__ = ["main"]
 

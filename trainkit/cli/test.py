@@ -12,12 +12,12 @@ from pathlib import Path
 
 from trainkit.cli.launch_place import told
 from trainkit.cli.settings_flags import add_config_file, in_either_spelling, of_file
+from trainkit.config.carried import VARIABLE, with_environment
+from trainkit.config.settled import settled
+from trainkit.config.values import Settings
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
-from trainkit.settings.carried import VARIABLE, with_environment
-from trainkit.settings.settled import settled
-from trainkit.settings.values import Settings
 
 __all__ = ["add_arguments", "print_line", "run"]
 

@@ -6,9 +6,9 @@ import linecache
 import sys
 import threading
 
+from trainkit.config.carried import debugging
 from trainkit.console import warn
 from trainkit.distributed.collective_tracker import calling, name_of
-from trainkit.settings.carried import debugging
 
 __all__ = ["cuda_initialised_at", "tell_of_cuda", "watch_cuda"]
 
@@ -17,7 +17,7 @@ _at: str | None = None
 
 
 def watch_cuda() -> None:
-    """In debug mode, note from here on which line initialises CUDA; see :func:`trainkit.settings.carried.debugging`."""
+    """In debug mode, note from here on which line initialises CUDA; see :func:`trainkit.config.carried.debugging`."""
     global _watching, _at
     if _watching or not debugging():
         return

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from trainkit.config.carried import VARIABLE, Settings, carried, carry
+from trainkit.config.keys import KEYS, checked
 from trainkit.distributed.failure import summary
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
 from trainkit.launch.cuda_watch import tell_of_cuda
@@ -18,8 +20,6 @@ from trainkit.launch.environment import read_place
 from trainkit.launch.nodes import grace, join_timeout
 from trainkit.launch.tpu import tpu_is_chosen
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED, Verdict
-from trainkit.settings.carried import VARIABLE, Settings, carried, carry
-from trainkit.settings.keys import KEYS, checked
 
 if TYPE_CHECKING:
     from trainkit.launch.delivery import Failed

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.single_file import load
+    from trainkit.config.write import write_basic_config
     from trainkit.launch.notebook import notebook_launcher
     from trainkit.rng import set_seed
-    from trainkit.settings.write import write_basic_config
     from trainkit.utils.available import (
         is_bf16_available,
         is_comet_ml_available,
@@ -143,7 +143,7 @@ PLACES = {
     "set_seed": "trainkit.rng",
     "tqdm": "trainkit.utils.progress",
     "wait_for_everyone": "trainkit.utils.operations",
-    "write_basic_config": "trainkit.settings.write",
+    "write_basic_config": "trainkit.config.write",
 }
 
 

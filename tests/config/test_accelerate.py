@@ -10,8 +10,8 @@ import yaml
 from configurations import DEFAULT, FILES
 from support import run_python
 
-from trainkit.settings.read import read_settings
-from trainkit.settings.write import write_settings
+from trainkit.config.read import read_settings
+from trainkit.config.write import write_settings
 
 PROGRAM = """\
 import json, sys

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from trainkit.config.settled import settled
+from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
-from trainkit.settings.settled import settled
-from trainkit.settings.values import Settings
 
 
 def test_what_leaves_things_open_is_gone() -> None:

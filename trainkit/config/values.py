@@ -29,9 +29,9 @@ class Settings:
     """What a configuration says; what it leaves open is not in the mappings.
 
     Attributes:
-        values: of the keys in :data:`~trainkit.settings.keys.KEYS`, but for ``dynamo_backend``.
-        deepspeed: of those in :data:`~trainkit.settings.keys.DEEPSPEED`, but for ``gradient_accumulation_steps``.
-        dynamo: of those in :data:`~trainkit.settings.keys.DYNAMO`.
+        values: of the keys in :data:`~trainkit.config.keys.KEYS`, but for ``dynamo_backend``.
+        deepspeed: of those in :data:`~trainkit.config.keys.DEEPSPEED`, but for ``gradient_accumulation_steps``.
+        dynamo: of those in :data:`~trainkit.config.keys.DYNAMO`.
         source: where it is from, for messages.
     """
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from trainkit.config.foreign import EMPTY, UNUSED, UNUSED_IN_SECTIONS
+from trainkit.config.keys import DEEPSPEED, DYNAMO, KEYS, Key, checked
+from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
-from trainkit.settings.foreign import EMPTY, UNUSED, UNUSED_IN_SECTIONS
-from trainkit.settings.keys import DEEPSPEED, DYNAMO, KEYS, Key, checked
-from trainkit.settings.values import Settings
 
 __all__ = ["default_file", "read_settings"]
 

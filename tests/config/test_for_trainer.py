@@ -15,11 +15,11 @@ from tiny import TinyModule, tiny_loader
 
 from trainkit import Trainer
 from trainkit.callbacks import GradientClipping
+from trainkit.config.carried import carry
+from trainkit.config.for_trainer import with_settings
+from trainkit.config.read import read_settings
+from trainkit.config.settled import settled
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
-from trainkit.settings.carried import carry
-from trainkit.settings.for_trainer import with_settings
-from trainkit.settings.read import read_settings
-from trainkit.settings.settled import settled
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 from trainkit.strategy import Strategy
 

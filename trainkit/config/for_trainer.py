@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainkit.config.carried import Settings, carried
+from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.launch.resolve import read_wanted
 from trainkit.module.train_module import TrainModule
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
-from trainkit.settings.carried import Settings, carried
-from trainkit.settings.compiling import known_backend, refuse_compiled
 
 if TYPE_CHECKING:
     from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.config.foreign import INSTEAD
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
-from trainkit.settings.foreign import INSTEAD
 
 __all__ = ["DEEPSPEED", "DYNAMO", "KEYS", "Key", "checked"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from configurations import DEFAULT, FSDP, MULTI_CPU, MULTI_GPU, ONE_CPU, TPU, TWO_MACHINES, ZERO2, ZERO3, accelerates
 
+from trainkit.config.read import default_file, read_settings
+from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
-from trainkit.settings.read import default_file, read_settings
-from trainkit.settings.values import Settings
 
 MACHINE = {"debug": False, "machine_rank": 0, "num_machines": 1}
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
+from trainkit.config.keys import KEYS, checked
+from trainkit.config.read import default_file
+from trainkit.config.values import Settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
-from trainkit.settings.keys import KEYS, checked
-from trainkit.settings.read import default_file
-from trainkit.settings.values import Settings
 
 __all__ = ["write_basic_config", "write_settings"]
 

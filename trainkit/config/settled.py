@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
-from trainkit.settings.values import Settings
 
 __all__ = ["settled"]
 

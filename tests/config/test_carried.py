@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from trainkit.config.carried import VARIABLE, Settings, carried, carry, debugging, with_environment
 from trainkit.console import TrainkitWarning
-from trainkit.settings.carried import VARIABLE, Settings, carried, carry, debugging, with_environment
 
 SETTINGS = Settings(
     {

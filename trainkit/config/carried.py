@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
+from trainkit.config.values import Settings
 from trainkit.console import warn
-from trainkit.settings.values import Settings
 
 __all__ = ["VARIABLE", "Settings", "carried", "carry", "debugging", "with_environment"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
-from trainkit.settings.values import Settings
 
 FILE = Settings(
     {"distributed_type": "DEEPSPEED", "num_processes": 2, "machine_rank": 1, "num_machines": 2},
