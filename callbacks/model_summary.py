@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_int
-from trainkit.data.nested import move
+from trainkit.nested import move
 from trainkit.precision import Precision
 from trainkit.rng import RandomState
 

@@ -18,9 +18,9 @@ from torch.utils.data.distributed import DistributedSampler
 from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_choice
 from trainkit.console import with_article
-from trainkit.data.nested import map_tensors
 from trainkit.errors import ConfigurationError
 from trainkit.loggers.jsonl import JSONLWriter
+from trainkit.nested import map_tensors
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

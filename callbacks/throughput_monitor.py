@@ -14,8 +14,8 @@ from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_callable, check_int, check_number
 from trainkit.callbacks._peak_flops import peak_flops
 from trainkit.console import notice
-from trainkit.data.nested import batch_size
 from trainkit.errors import ConfigurationError
+from trainkit.nested import batch_size
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.accelerator.meeting import Meeting
-from trainkit.data.nested import leaves, map_tensors
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
+from trainkit.nested import leaves, map_tensors
 
 __all__ = ["barrier", "gathered"]
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.data.nested import leaves
+from trainkit.accelerator.wrapped import Wrapped
 from trainkit.distributed.world import World
 from trainkit.errors import LossError, ModuleError
+from trainkit.nested import leaves
 from trainkit.strategies._fixed_ddp import FixedDDP
 from trainkit.strategies._reduction import no_rows, sparse_parameters
-from trainkit.wrapped import Wrapped
 
 __all__ = ["PreparedModel", "Replica", "TrainingStep"]
 

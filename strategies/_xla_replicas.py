@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data.nested import leaves, map_tensors
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.joining import join
 from trainkit.launch.tpu import REPLICA, place_in_slice
+from trainkit.nested import leaves, map_tensors
 from trainkit.strategies._xla_runtime import choose_runtime, imported
 from trainkit.strategies._xla_threads import ThreadWorld, turns_of_this_process
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainkit.data.nested import leaves
+from trainkit.accelerator.wrapped import Wrapped
 from trainkit.errors import ConfigurationError
 from trainkit.memory.footprint import Contents, Footprint, Held, Moment
-from trainkit.wrapped import Wrapped
+from trainkit.nested import leaves
 
 __all__ = ["ShardedModel", "divide_state", "divided", "make_mesh", "share_of"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data.nested import leaves, map_tensors, move
+from trainkit.nested import leaves, map_tensors, move
 
 __all__ = ["BatchSharding", "loaded_ahead", "to_xla"]
 

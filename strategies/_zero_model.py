@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.accelerator.wrapped import Wrapped
 from trainkit.errors import OptimizerError
-from trainkit.wrapped import Wrapped
 
 __all__ = ["Dispatch", "ShardedModel", "holder"]
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.data.nested import leaves
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.memory.footprint import Contents, Footprint, Moment
+from trainkit.nested import leaves
 from trainkit.precision import Precision
 from trainkit.strategies._compression import Compression
 from trainkit.strategies._copies import Buffers, refuse_unlike

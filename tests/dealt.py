@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from samples import CPU, draw, ids, same
 
 from trainkit.data import PreparedLoader
-from trainkit.data.nested import map_tensors
 from trainkit.data.window import NOTHING, Window
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World
 from trainkit.launch.joining import join
+from trainkit.nested import map_tensors
 from trainkit.rng import Stage
 
 __all__ = [

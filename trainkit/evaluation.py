@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainkit.data.nested import map_tensors
 from trainkit.data.window import NOTHING
 from trainkit.errors import ConfigurationError
 from trainkit.fillers import fill_evaluation
 from trainkit.metrics.store import Scope
+from trainkit.nested import map_tensors
 from trainkit.setup_run import overrides
 
 if TYPE_CHECKING:

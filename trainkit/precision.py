@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.data.nested import map_tensors
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.nested import map_tensors
 
 __all__ = ["MIXED", "OVER_MASTERS", "PRECISIONS", "Precision", "is_short"]
 

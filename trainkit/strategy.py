@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.data.nested import move
 from trainkit.data.window import Window
 from trainkit.distributed.device import find_device, generators_of
 from trainkit.distributed.placement import move_module, note_other_dtypes, refuse_divided
@@ -18,6 +17,7 @@ from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.memory.footprint import Contents, Footprint, undivided
+from trainkit.nested import move
 from trainkit.optim.gradient_norm import total_norm
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.state.standin import StoredOptimizer

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.cadence import Cadence
-from trainkit.data.nested import batch_size
 from trainkit.errors import ModuleError
 from trainkit.metric_notices import tell_shared_names
 from trainkit.metrics.results import MetricResults, as_tensors
 from trainkit.metrics.saved_objects import count_updates
 from trainkit.metrics.store import MetricStore
+from trainkit.nested import batch_size
 from trainkit.registry import load_callback
 from trainkit.setup_run import count_batches
 from trainkit.signals import Signals

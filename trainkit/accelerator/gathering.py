@@ -12,8 +12,8 @@ from torch.nn import functional
 from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.reading import Reading
 from trainkit.console import with_article
-from trainkit.data.nested import leaves, map_tensors
 from trainkit.errors import CollectiveError, ConfigurationError
+from trainkit.nested import leaves, map_tensors
 from trainkit.strategy import Strategy
 
 __all__ = ["GatherVerbs"]

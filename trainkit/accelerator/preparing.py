@@ -12,10 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from trainkit.accelerator.in_precision import InPrecision
 from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
+from trainkit.accelerator.wrapped import unwrapped
 from trainkit.console import with_article
 from trainkit.data.assembling import Filled
 from trainkit.data.combined import CombinedLoader
@@ -24,12 +26,10 @@ from trainkit.data.sources import batch_size_of
 from trainkit.data.splitting import split_batches
 from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
-from trainkit.in_precision import InPrecision
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.rng import Stage, resolve_seed
 from trainkit.strategy import Strategy
-from trainkit.wrapped import unwrapped
 
 if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from trainkit.accelerator.meeting import Meeting
-from trainkit.data.nested import rebuild
 from trainkit.errors import ConfigurationError
+from trainkit.nested import rebuild
 from trainkit.strategy import Strategy
 from trainkit.utils.distributed_type import DistributedType, distributed_type
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from trainkit.data.nested import batch_size, copied
 from trainkit.data.sources import batch_size_of
 from trainkit.data.window import NOTHING, Window
 from trainkit.errors import ConfigurationError
+from trainkit.nested import batch_size, copied
 
 if TYPE_CHECKING:
     from trainkit.data.loader import PreparedLoader

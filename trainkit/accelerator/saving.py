@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from trainkit.accelerator.meeting import Meeting
 from trainkit.checkpoint.scattered import is_scattered
-from trainkit.checkpoint.single_file import write_object
 from trainkit.checkpoint.together import together
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice
@@ -23,6 +22,7 @@ from trainkit.state.adapters import adapter_folders
 from trainkit.state.model import capture_model, clean_names
 from trainkit.state.names import without_checkpoint_wrapper
 from trainkit.state.parts import configurations
+from trainkit.state.single_file import write_object
 
 if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator

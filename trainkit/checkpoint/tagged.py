@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainkit.checkpoint.omegaconf import is_omegaconf, plain_container
 from trainkit.checkpoint.registered import Registration, registration_of
 from trainkit.checkpoint.strict_json import MAX_DEPTH, MAX_JSON_BYTES, json_problem, strict_json
 from trainkit.checkpoint.tensor_file import tensor_problem
 from trainkit.checkpoint.untag import SCALARS, Decoder
 from trainkit.console import with_article
 from trainkit.errors import UnsavableError
-from trainkit.omega import is_omegaconf, plain_container
 
 __all__ = ["MAX_DEPTH", "MAX_JSON_BYTES", "dumps", "loads", "strict_json", "unsavable"]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from trainkit.console import with_article
-from trainkit.data.nested import batch_size, rebuild
 from trainkit.data.window import Window
 from trainkit.errors import DataError, ModuleError
+from trainkit.nested import batch_size, rebuild
 
 __all__ = ["Filled", "each_joined", "joined", "padded", "side_by_side"]
 

@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainkit.console import with_article
-from trainkit.data.nested import batch_size
 from trainkit.data.sampling import CYCLE
 from trainkit.data.stream import Stream, open_stream
 from trainkit.data.trail import Trail
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.nested import batch_size
 from trainkit.rng import Stage
 
 __all__ = ["MODES", "CombinedLoader", "CombinedStream"]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from trainkit.data.assembling import Filled, each_joined, joined, side_by_side
 from trainkit.data.combined import CombinedLoader, CombinedStream
-from trainkit.data.nested import batch_size, copied, move
 from trainkit.data.position import Positions
 from trainkit.data.prefetch import to_device
 from trainkit.data.shared_window import Piece, collected, planned
@@ -20,6 +19,7 @@ from trainkit.data.stream import Stream, open_stream
 from trainkit.data.window import NOTHING, MicroBatch, Window, windows
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
+from trainkit.nested import batch_size, copied, move
 from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 
 __all__ = ["PreparedLoader"]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainkit.data.nested import leaves
+from trainkit.nested import leaves
 
 __all__ = ["SMALL", "one_ahead", "to_device"]
 

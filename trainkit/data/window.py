@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from trainkit.data.nested import batch_size
 from trainkit.errors import DataError
+from trainkit.nested import batch_size
 
 __all__ = ["NOTHING", "MicroBatch", "Nothing", "Offer", "Window", "checked_weight", "weight_of", "windows"]
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from trainkit.console import warn
-from trainkit.data.nested import map_tensors
 from trainkit.distributed.world import World
 from trainkit.metrics.reduce import Told, step_number
 from trainkit.metrics.saved_metrics import unstored
 from trainkit.metrics.saved_objects import merge_objects, merge_values
 from trainkit.metrics.torchmetrics import compact
 from trainkit.metrics.values import read
+from trainkit.nested import map_tensors
 
 __all__ = ["gather_states", "merge_states"]
 

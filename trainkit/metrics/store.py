@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.data.nested import batch_size as size_of
 from trainkit.data.window import NOTHING
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
@@ -26,6 +25,7 @@ from trainkit.metrics.saved_metrics import adopt, capture, fill
 from trainkit.metrics.saved_objects import capture_objects, restore_objects
 from trainkit.metrics.sync import Key, agree_on_steps, end_epoch, end_row, end_step
 from trainkit.metrics.values import alike, is_metric_object, number_of, read, weight_of
+from trainkit.nested import batch_size as size_of
 
 __all__ = ["MetricResults", "MetricStore", "Scope"]
 

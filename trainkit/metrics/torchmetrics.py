@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data.nested import map_tensors
 from trainkit.errors import MetricError
 from trainkit.metrics.saved_objects import in_turn, merge_values, on_device, reduction_names, updates_of
+from trainkit.nested import map_tensors
 
 __all__ = ["compact", "computed", "states_of"]
 

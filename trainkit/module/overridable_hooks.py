@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.data.nested import move
+from trainkit.nested import move
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback

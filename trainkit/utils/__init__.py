@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainkit.checkpoint.single_file import load
     from trainkit.config.write import write_basic_config
     from trainkit.launch.notebook import notebook_launcher
     from trainkit.rng import set_seed
+    from trainkit.state.single_file import load
     from trainkit.utils.available import (
         is_bf16_available,
         is_comet_ml_available,
@@ -133,7 +133,7 @@ PLACES = {
     "is_transformers_available": "trainkit.utils.available",
     "is_wandb_available": "trainkit.utils.available",
     "is_xpu_available": "trainkit.utils.available",
-    "load": "trainkit.checkpoint.single_file",
+    "load": "trainkit.state.single_file",
     "load_checkpoint_in_model": "trainkit.utils.modeling",
     "notebook_launcher": "trainkit.launch.notebook",
     "pad_across_processes": "trainkit.utils.operations",

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from trainkit.accelerator.wrapped import Wrapped, unwrapped
 from trainkit.errors import UnsupportedArgumentError
-from trainkit.wrapped import Wrapped, unwrapped
 
 __all__ = ["extract_model_from_parallel", "is_compiled_module"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from trainkit.accelerator.current import gathering
-from trainkit.data.nested import move
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.nested import move
 
 __all__ = ["broadcast", "gather", "pad_across_processes", "reduce", "send_to_device", "wait_for_everyone"]
 

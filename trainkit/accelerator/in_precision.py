@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.data.nested import map_tensors
+from trainkit.accelerator.wrapped import Wrapped
+from trainkit.nested import map_tensors
 from trainkit.precision import Precision
-from trainkit.wrapped import Wrapped
 
 __all__ = ["InPrecision"]
 

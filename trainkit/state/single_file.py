@@ -22,9 +22,9 @@ from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
 from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.checkpoint.tensor_file import chunks, metadata_in, plan_files, tensors_in
 from trainkit.checkpoint.weights import replace_file
-from trainkit.data.nested import map_tensors
 from trainkit.distributed.device import find_device
 from trainkit.errors import CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError, UnsavableError
+from trainkit.nested import map_tensors
 from trainkit.state.fit import place_of
 
 __all__ = ["load", "read_tensors", "write_object"]

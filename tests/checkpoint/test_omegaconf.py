@@ -9,8 +9,8 @@ import pytest
 from saved_state import through_json
 from support import run_python
 
+from trainkit.checkpoint.omegaconf import is_omegaconf
 from trainkit.loggers.values import plain
-from trainkit.omega import is_omegaconf
 
 
 class Color(enum.Enum):

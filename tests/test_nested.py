@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from trainkit.data.nested import batch_size, copied, first_tensor, leaves, map_tensors, move, rebuild
+from trainkit.nested import batch_size, copied, first_tensor, leaves, map_tensors, move, rebuild
 
 META = torch.device("meta")
 
