@@ -14,7 +14,7 @@ from trainkit.module.overridable_hooks import is_overridden
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["GradientClipping"]
 

@@ -13,7 +13,7 @@ from trainkit.console import notice
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Memory", "MemoryMonitor", "ProcessMemory", "StageMemory"]
 

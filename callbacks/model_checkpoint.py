@@ -30,7 +30,7 @@ from trainkit.state.model import has_adapters
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["ModelCheckpoint"]
 

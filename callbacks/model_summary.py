@@ -19,7 +19,7 @@ from trainkit.rng import RandomState
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["LayerSummary", "ModelSummary", "Summary", "summarize"]
 

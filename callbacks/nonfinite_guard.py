@@ -16,7 +16,7 @@ from trainkit.errors import ConfigurationError, NonFiniteError
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["NonFiniteGuard"]
 

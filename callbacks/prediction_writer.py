@@ -24,7 +24,7 @@ from trainkit.nested import map_tensors
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["PredictionWriter"]
 

@@ -20,7 +20,7 @@ from trainkit.metrics.values import read
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["TQDMProgressBar"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trainkit.distributed.world import World
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["ThroughputMonitor"]
 

@@ -15,7 +15,7 @@ from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Timer"]
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainkit.arguments import TrainerArguments
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, nearest
@@ -25,6 +24,7 @@ from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.strategies._deepspeed import quiet
 from trainkit.strategies._extensions import load, require_compiler
 from trainkit.strategies.zero_json import AUTO, DeepSpeedConfig
+from trainkit.trainer.arguments import TrainerArguments
 
 __all__ = ["Claims"]
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.arguments import TrainerArguments
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.precision import Precision
@@ -35,6 +34,7 @@ from trainkit.strategies._zero_setup import Setup, check_machine, configured, pr
 from trainkit.strategies._zero_window import EngineWindow
 from trainkit.strategies.zero_config import NO_VALUES, RUN_IS_OVER
 from trainkit.strategy import Strategy
+from trainkit.trainer.arguments import TrainerArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

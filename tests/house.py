@@ -29,7 +29,7 @@ LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 # Who may not import whom.
 NEVER = {
     "trainkit.callbacks": ("trainkit.strategies",),
-    "trainkit.strategies": ("trainkit.callbacks", "trainkit.loop", "trainkit.trainer"),
+    "trainkit.strategies": ("trainkit.callbacks", "trainkit.trainer.train_loop", "trainkit.trainer.trainer"),
     "trainkit": ("trainkit.callbacks", "trainkit.strategies"),
 }
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from worlds import run_world
 
 from trainkit import Callback, TrainModule
-from trainkit.trainer import Trainer
+from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Case", "Noisy", "Record", "Recorder", "RegressionModule", "train", "trained"]
 

@@ -194,10 +194,10 @@ def test_import_directions() -> None:
         ("trainkit.callbacks.x", "from .timer import Timer"),
         ("trainkit.callbacks.x", "def f():\n    import matplotlib"),
         ("trainkit.strategies.x", "from trainkit.callbacks import Timer"),
-        ("trainkit.strategies.x", "import trainkit.trainer"),
+        ("trainkit.strategies.x", "import trainkit.trainer.trainer"),
         ("trainkit.strategies.x", "from trainkit import trainer"),
-        ("trainkit.strategies.x", "from trainkit.loop import train_epoch"),
-        ("trainkit.strategies.x", "if TYPE_CHECKING:\n    from trainkit.trainer import Trainer"),
+        ("trainkit.strategies.x", "from trainkit.trainer.train_loop import train_epoch"),
+        ("trainkit.strategies.x", "if TYPE_CHECKING:\n    from trainkit.trainer.trainer import Trainer"),
         ("trainkit.strategies.x", "import deepspeed"),
         ("trainkit.x", "from trainkit.callbacks import Timer"),
         ("trainkit.x", "def f():\n    from trainkit.strategies.ddp import DDPStrategy"),
@@ -249,10 +249,10 @@ def test_benchmarks_use_public_names() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "from trainkit.loop import train_epoch",
+        "from trainkit.trainer.train_loop import train_epoch",
         "from trainkit import nonsense",
         "from trainkit.callbacks.timer import Timer",
-        "import trainkit.trainer",
+        "import trainkit.trainer.trainer",
         "import trainkit\ntrainkit.loop.train_epoch()",
         "import trainkit\ntrainkit.errors.nearest('x', [])",
         "import trainkit.callbacks\ntrainkit.callbacks.nonsense",
@@ -276,10 +276,10 @@ def test_public_names_pass() -> None:
 
 
 def test_blocks_of_a_document_keep_their_lines() -> None:
-    text = "Text\n\n```python\nimport trainkit.loop\n```\n\n* item\n\n  ```python\n  x = (\n  ```\n\n```bash\nexit\n```\n"
+    text = "Text\n\n```python\nimport trainkit.trainer.train_loop\n```\n\n* item\n\n  ```python\n  x = (\n  ```\n\n```bash\nexit\n```\n"
     blocks = house.python_blocks("docs/x.md", text)
     assert [c for block in blocks for c in house.private_imports(block, PUBLIC)] == [
-        "docs/x.md:4 imports trainkit.loop, which is not public",
+        "docs/x.md:4 imports trainkit.trainer.train_loop, which is not public",
         "docs/x.md:10 does not parse: '(' was never closed",
     ]
 

@@ -19,10 +19,10 @@ from tiny import TinyModule, tiny_loader
 from trainers import make_trainer
 
 from trainkit import Accelerator, Callback, Trainer
-from trainkit.arguments import UNSUPPORTED
 from trainkit.callbacks import LambdaCallback, NonFiniteGuard
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError
 from trainkit.hooks.table import HOOKS
+from trainkit.trainer.arguments import UNSUPPORTED
 
 OURS = str(Path(inspect.getfile(Trainer)).parent.parent)
 FOLDERS = tuple(str(Path(OURS, name)) for name in ("trainkit", "callbacks", "strategies"))

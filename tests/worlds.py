@@ -38,7 +38,7 @@ _PRELOAD = [
     "torch._dynamo",
     "numpy",
     "trainkit",
-    "trainkit.trainer",
+    "trainkit.trainer.trainer",
     "trainkit.strategies.ddp",
     "trainkit.strategies.zero",
     "deepspeed",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainkit.precision import Precision
     from trainkit.rng import seed_everything, set_seed
     from trainkit.strategy import Strategy
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
     from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
     from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
     from trainkit.utils.distributed_type import DistributedType
@@ -91,7 +91,7 @@ _PLACES = {
     "ProjectConfiguration": "trainkit.utils.configurations",
     "Strategy": "trainkit.strategy",
     "TrainModule": "trainkit.module.train_module",
-    "Trainer": "trainkit.trainer",
+    "Trainer": "trainkit.trainer.trainer",
     "find_executable_batch_size": "trainkit.utils.memory",
     "load_checkpoint_in_model": "trainkit.utils.modeling",
     "notebook_launcher": "trainkit.launch.notebook",

@@ -17,7 +17,7 @@ from trainkit.keywords import KnownKeywords
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Callback"]
 

@@ -23,7 +23,7 @@ from trainkit.precision import PRECISIONS, Precision
 from trainkit.state.standin import StoredOptimizer
 
 if TYPE_CHECKING:
-    from trainkit.arguments import TrainerArguments
+    from trainkit.trainer.arguments import TrainerArguments
 
 __all__ = ["Strategy"]
 

@@ -22,8 +22,8 @@ from trainkit.cli.setup_checks import CHECKS, Check, Setup
 from trainkit.config.carried import Settings, carried, carry
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World
-from trainkit.evaluation import gather_predictions
 from trainkit.registry import make_strategy
+from trainkit.trainer.eval_loop import gather_predictions
 
 NAMES = ["processes", "collectives", "training", "evaluation", "checkpoint"]
 
@@ -73,8 +73,8 @@ def found_wrong(folder: str) -> list[str]:
     broken_parts: list[tuple[str, Any, str, Any]] = [
         ("processes", strategy.world, "exchange", other_versions),
         ("collectives", dist, "all_reduce", wrong_sum),
-        ("evaluation", "trainkit.evaluating", "gather_predictions", without_last),
-        ("evaluation", "trainkit.evaluating", "gather_predictions", out_of_order),
+        ("evaluation", "trainkit.trainer.evaluating", "gather_predictions", without_last),
+        ("evaluation", "trainkit.trainer.evaluating", "gather_predictions", out_of_order),
         ("training", "trainkit.cli.setup_checks", "_difference", lambda one, other: 1e-3),
     ]
     for name, target, place, broken in broken_parts:

@@ -29,8 +29,9 @@ from elastic import journal
 from launched import Launched
 from patience import within
 
-from trainkit import Callback, running
+from trainkit import Callback
 from trainkit.distributed.channel import Channel
+from trainkit.trainer import lifecycle as running
 
 pytestmark = pytest.mark.prompt
 

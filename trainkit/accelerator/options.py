@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainkit.accelerator.tracking import check_trackers
-from trainkit.arguments import refuse_unknown
 from trainkit.config.carried import Settings, carried, debugging
 from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.distributed.device import find_device
@@ -17,6 +16,7 @@ from trainkit.launch.resolve import chosen_strategy
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import load_strategy, make_strategy
 from trainkit.strategy import Strategy
+from trainkit.trainer.arguments import refuse_unknown
 from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.utils.handlers import (

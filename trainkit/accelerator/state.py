@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator.naming import folder_of, newest_first, next_place, number_after, rotate
 from trainkit.accelerator.saving import SavingVerbs, meet, refuse_pickle
-from trainkit.arguments import refuse_unknown
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.folder import next_counter
 from trainkit.checkpoint.reader import Loaded
@@ -27,6 +26,7 @@ from trainkit.errors import (
 from trainkit.paths import local_path
 from trainkit.state.model import has_adapters
 from trainkit.state.parts import Parts, SaveMode, about, capture, check_names, restore
+from trainkit.trainer.arguments import refuse_unknown
 from trainkit.utils.configurations import ProjectConfiguration
 
 if TYPE_CHECKING:

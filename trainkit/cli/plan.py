@@ -21,7 +21,7 @@ from trainkit.accelerator import Accelerator
 from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.memory.inventory import contents_of, parse_bytes
 from trainkit.memory.report import PROCESSES, MemoryPlan, make_plan, plan_contents
-from trainkit.trainer import Trainer
+from trainkit.trainer.trainer import Trainer
 
 __all__ = ["add_arguments", "run"]
 

@@ -27,7 +27,7 @@ from trainkit.callback import Callback
 from trainkit.cli.resume_records import fingerprint, loss_of
 from trainkit.console import notice
 from trainkit.loggers.base import Logger
-from trainkit.trainer import Trainer
+from trainkit.trainer.trainer import Trainer
 
 __all__ = ["END", "FAILURE", "OUTCOME", "RECORDS", "SAVES", "Task", "main"]
 

@@ -22,7 +22,7 @@ from trainkit.errors import TrainkitError
 from trainkit.module.train_module import TrainModule
 from trainkit.registry import make_strategy
 from trainkit.strategy import Strategy
-from trainkit.trainer import Trainer
+from trainkit.trainer.trainer import Trainer
 
 __all__ = ["CHECKS", "SETTINGS", "Check", "Setup", "WrongResultError"]
 

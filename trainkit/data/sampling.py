@@ -30,7 +30,7 @@ from trainkit.data.digest import digest
 from trainkit.data.order import Permutation
 from trainkit.distributed.world import World
 from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
-from trainkit.signals import outlast_the_step
+from trainkit.trainer.signals import outlast_the_step
 
 __all__ = ["KeyedBatches", "KeyedDataset", "KeyedSlots", "UserWorkerInit", "is_distributed", "keyed_batches", "user_epoch"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.console import notice
 from trainkit.errors import DataError
-from trainkit.signals import held_back
+from trainkit.trainer.signals import held_back
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

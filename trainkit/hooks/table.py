@@ -18,8 +18,8 @@ from trainkit.module.overridable_hooks import is_overridden
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.profiler import Profiler
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.profiler import Profiler
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["HOOKS", "REMOVED", "WARNED", "HookTable", "check_callback", "check_datamodule", "check_module", "check_names"]
 

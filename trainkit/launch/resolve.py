@@ -14,9 +14,9 @@ from trainkit.launch.tpu import tpu_is_chosen
 from trainkit.registry import make_strategy
 
 if TYPE_CHECKING:
-    from trainkit.arguments import TrainerArguments
     from trainkit.precision import Precision
     from trainkit.strategy import Strategy
+    from trainkit.trainer.arguments import TrainerArguments
 
 __all__ = ["chosen_strategy", "joined_strategy", "read_wanted"]
 

@@ -14,12 +14,12 @@ from trainkit.memory.footprint import Contents, Weight
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.precision import Precision
-from trainkit.setup_run import overrides
 from trainkit.state.configs import has_adapters
 from trainkit.state.slots import count_slots, state_bytes
+from trainkit.trainer.setup import overrides
 
 if TYPE_CHECKING:
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["contents_of", "contents_of_module", "parse_bytes", "twin_of"]
 

@@ -17,7 +17,7 @@ from trainkit.registry import load_footprints
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.strategy import Strategy
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["PROCESSES", "MemoryPlan", "Row", "make_plan", "plan_contents"]
 

@@ -8,7 +8,7 @@ from trainkit.module.hparams import HyperParametersMixin
 from trainkit.module.overridable_hooks import DataHooks
 
 if TYPE_CHECKING:
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["DataModule"]
 

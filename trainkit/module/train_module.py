@@ -18,7 +18,7 @@ from trainkit.module.overridable_hooks import ModuleHooks
 from trainkit.optim.prepared_optimizer import PreparedOptimizer, toggle, untoggle
 
 if TYPE_CHECKING:
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["TrainModule"]
 

@@ -18,7 +18,7 @@ from trainkit.state.parts import Parts
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Phase", "capture_run", "consumed", "drafted", "logger_states", "parts_of", "restore_loop", "restore_run"]
 

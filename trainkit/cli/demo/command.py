@@ -25,7 +25,7 @@ from trainkit.loggers.reader import read_metrics
 from trainkit.loggers.tensorboard import TensorBoardLogger
 from trainkit.registry import load_callback
 from trainkit.rng import seed_everything
-from trainkit.trainer import Trainer
+from trainkit.trainer.trainer import Trainer
 
 __all__ = ["FULL", "PROMPT", "SMALL", "Result", "Size", "add_arguments", "report", "run", "train"]
 

@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainkit.arguments import limited
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of, evaluation_sources, find_source, training_source
 from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
-from trainkit.fillers import fill_manual_step, fill_nothing, fill_step
 from trainkit.metrics.store import MetricStore
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.optim.prepared_optimizer import clear_gradients
-from trainkit.plans import EvaluationPlan, FitPlan
 from trainkit.rng import Purpose, Stage, mix, seed_generators
+from trainkit.trainer.arguments import limited
+from trainkit.trainer.padding_steps import fill_manual_step, fill_nothing, fill_step
+from trainkit.trainer.plans import EvaluationPlan, FitPlan
 
 if TYPE_CHECKING:
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["evaluation_plan", "finish_fit_plan", "fit_plan", "overrides", "refuse_incomplete", "train_loader", "validate_every"]
 

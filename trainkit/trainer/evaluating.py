@@ -6,19 +6,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainkit.arguments import refuse_unknown
 from trainkit.console import printable
 from trainkit.errors import ConfigurationError
-from trainkit.evaluation import evaluate, gather_predictions
-from trainkit.explain import results_table
 from trainkit.module.data_module import DataModule
-from trainkit.resume import check_restore, load_weights
-from trainkit.running import build_hooks, plan_evaluation, refuse_evaluation, running
-from trainkit.trainer_state import TrainerState
+from trainkit.trainer.arguments import refuse_unknown
+from trainkit.trainer.eval_loop import evaluate, gather_predictions
+from trainkit.trainer.explain import results_table
+from trainkit.trainer.lifecycle import build_hooks, plan_evaluation, refuse_evaluation, running
+from trainkit.trainer.resume import check_restore, load_weights
+from trainkit.trainer.trainer_state import TrainerState
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Evaluating"]
 

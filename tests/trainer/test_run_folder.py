@@ -197,7 +197,7 @@ def test_where_only_another_module_has_saved() -> None:
 
 def test_a_manifest_that_names_no_module_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As versions of trainkit before this one wrote them."""
-    from trainkit import checkpointing
+    from trainkit.trainer import save_policy as checkpointing
 
     class Forgetful(dict[str, Any]):
         def __setitem__(self, key: str, value: Any) -> None:

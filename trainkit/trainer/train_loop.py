@@ -32,14 +32,14 @@ from torch.optim import Optimizer
 
 from trainkit.console import warn
 from trainkit.errors import LossError, MissingMetricError
-from trainkit.evaluation import evaluate
-from trainkit.metric_notices import not_logged
 from trainkit.metrics.store import Scope
 from trainkit.state.run import Phase
+from trainkit.trainer.eval_loop import evaluate
+from trainkit.trainer.metric_notices import not_logged
 
 if TYPE_CHECKING:
     from trainkit.optim.optimizer_config import SchedulerConfig
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["fit", "train_epoch"]
 

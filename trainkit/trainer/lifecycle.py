@@ -12,11 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator import Accelerator
-from trainkit.attach import merge_module_callbacks, renew_loggers, share_log_folders
-from trainkit.checkpointing import Checkpointing
 from trainkit.config.for_trainer import compiled
 from trainkit.console import counted, each_once, notice, users_frames
-from trainkit.control import Control
 from trainkit.distributed.failure_report import report_failure
 from trainkit.errors import (
     CheckpointWriteError,
@@ -27,22 +24,25 @@ from trainkit.errors import (
     Preempted,
     ProcessFailedError,
 )
-from trainkit.evaluation import evaluate
-from trainkit.flags import torch_flags
 from trainkit.hooks.table import HookTable, check_datamodule, check_module
-from trainkit.metric_notices import check_monitors
 from trainkit.metrics.store import MetricResults, MetricStore, Scope
 from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import DataHooks
 from trainkit.module.train_module import TrainModule
-from trainkit.plans import EvaluationPlan
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
-from trainkit.setup_run import evaluation_plan, overrides, refuse_incomplete
-from trainkit.signals import Signals, requeue
 from trainkit.state.run import Phase
+from trainkit.trainer.defaults import merge_module_callbacks, renew_loggers, share_log_folders
+from trainkit.trainer.eval_loop import evaluate
+from trainkit.trainer.metric_notices import check_monitors
+from trainkit.trainer.plans import EvaluationPlan
+from trainkit.trainer.save_policy import Checkpointing
+from trainkit.trainer.setup import evaluation_plan, overrides, refuse_incomplete
+from trainkit.trainer.signals import Signals, requeue
+from trainkit.trainer.step_flags import Control
+from trainkit.trainer.torch_flags import torch_flags
 
 if TYPE_CHECKING:
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = [
     "agree_on_signals",

@@ -13,7 +13,7 @@ from trainkit.data.loader import PreparedLoader
 from trainkit.errors import EmptyLoaderError
 from trainkit.metrics.store import MetricStore
 from trainkit.optim.optimizer_config import SchedulerConfig
-from trainkit.profiler import Profiler
+from trainkit.trainer.profiler import Profiler
 
 __all__ = ["EvaluationPlan", "FitPlan"]
 

@@ -15,7 +15,7 @@ from trainkit.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from trainkit.distributed.world import Pending
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Control"]
 

@@ -13,17 +13,17 @@ from trainkit.checkpoint.reader import Loaded
 from trainkit.console import counted, notice, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameError, nearest
-from trainkit.finding import WORDS, Enter, Found, find_checkpoint, newest_of
 from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
-from trainkit.run_folder import Places, checkpoint_places, folder_of_run
 from trainkit.state.parts import Parts, check_names, restore, shown
 from trainkit.state.run import parts_of, restore_loop, restore_run
+from trainkit.trainer.find_checkpoint import WORDS, Enter, Found, find_checkpoint, newest_of
+from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["PARTS", "Found", "begin_resume", "check_restore", "load_weights", "restore_fit"]
 

@@ -17,7 +17,7 @@ from worlds import run_world
 
 from trainkit import Callback
 from trainkit.errors import ConfigurationError, EmptyLoaderError, MetricError, Preempted
-from trainkit.evaluation import gather_predictions
+from trainkit.trainer.eval_loop import gather_predictions
 
 
 def trainer_of(*callbacks: Callback, **arguments: Any) -> Any:

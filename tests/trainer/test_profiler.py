@@ -16,7 +16,7 @@ from trainkit.errors import (
     MissingMethodError,
     UnknownNameError,
 )
-from trainkit.profiler import Profiler, SimpleProfiler
+from trainkit.trainer.profiler import Profiler, SimpleProfiler
 
 
 def test_the_simple_profiler(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainkit.checkpoint.folder import CHECKPOINTS, candidates, check_writable, folders_below
 from trainkit.checkpoint.together import together
 from trainkit.errors import CheckpointWriteError
-from trainkit.setup_run import overrides
+from trainkit.trainer.setup import overrides
 
 if TYPE_CHECKING:
     from trainkit.distributed.world import World
     from trainkit.loggers import Logger
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Places", "checkpoint_places", "choose_folder", "folder_of_run", "opens_files", "shown_folders"]
 

@@ -29,7 +29,7 @@ from trainkit.errors import (
     UnsavableError,
 )
 from trainkit.loggers import JSONLLogger
-from trainkit.resume import PARTS
+from trainkit.trainer.resume import PARTS
 
 # ------------------------------------------------------------------------------------------------------------- which one
 

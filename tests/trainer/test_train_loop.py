@@ -412,7 +412,7 @@ def test_an_epoch_that_never_ends_is_told_of_too(monkeypatch: Any) -> None:
             if batch_idx == 9:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainkit.loop._LONG", 5)
+    monkeypatch.setattr("trainkit.trainer.train_loop._LONG", 5)
     with pytest.warns(TrainkitWarning, match="training_step returned None") as warned, pytest.raises(KeyboardInterrupt):
         make_trainer(max_epochs=-1, max_steps=100).fit(Ending(), DataLoader(Endless(), batch_size=2))
     assert len(warned) == 1
@@ -458,7 +458,7 @@ def test_steps_that_were_skipped_are_no_mistake(automatic: bool, monkeypatch: An
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step([batch[0] * 1e30, batch[1]], batch_idx)
 
-    monkeypatch.setattr("trainkit.loop._LONG", 2)
+    monkeypatch.setattr("trainkit.trainer.train_loop._LONG", 2)
     assert no_steps(Skipping()) == []
     assert no_steps(Overflowing(), precision="16-mixed") == []
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from trainkit.console import notice, warn
 from trainkit.errors import nearest
-from trainkit.setup_run import overrides
+from trainkit.trainer.setup import overrides
 
 if TYPE_CHECKING:
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["check_monitors", "how_to_log", "not_logged", "tell_rare_logs", "tell_shared_names"]
 

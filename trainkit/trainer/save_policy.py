@@ -19,13 +19,13 @@ from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.together import together
 from trainkit.console import notice, warn
 from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
-from trainkit.run_folder import choose_folder
 from trainkit.state.model import frozen_fingerprint, has_adapters
 from trainkit.state.parts import SaveMode, about, capture, shown
 from trainkit.state.run import Phase, capture_run, consumed, drafted, parts_of
+from trainkit.trainer.run_folder import choose_folder
 
 if TYPE_CHECKING:
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["Checkpointing"]
 

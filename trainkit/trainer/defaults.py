@@ -11,14 +11,14 @@ from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
 from trainkit.hooks.table import check_callback
 from trainkit.registry import load_callback
-from trainkit.run_folder import opens_files
-from trainkit.setup_run import overrides
 from trainkit.state.hyper import logged
+from trainkit.trainer.run_folder import opens_files
+from trainkit.trainer.setup import overrides
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = [
     "attach_callbacks",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from trainkit.errors import ModuleError
 
 if TYPE_CHECKING:
-    from trainkit.arguments import TrainerArguments
-    from trainkit.plans import EvaluationPlan, FitPlan
+    from trainkit.trainer.arguments import TrainerArguments
+    from trainkit.trainer.plans import EvaluationPlan, FitPlan
 
 __all__ = ["Cadence"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainkit import signals as module
 from trainkit.console import speak
-from trainkit.signals import Signals
+from trainkit.trainer import signals as module
+from trainkit.trainer.signals import Signals
 
 
 @pytest.fixture

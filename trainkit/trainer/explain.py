@@ -7,11 +7,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import counted
-from trainkit.run_folder import opens_files, shown_folders
+from trainkit.trainer.run_folder import opens_files, shown_folders
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["explain", "results_table", "where_it_is", "why_it_ended"]
 

@@ -18,7 +18,6 @@ from trainers import make_trainer
 
 import trainkit.callbacks
 from trainkit import DataModule, Trainer
-from trainkit.arguments import UNSUPPORTED, limited
 from trainkit.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -27,6 +26,7 @@ from trainkit.errors import (
     UnknownNameError,
     UnsupportedArgumentError,
 )
+from trainkit.trainer.arguments import UNSUPPORTED, limited
 
 # Every argument of Lightning's Trainer, of version 2 and of those before.
 LIGHTNING_2 = """

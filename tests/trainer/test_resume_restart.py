@@ -10,12 +10,12 @@ import pytest
 from saving import Adam, saving
 from tiny import tiny_loader
 
-from trainkit import resume
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.console import TrainkitWarning
 from trainkit.distributed.world import World
 from trainkit.errors import CorruptCheckpointError
+from trainkit.trainer import resume
 
 FOLDER = Path("runs/version_0/checkpoints")
 

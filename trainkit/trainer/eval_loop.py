@@ -17,16 +17,16 @@ from torch import Tensor
 
 from trainkit.data.window import NOTHING
 from trainkit.errors import ConfigurationError
-from trainkit.fillers import fill_evaluation
 from trainkit.metrics.store import Scope
 from trainkit.nested import map_tensors
-from trainkit.setup_run import overrides
+from trainkit.trainer.padding_steps import fill_evaluation
+from trainkit.trainer.setup import overrides
 
 if TYPE_CHECKING:
     from trainkit.distributed.world import World
     from trainkit.module.train_module import TrainModule
-    from trainkit.plans import EvaluationPlan
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.plans import EvaluationPlan
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["evaluate", "gather_predictions"]
 

@@ -23,12 +23,12 @@ from trainkit.errors import (
 )
 from trainkit.paths import local_path
 from trainkit.registry import load_callback
-from trainkit.run_folder import Places
 from trainkit.state.parts import model_stems
+from trainkit.trainer.run_folder import Places
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["WORDS", "Enter", "Found", "find_checkpoint", "newest_of"]
 

@@ -11,7 +11,7 @@ import torch
 from trainkit.metrics.store import MetricResults, MetricStore
 
 if TYPE_CHECKING:
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["fill_evaluation", "fill_manual_step", "fill_nothing", "fill_step", "unnoticed"]
 

@@ -9,38 +9,38 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainkit.cadence import Cadence
 from trainkit.errors import ModuleError
-from trainkit.metric_notices import tell_shared_names
 from trainkit.metrics.results import MetricResults, as_tensors
 from trainkit.metrics.saved_objects import count_updates
 from trainkit.metrics.store import MetricStore
 from trainkit.nested import batch_size
 from trainkit.registry import load_callback
-from trainkit.setup_run import count_batches
-from trainkit.signals import Signals
 from trainkit.state.run import Phase, logger_states
+from trainkit.trainer.due import Cadence
+from trainkit.trainer.metric_notices import tell_shared_names
+from trainkit.trainer.setup import count_batches
+from trainkit.trainer.signals import Signals
 
 if TYPE_CHECKING:
     import torch
 
     from trainkit.accelerator import Accelerator
-    from trainkit.arguments import TrainerArguments
     from trainkit.callback import Callback
-    from trainkit.checkpointing import Checkpointing
-    from trainkit.control import Control
     from trainkit.hooks.table import HookTable
     from trainkit.loggers import Logger
     from trainkit.module.data_module import DataModule
     from trainkit.module.train_module import TrainModule
     from trainkit.optim.optimizer_config import SchedulerConfig
     from trainkit.optim.prepared_optimizer import PreparedOptimizer
-    from trainkit.plans import EvaluationPlan, FitPlan
     from trainkit.precision import Precision
-    from trainkit.profiler import Profiler
-    from trainkit.resume import Found
     from trainkit.strategy import Strategy
-    from trainkit.trainer import Trainer
+    from trainkit.trainer.arguments import TrainerArguments
+    from trainkit.trainer.plans import EvaluationPlan, FitPlan
+    from trainkit.trainer.profiler import Profiler
+    from trainkit.trainer.resume import Found
+    from trainkit.trainer.save_policy import Checkpointing
+    from trainkit.trainer.step_flags import Control
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["TrainerState"]
 
@@ -141,7 +141,7 @@ class TrainerState(Cadence):
                 "first, or save the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
             )
         if not hasattr(self, "_checkpointing"):
-            from trainkit.checkpointing import Checkpointing
+            from trainkit.trainer.save_policy import Checkpointing
 
             self._checkpointing = Checkpointing(cast("Trainer", self))
         return self._checkpointing
