@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
-    from trainkit.strategies.ddp import DDPStrategy
-    from trainkit.strategies.xla import XLAStrategy
-    from trainkit.strategies.zero import ZeROStrategy
+    from trainkit.strategies.ddp.ddp_strategy import DDPStrategy
+    from trainkit.strategies.xla.xla_strategy import XLAStrategy
+    from trainkit.strategies.zero.zero_strategy import ZeROStrategy
 
 __all__ = ["DDPStrategy", "XLAStrategy", "ZeROStrategy"]
 

@@ -7,8 +7,8 @@ import sys
 import torch
 
 from trainkit.errors import MissingPackageError
-from trainkit.strategies._deepspeed import imported
-from trainkit.strategies._extensions import load, require_async_io
+from trainkit.strategies.zero.deepspeed_api import imported
+from trainkit.strategies.zero.extensions import load, require_async_io
 
 
 def main() -> None:

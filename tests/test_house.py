@@ -189,7 +189,7 @@ def test_import_directions() -> None:
     [
         ("trainkit.callbacks.x", "from trainkit.strategies import DDPStrategy"),
         ("trainkit.callbacks.x", "from trainkit import strategies"),
-        ("trainkit.callbacks.x", "def f():\n    import trainkit.strategies.ddp"),
+        ("trainkit.callbacks.x", "def f():\n    import trainkit.strategies.ddp.ddp_strategy"),
         ("trainkit.callbacks.x", "from trainkit import Callback"),
         ("trainkit.callbacks.x", "from .timer import Timer"),
         ("trainkit.callbacks.x", "def f():\n    import matplotlib"),
@@ -200,7 +200,7 @@ def test_import_directions() -> None:
         ("trainkit.strategies.x", "if TYPE_CHECKING:\n    from trainkit.trainer.trainer import Trainer"),
         ("trainkit.strategies.x", "import deepspeed"),
         ("trainkit.x", "from trainkit.callbacks import Timer"),
-        ("trainkit.x", "def f():\n    from trainkit.strategies.ddp import DDPStrategy"),
+        ("trainkit.x", "def f():\n    from trainkit.strategies.ddp.ddp_strategy import DDPStrategy"),
         ("trainkit.x", "import_module('trainkit.callbacks.timer')"),
         ("trainkit.x", "import trainkit"),
         ("trainkit.x", "def f():\n    import wandb"),

@@ -39,8 +39,8 @@ _PRELOAD = [
     "numpy",
     "trainkit",
     "trainkit.trainer.trainer",
-    "trainkit.strategies.ddp",
-    "trainkit.strategies.zero",
+    "trainkit.strategies.ddp.ddp_strategy",
+    "trainkit.strategies.zero.zero_strategy",
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which takes over a second, and is imported late
     "pytest",

@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 STRATEGIES: dict[str, str] = {
-    "ddp": "trainkit.strategies.ddp:DDPStrategy",
+    "ddp": "trainkit.strategies.ddp.ddp_strategy:DDPStrategy",
     "single": "trainkit.strategy:Strategy",
-    "xla": "trainkit.strategies.xla:XLAStrategy",
-    "zero1": "trainkit.strategies.zero:ZeROStrategy",
-    "zero2": "trainkit.strategies.zero:ZeROStrategy",
-    "zero3": "trainkit.strategies.zero:ZeROStrategy",
-    "zero3_offload": "trainkit.strategies.zero:ZeROStrategy",
+    "xla": "trainkit.strategies.xla.xla_strategy:XLAStrategy",
+    "zero1": "trainkit.strategies.zero.zero_strategy:ZeROStrategy",
+    "zero2": "trainkit.strategies.zero.zero_strategy:ZeROStrategy",
+    "zero3": "trainkit.strategies.zero.zero_strategy:ZeROStrategy",
+    "zero3_offload": "trainkit.strategies.zero.zero_strategy:ZeROStrategy",
 }
 
 # What a plan of memory compares, the cheapest in time first: paths, and options. Each has footprint, supported_precisions.
-_ZERO = "trainkit.strategies.zero_plan:ZeROMemory"
+_ZERO = "trainkit.strategies.zero.memory_plan:ZeROMemory"
 FOOTPRINTS: list[tuple[str, dict[str, Any]]] = [
     (STRATEGIES["single"], {"device": "cpu"}),
     (STRATEGIES["ddp"], {"device": "cpu"}),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainkit import Accelerator
-from trainkit.strategies._transformers import divided_by
+from trainkit.strategies.zero.transformers_models import divided_by
 from trainkit.utils import DeepSpeedPlugin, set_seed
 
 transformers = pytest.importorskip("transformers")

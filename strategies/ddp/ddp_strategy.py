@@ -1,0 +1,340 @@
+"""``DDPStrategy``: a copy of the model in every process, gradients averaged over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.memory.footprint import Contents, Footprint, Moment
+from trainkit.nested import leaves
+from trainkit.precision import Precision
+from trainkit.strategies._copies import Buffers, refuse_unlike
+from trainkit.strategies._gather import barrier, gathered
+from trainkit.strategies._membership import Membership
+from trainkit.strategies.ddp.compression import Compression
+from trainkit.strategies.ddp.fixed_buckets import FixedDDP
+from trainkit.strategies.ddp.reduction import average_gradients, broadcast, mean, sparse_parameters
+from trainkit.strategies.ddp.replica import PreparedModel, Replica, TrainingStep
+from trainkit.strategies.ddp.sync_batchnorm import SyncedBatchNorms
+from trainkit.strategy import Strategy
+
+__all__ = ["DDPStrategy"]
+
+_NULL = nullcontext()
+
+
+class DDPStrategy(Strategy):
+    """Data parallel training with torch's ``DistributedDataParallel``, on any number of processes.
+
+    Every process has the whole model and works on its share of each global batch. Gradients are averaged in buckets while the
+    backward pass goes on, in the last micro-batch of an accumulation window only. With one process it is the same as the base
+    class.
+
+    Args:
+        process_group_backend: ``"gloo"``, ``"nccl"``, …; default: nccl for CUDA, gloo for the CPU.
+        timeout: how long a process waits for the others in a collective: a timedelta, or seconds.
+        static_graph: each step uses the same parameters, as often and in the same order. Lets reentrant activation
+            checkpointing work, and finds unused parameters once. Then every ``training_step`` must return a loss.
+        find_unused_parameters: some parameters get no gradient in some steps. Costs a walk through the graph at each step.
+        gradient_as_bucket_view: gradients live in the buckets, which saves memory of the size of the gradients.
+        bucket_cap_mb: size of a bucket in MB; 25 is torch's default, with a first bucket of 1 MB.
+        comm_hook: send gradients in fewer bytes: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (Vogels et al., NeurIPS 2019), or a
+            function ``(state, bucket)`` as in ``torch.distributed.algorithms.ddp_comm_hooks``.
+        comm_state: the first argument of that function; for "powersgd" a dict of options of torch's ``PowerSGDState``.
+        sync_batchnorm: BatchNorm takes its statistics over the micro-batches of all processes. Not on the CPU.
+        device: a torch device, or ``"auto"``: each process its GPU, else MPS or the CPU.
+        precision: as of the base class.
+
+    Raises:
+        ConfigurationError: an argument that is wrong or contradicts another.
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    def __init__(
+        self,
+        *,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = timedelta(minutes=30),
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        bucket_cap_mb: float = 25,
+        comm_hook: str | Callable[..., Any] | None = None,
+        comm_state: Any = None,
+        sync_batchnorm: bool = False,
+        device: str | torch.device = "auto",
+        precision: Precision | str | int | None = None,
+    ) -> None:
+        super().__init__(device, precision)
+        if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
+            raise ConfigurationError(f"bucket_cap_mb must be a number > 0, not {bucket_cap_mb!r}.")
+        self._membership = Membership("DDPStrategy", device, process_group_backend, timeout)
+        self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
+        self.static_graph = static_graph
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.bucket_cap_mb = bucket_cap_mb
+        self.sync_batchnorm = sync_batchnorm
+        self._compression = Compression(comm_hook, comm_state)
+        self._norms = SyncedBatchNorms()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._step: TrainingStep | None = None  # training_step under automatic optimization
+        self._models: list[PreparedModel] = []  # of loops that call them themselves
+        self._buffers = Buffers()
+        self._sparse: set[int] = set()  # ids of parameters
+        self._known: dict[int, int] = {}  # optimizers by id, with the number of parameters of each that was looked at
+        self._stepping = False  # in training_step under automatic optimization
+
+    def join(self, wanted: Wanted) -> None:
+        """See :meth:`trainkit.Strategy.join`."""
+        self.world, self.device = self._membership.join(wanted, self.device)
+        self.joined = True
+        if self.sync_batchnorm and self.device.type == "cpu" and not self._alone:
+            raise ConfigurationError(
+                "sync_batchnorm=True: torch has no synchronized BatchNorm on the CPU. Leave it out, or use layers without "
+                "statistics over the batch, such as nn.GroupNorm."
+            )
+
+    @property
+    def _alone(self) -> bool:
+        return self.world.size == 1
+
+    def prepare_module(self, module: nn.Module) -> nn.Module:
+        """The module on the device, with rank 0's parameters and buffers."""
+        module = super().prepare_module(module)
+        if self._alone:
+            return module
+        if self.sync_batchnorm:
+            self._norms.put_in(module, self.world)
+        refuse_unlike(module, self.world, "DDP")
+        self._buffers.add(module, self.world)
+        self._sparse |= sparse_parameters(module)
+        broadcast([p.data for p in module.parameters()])
+        self.sync_buffers()
+        return module
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """See :meth:`trainkit.Strategy.wrap`."""
+        if self._alone:
+            return module
+        model = PreparedModel(module, late=self.static_graph, **self._options())
+        if self._norms:
+            model.register_forward_pre_hook(lambda *_: self._norms.follow(self.window is not None and self.window.uneven))
+        self._models.append(model)
+        for each in self._models:
+            each.replica.watched = len(self._models) > 1
+        return model
+
+    def _options(self) -> dict[str, Any]:
+        return {"make": self._make, "due": self._due, "world": self.world}
+
+    def _make(self, target: nn.Module, due: Callable[[], bool]) -> FixedDDP:
+        ddp = FixedDDP(
+            target,
+            due,
+            bucket_cap_mb=self.bucket_cap_mb,
+            static_graph=self.static_graph,
+            find_unused_parameters=self.find_unused_parameters and not self.static_graph,  # which finds them anyway
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+        )
+        self._compression.register(ddp)
+        return ddp
+
+    def _replicas(self) -> list[Replica]:
+        return [part.replica for part in (self._step, *self._models) if part is not None]
+
+    def _due(self) -> bool:
+        """Whether gradients travel in the micro-batch that is being worked on."""
+        window = self.window
+        return window is None or (window.full and not window.uneven)
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """See :meth:`trainkit.Strategy.unwrap`."""
+        return module.module if isinstance(module, PreparedModel) else super().unwrap(module)
+
+    def step_function(
+        self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """See :meth:`trainkit.Strategy.step_function`; ``training_step`` under automatic optimization runs in DDP's forward."""
+        run = super().step_function(wrapped, module, name, compiler)
+        if self._alone or name != "training_step" or not getattr(module, "automatic_optimization", True):
+            return run
+        if self._step is not None:
+            self._step.replica.close()
+        step = self._step = TrainingStep(module, run, static_graph=self.static_graph, **self._options())
+        window, norms = self.window, self._norms
+
+        def begun(*args: Any) -> Any:
+            if window is not None and window.first:
+                step.begin_window(window.uneven)
+                norms.follow(window.uneven)
+            self._stepping = True
+            try:
+                return step(*args)
+            finally:
+                self._stepping = False
+
+        return begun
+
+    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
+        """See :meth:`trainkit.Strategy.backward`; gradients travel where the window is full."""
+        if self._alone:
+            super().backward(loss, **kwargs)
+        elif loss is None:
+            self.skip_backward(None)
+        elif self._step is not None:
+            due = self._due()
+            with self.world.waits if due else _NULL:
+                self._step.backward(self.precision.scale(loss), due, **kwargs)
+        else:
+            called = [model for model in self._models if model.replica.called]
+            if self._models and not called:
+                raise ModuleError(
+                    "no prepared model has been called since the last backward pass, so the gradients of this one would not be "
+                    "averaged over the processes. Call what prepare returned, model(...), not a method of it; of two losses of "
+                    "one forward make one: accelerator.backward(loss1 + loss2)."
+                )
+            for model in called:
+                model.replica.reached = False
+            with self._waiting(called):
+                self.precision.scale(loss).backward(**kwargs)
+            # where none seems to be reached, the loss was made of other things than what a model returned: of all, maybe
+            for model in [model for model in called if model.replica.reached] or called:
+                model.finish_backward()
+
+    def _waiting(self, models: list[PreparedModel]) -> AbstractContextManager[Any]:
+        """Around a backward pass: it waits for the others if gradients of one of the models travel."""
+        return self.world.waits if any(model.replica.due() for model in models) else _NULL
+
+    def skip_backward(self, loss: Tensor | None) -> None:
+        """See :meth:`trainkit.Strategy.skip_backward`."""
+        if self._alone:
+            return
+        window, due = self.window, self._due()
+        self.precision.scale(torch.zeros((), device=self.device))  # the loss scale is kept alike on all processes
+        if self._step is not None:
+            if window is not None and window.filler:
+                self._step.begin_window(window.uneven)
+            with self.world.waits if due else _NULL:
+                self._step.skip(loss is not None, due)
+            return
+        called = [model for model in self._models if model.replica.called]
+        if not called and any(model.replica.due() for model in self._models):
+            called = self._models  # the others have called it
+            if len(called) > 1:
+                raise ModuleError(
+                    "backward(None), and no prepared model has been called since the last backward pass: of several it is not "
+                    "known which ones the other processes wait for. Call the models all the same, and then backward(None)."
+                )
+        # in the order of a backward pass: the other processes reduce in that of theirs
+        with self._waiting(called):
+            for model in sorted(called, key=lambda model: -model.replica.called):
+                model.skip_backward()
+
+    def any_loss(self, had_loss: bool) -> bool:
+        """See :meth:`trainkit.Strategy.any_loss`; to be asked after the gradients have been averaged."""
+        if had_loss or self._step is None or self._step.witness.grad is None:
+            return had_loss
+        return bool(self._step.witness.grad.abs() > 0.0)
+
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """See :meth:`trainkit.Strategy.reduce_gradients`.
+
+        ``comm_hook="fp16"`` and ``"bf16"`` shorten what is sent; other hooks have no part in it.
+        """
+        if self._alone:
+            return
+        own = [] if self._step is None else [self._step.witness]
+        with self.world.waits:
+            average_gradients([*parameters, *own], self.bucket_cap_mb, wire=self._compression.wire, sparse=self._sparse)
+        for replica in self._replicas():
+            replica.forget_backward()
+
+    def mean(self, value: Tensor) -> Tensor:
+        """See :meth:`trainkit.Strategy.mean`."""
+        if self._alone:
+            return value
+        with self.world.waits:
+            return mean(value)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Update the parameters, and give rank 0's buffers to all processes.
+
+        Raises:
+            ModuleError: the optimizer has parameters whose gradients nobody averages.
+        """
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if not self._alone and self._known.get(id(optimizer)) != count:
+            self._refuse_strangers(optimizer)
+            self._known[id(optimizer)] = count
+        updated = super().optimizer_step(optimizer, closure)
+        if self._buffers:
+            self.sync_buffers()
+        return updated
+
+    def _refuse_strangers(self, optimizer: Optimizer) -> None:
+        replicas = self._replicas()
+        if not replicas:
+            return  # gradients are averaged by the optimizer's parameters, whose ever they are
+        known = {id(p) for replica in replicas for p in replica.parameters}
+        strange = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in known]
+        if strange:
+            raise ModuleError(
+                f"{type(optimizer).__name__} has {len(strange)} parameters (the first of shape {tuple(strange[0].shape)}) that "
+                "were in no module when it was prepared, so their gradients are not averaged over the processes. Make all "
+                "parameters before, in configure_model or __init__, and give each module that has some to prepare."
+            )
+
+    def sync_buffers(self) -> None:
+        """See :meth:`trainkit.Strategy.sync_buffers`."""
+        self._buffers.sync()
+
+    def footprint(self, contents: Contents, processes: int) -> Footprint:
+        """See :meth:`trainkit.Strategy.footprint`; the buckets are as large as the gradients, unless those live in them."""
+        alone = super().footprint(contents, processes)
+        if processes == 1 or self.gradient_as_bucket_view:
+            return alone
+        held = alone.moments["update"].device
+        return replace(alone, moments={"update": Moment(replace(held, buffers=held.gradients))})
+
+    def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
+        """See :meth:`trainkit.Strategy.all_gather`.
+
+        Raises:
+            ConfigurationError: the processes give different containers, shapes or dtypes; or not all of them come here.
+        """
+        if self.window is not None and self.window.uneven and not self._alone:
+            self._refuse_uneven(data, sync_grads)
+        return data if self._alone else gathered(data, self.world, self.device, sync_grads, alike)
+
+    def _refuse_uneven(self, data: Any, sync_grads: bool) -> None:
+        """A process without a micro-batch runs no training_step, and no backward pass of one that it repeats."""
+        if self._stepping or (sync_grads and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(data))):
+            raise ConfigurationError(
+                "all_gather in a window in which some processes have fewer micro-batches than others, as the last of an epoch "
+                "may be: not all of them take part, and the others would wait for them. Leave such windows out: "
+                "Trainer(limit_train_batches=n), where n is the number of micro-batches that every process has."
+            )
+
+    def barrier(self) -> None:
+        """See :meth:`trainkit.Strategy.barrier`."""
+        barrier(self.world)
+
+    def teardown(self) -> None:
+        """Take the hooks off the parameters. Process groups stay: others may use them."""
+        for replica in self._replicas():
+            replica.close()
+        self._norms.take_out()
+        self._begin()

@@ -1,0 +1,3 @@
+"""``XLAStrategy``: TPUs and other XLA devices, through torch_xla."""
+
+from __future__ import annotations

@@ -1,0 +1,213 @@
+"""Replicas: a copy of the model on every device, each with a process of its own (on the CPU: a thread), gradients averaged."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.world import World
+from trainkit.errors import ConfigurationError
+from trainkit.launch.joining import join
+from trainkit.launch.tpu import REPLICA, place_in_slice
+from trainkit.nested import leaves, map_tensors
+from trainkit.strategies.xla.runtime import choose_runtime, imported
+from trainkit.strategies.xla.threads import ThreadWorld, turns_of_this_process
+
+__all__ = ["Replicas", "host_world", "launch", "mode_here", "replica_world"]
+
+
+def mode_here(mode: str | None) -> str:
+    """The mode that was asked for, else the one that this process was started for.
+
+    Raises:
+        ConfigurationError: there is no such mode.
+    """
+    if mode not in ("spmd", "replicas", None):
+        raise ConfigurationError(f"mode must be 'spmd' or 'replicas', not {mode!r}.")
+    return mode or ("replicas" if REPLICA in os.environ else "spmd")
+
+
+def replica_world(wanted: Wanted, xr: Any, timeout: timedelta) -> World:
+    """The replicas, of which this is one.
+
+    Raises:
+        ConfigurationError: they are not as many as were asked for.
+    """
+    size, here = int(xr.world_size()), int(xr.local_device_count())
+    each = wanted.per_node
+    if size == 1 and (each or 1) > 1:
+        raise ConfigurationError(
+            f"devices={each} and mode='replicas', but XLA's runtime knows of one replica. Start them by "
+            "XLAStrategy.launch(main), or torch_xla.launch(main), where main makes the Trainer and fits."
+        )
+    if each is not None and each > 0 and each != here:
+        raise ConfigurationError(
+            f"devices={each}, but there are {here} replicas on this host. Leave devices out, or use {here}."
+        )
+    if size == 1:
+        return host_world(wanted, xr, timeout)
+    rank, threads = int(xr.global_ordinal()), int(xr.addressable_device_count())
+    if threads == size and int(xr.process_count()) == 1:
+        turns = turns_of_this_process(size)
+        if wanted.as_started and rank not in turns.launched:
+            raise ConfigurationError(
+                "replicas on XLA's CPU runtime are threads that take turns, and of a loop of one's own it is not known when it "
+                "ends. Start it by XLAStrategy.launch(main)."
+            )
+        return ThreadWorld(rank, size, turns)
+    if threads > 1:
+        raise ConfigurationError(
+            f"each process of this TPU has {threads} devices, as those of v2 and v3 have, and mode='replicas' takes one. Use "
+            "mode='spmd'."
+        )
+    place = place_in_slice(rank, size, int(xr.local_ordinal()), here, os.environ, os.getppid())
+    return _checked(join(wanted, backend="gloo", timeout=timeout, place=place), size)
+
+
+def host_world(wanted: Wanted, xr: Any, timeout: timedelta) -> World:
+    """The processes of an SPMD run: one on each host.
+
+    Raises:
+        ConfigurationError: a launcher has started others than the runtime knows of.
+    """
+    place = place_in_slice(int(xr.process_index()), int(xr.process_count()), 0, 1, os.environ, 0)
+    hosts = Wanted(wanted.accelerator, nodes=wanted.nodes, as_started=True)
+    return _checked(join(hosts, backend="gloo", timeout=timeout, place=place), int(xr.process_count()))
+
+
+def _checked(world: World, size: int) -> World:
+    if world.size != size:
+        raise ConfigurationError(
+            f"there are {world.size} processes ({world.launcher}), but XLA's runtime knows of {size}: each would train by "
+            "itself. Let the runtime start them: XLAStrategy.launch(main), or the script once on each host."
+        )
+    return world
+
+
+class Replicas:
+    """What replicas do together, inside the graphs that all of them run.
+
+    All of them must run the same graph, so nothing in it may tell them apart: what differs is an input.
+
+    Args:
+        world: the replicas.
+        device: of this one.
+        run: runs what has been recorded.
+    """
+
+    def __init__(self, world: World, device: torch.device, run: Callable[[], None]) -> None:
+        self.world, self.device, self._run = world, device, run
+        self._xm: Any = importlib.import_module("torch_xla.core.xla_model")
+        (self._is_main,) = self._xm.send_cpu_data_to_device([torch.tensor(world.rank == 0)], device)
+        self.had_loss = False
+
+    def sync(self) -> None:
+        """Run what has been recorded and has collectives in it, as all do."""
+        self._run()
+        if isinstance(self.world, ThreadWorld):
+            self.world.meet("sync")  # before anyone waits for a result, all must have begun
+
+    def average(self, parameters: Iterable[Tensor], alike: bool) -> bool:
+        """Average the gradients.
+
+        Args:
+            parameters: of all replicas the same ones.
+            alike: all have done the same in this window, so that the graph that leads here is the same too. Else it is run
+                first, and what is averaged is an input.
+
+        Returns:
+            Whether any replica has had a loss in the window.
+        """
+        listed, had_loss = list(parameters), True
+        if not alike:
+            had = self.world.exchange([self.had_loss, *[p.grad is not None for p in listed]])
+            had_loss = any(one[0] for one in had)
+            for parameter, *there in zip(listed, *(one[1:] for one in had), strict=True):
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()  # itself, and no view of something, which not all would have
+                elif any(there):
+                    zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                    (parameter.grad,) = self._xm.send_cpu_data_to_device([zeros], self.device)
+            self._run()
+        self.had_loss = False
+        gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
+        if gradients:
+            self._xm.all_reduce(self._xm.REDUCE_SUM, gradients, scale=1.0 / self.world.size, pin_layout=False)
+        return had_loss
+
+    @torch.no_grad()
+    def from_main(self, tensors: Iterable[Tensor]) -> None:
+        """Give all replicas the main one's values."""
+        for tensor in tensors:
+            own = tensor.detach().to(torch.int32) if tensor.dtype is torch.bool else tensor.detach()
+            values = [torch.where(self._is_main, own, torch.zeros((), dtype=own.dtype, device=own.device))]
+            self._xm.all_reduce(self._xm.REDUCE_SUM, values, pin_layout=False)
+            tensor.detach().copy_(values[0])
+
+    def gathered(self, data: Any) -> Any:
+        """Tensors of all replicas, stacked in front.
+
+        Raises:
+            ConfigurationError: they have other shapes or dtypes.
+        """
+        tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
+        said = self.world.exchange([[str(tensor.dtype), list(tensor.shape)] for tensor in tensors])
+        if any(other != said[0] for other in said):
+            raise ConfigurationError(
+                f"all_gather stacks tensors, which must have the same shapes and dtypes on all replicas; they have {said}. Pad "
+                "them first: torch.nn.functional.pad(x, (0, n - len(x)))"
+            )
+        own = map_tensors(data, lambda tensor: tensor.detach().to(self.device).clone().unsqueeze(0))
+        self._run()  # what has led there need not be the same on all
+        found = map_tensors(own, lambda tensor: self._xm.all_gather(tensor.clone(), dim=0, pin_layout=False))
+        self.sync()
+        return found
+
+
+class _Replica:
+    """What ``torch_xla.launch`` calls in each replica: the user's function, which takes its turns from first to last."""
+
+    def __init__(self, function: Callable[..., Any], devices: int | None) -> None:
+        self._function, self._devices = function, devices
+
+    def __call__(self, index: int, *args: Any) -> Any:
+        xr: Any = importlib.import_module("torch_xla.runtime")
+        size = int(xr.world_size())
+        here = int(xr.local_device_count())
+        if self._devices not in (None, here):
+            raise ConfigurationError(
+                f"XLAStrategy.launch(devices={self._devices}): XLA's runtime has {here} devices on this host. Leave it out, "
+                "or choose them by the environment: CPU_NUM_DEVICES, TPU_VISIBLE_CHIPS"
+            )
+        if size == 1 or int(xr.addressable_device_count()) != size or int(xr.process_count()) != 1:
+            return self._function(index, *args)
+        turns, rank = turns_of_this_process(size), int(xr.global_ordinal())
+        turns.launched.add(rank)
+        turns.enter(rank)
+        error: BaseException | None = None
+        try:
+            return self._function(index, *args)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            turns.leave(rank, error)
+
+
+def launch(function: Callable[..., Any], args: tuple[Any, ...], devices: int | None, options: Mapping[str, Any]) -> None:
+    """See :meth:`trainkit.strategies.XLAStrategy.launch`."""
+    choose_runtime(Wanted("auto", devices))
+    if os.environ["PJRT_DEVICE"] == "CPU":
+        os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"  # read when the runtime begins
+    os.environ[REPLICA] = "1"  # for threads and for processes
+    try:
+        imported().launch(_Replica(function, devices), args=args, **options)
+    finally:
+        os.environ.pop(REPLICA, None)

@@ -1,0 +1,307 @@
+"""A DeepSpeed configuration, as users have it in a JSON file or a dict → our options, and what it says of the run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainkit.console import with_article
+from trainkit.errors import ConfigurationError, nearest
+from trainkit.precision import Precision
+
+__all__ = ["AUTO", "DeepSpeedConfig", "read_config"]
+
+AUTO = "auto"
+
+# Our option for a key of "zero_optimization".
+_ZERO = {
+    "stage": "stage",
+    "contiguous_gradients": "contiguous_gradients",
+    "reduce_bucket_size": "reduce_bucket_size",
+    "allgather_bucket_size": "allgather_bucket_size",
+    "overlap_comm": "overlap_comm",
+    "round_robin_gradients": "round_robin_gradients",
+    "sub_group_size": "sub_group_size",
+    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+    "stage3_param_persistence_threshold": "param_persistence_threshold",
+    "stage3_max_live_parameters": "max_live_parameters",
+    "stage3_max_reuse_distance": "max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
+    "zero_hpz_partition_size": "hpz_partition_size",
+    "zero_quantized_weights": "quantized_weights",
+    "zero_quantized_nontrainable_weights": "quantized_nontrainable_weights",
+    "zero_quantized_gradients": "quantized_gradients",
+}
+_OFFLOAD = {  # by section: ours for its keys
+    "offload_optimizer": {"buffer_count": "optimizer_buffer_count"},
+    "offload_param": {"buffer_count": "param_buffer_count", "max_in_cpu": "max_params_in_cpu"},
+}
+_PLACE = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_params"}
+_AIO = {
+    "block_size": "aio_block_size",
+    "queue_depth": "aio_queue_depth",
+    "thread_count": "aio_threads",
+    "intra_op_parallelism": "aio_threads",
+    "single_submit": "aio_single_submit",
+    "overlap_events": "aio_overlap_events",
+}
+_DTYPES = {"fp32": None, "fp16": "16", "float16": "16", "bf16": "bf16", "bfloat16": "bf16", "bfp16": "bf16"}
+# Keys that say how DeepSpeed reports, reads its own checkpoints or guesses; what they ask for is done otherwise or not needed.
+_WITHOUT_EFFECT = {
+    "": (
+        "checkpoint",
+        "dump_state",
+        "memory_breakdown",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+    ),
+    "zero_optimization": (
+        "elastic_checkpoint",
+        "ignore_unused_parameters",
+        "load_from_fp32_weights",
+        "log_trace_cache_warnings",
+    ),
+    "offload_optimizer": ("fast_init",),
+    "offload_param": ("buffer_size",),
+    "fp16": ("auto_cast", "consecutive_hysteresis", "hysteresis", "min_loss_scale"),
+    "bf16": ("immediate_grad_update",),
+}
+# What we do in one way only, and DeepSpeed may do in others.
+_ONLY: dict[str, dict[str, Any]] = {
+    "": {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "sparse_gradients": False},
+    "zero_optimization": {
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "compute_grad_norm": True,
+        "legacy_stage1": False,
+        "memory_efficient_linear": True,
+        "use_multi_rank_bucket_allreduce": True,
+        "stage3_module_granularity_threshold": 0,
+    },
+    "offload_optimizer": {"pipeline_read": False, "pipeline_write": False, "ratio": 1.0, "super_offload": False},
+    "aio": {"use_gds": False},
+    "optimizer": {"legacy_fusion": False},
+}
+_SECTIONS = ("zero_optimization", "fp16", "bf16", "torch_autocast", "aio", "optimizer", "scheduler", "activation_checkpointing")
+_CLAIMS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_OLD = {
+    "cpu_offload": '"offload_optimizer": {"device": "cpu"}',
+    "cpu_offload_params": '"offload_param": {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": '"pin_memory": true in "offload_optimizer" and "offload_param"',
+    "stage3_gather_fp16_weights_on_model_save": '"stage3_gather_16bit_weights_on_model_save"',
+}
+
+
+@dataclass
+class DeepSpeedConfig:
+    """What a DeepSpeed configuration says.
+
+    Attributes:
+        source: where it is from, for messages.
+        options: of :class:`~trainkit.strategies.zero.deepspeed_config.ZeROConfig`.
+        claims: sizes of batches and the clipping value, where they are numbers.
+        precision: that it asks for; ``None``: the ``Trainer``'s.
+        optimizer: the section.
+        scheduler: the section.
+        without_effect: keys that nothing looks at.
+    """
+
+    source: str
+    options: dict[str, Any] = field(default_factory=dict)
+    claims: dict[str, float] = field(default_factory=dict)
+    precision: Precision | None = None
+    optimizer: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
+    without_effect: list[str] = field(default_factory=list)
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeedConfig:
+    """Read a DeepSpeed configuration.
+
+    Args:
+        config: a file of JSON, in which there may be comments, or a mapping with the same keys.
+
+    Raises:
+        ConfigurationError: it cannot be read, or asks for what is not offered; the message names the key.
+    """
+    source, content = _content(config)
+    found = DeepSpeedConfig(source)
+    reader = _Reader(found)
+    reader.read(content)
+    return found
+
+
+def _content(config: Any) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(config, Mapping):
+        return "config", config
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigurationError(f"config must be the path of a DeepSpeed JSON file or a dict, not {config!r}.")
+    source = str(os.fspath(config))
+    hjson: Any = importlib.import_module("hjson")  # which DeepSpeed reads its files with
+    try:
+        content = hjson.loads(Path(source).read_text("utf-8"), object_pairs_hook=_once)
+    except OSError as error:
+        raise ConfigurationError(f"config={source!r} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"config={source!r} is no DeepSpeed configuration: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigurationError(
+            f"config={source!r} holds {with_article(type(content).__name__)}, and a DeepSpeed configuration is a map."
+        )
+    return source, content
+
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is there twice")
+        found[key] = value
+    return found
+
+
+class _Reader:
+    """Takes a configuration apart, section by section."""
+
+    def __init__(self, found: DeepSpeedConfig) -> None:
+        self._found = found
+
+    def read(self, content: Mapping[str, Any]) -> None:
+        known = [*_SECTIONS, *_CLAIMS, "communication_data_type"]
+        for key, value in self._rest("", content, known).items():
+            disabled = value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
+            if not disabled:  # a feature that is switched off is known to DeepSpeed, or it would say so
+                raise self._error(f"{key!r} is not offered.{nearest(key, known)} Take it out")
+        for key in _CLAIMS:
+            if content.get(key, AUTO) != AUTO:
+                self._found.claims[key] = self._number(key, content[key])
+        self._read_zero(self._section(content, "zero_optimization"))
+        self._read_precision(content)
+        if "aio" in content:
+            self._take("aio", self._section(content, "aio"), _AIO)
+        if content.get("communication_data_type", AUTO) not in (AUTO, None):
+            self._found.options["communication_dtype"] = content["communication_data_type"]
+        if "activation_checkpointing" in content:
+            self._found.options["activation_checkpointing"] = dict(self._section(content, "activation_checkpointing"))
+        for name in ("optimizer", "scheduler"):
+            if name in content:
+                setattr(self._found, name, self._typed(name, self._section(content, name)))
+
+    def _read_zero(self, zero: Mapping[str, Any]) -> None:
+        for key, new in _OLD.items():
+            if key in zero:
+                raise self._error(f"'zero_optimization': {key!r} is of an old DeepSpeed. Write {new}")
+        if not zero.get("stage"):
+            raise self._error('"zero_optimization": {"stage": 1, 2 or 3} is missing: without ZeRO use strategy=\'ddp\'')
+        self._take("zero_optimization", {k: v for k, v in zero.items() if k not in _OFFLOAD}, _ZERO)
+        pinned = set()
+        for name, keys in _OFFLOAD.items():
+            section = self._section(zero, name)
+            if section.get("device", "none") in ("none", None):
+                continue
+            self._found.options[_PLACE[name]] = section["device"]
+            if section.get("nvme_path") is not None and section["device"] == "nvme":
+                path = section["nvme_path"]
+                if self._found.options.setdefault("nvme_path", path) != path:
+                    raise self._error(f"two folders: nvme_path {self._found.options['nvme_path']!r} and {path!r}. Give one")
+            pinned.add(section.get("pin_memory", True))
+            rest = {k: v for k, v in section.items() if k not in ("device", "nvme_path", "pin_memory")}
+            self._take(name, rest, keys if section["device"] == "nvme" else {}, unused=keys)
+        if len(pinned) > 1:
+            raise self._error("'pin_memory' differs between 'offload_optimizer' and 'offload_param'. Set both alike")
+        if pinned:
+            self._found.options["pin_memory"] = pinned.pop()
+
+    def _read_precision(self, content: Mapping[str, Any]) -> None:
+        """Which precision the sections ask for; "auto" and ``false`` leave it to the ``Trainer``."""
+        asked: dict[str, Precision] = {}
+        fp16, bf16 = self._section(content, "fp16"), self._section(content, "bf16")
+        autocast = self._section(content, "torch_autocast")
+        scale = ("initial_scale_power", "loss_scale_window")
+        self._refuse_unknown("fp16", fp16, ["enabled", "loss_scale", *scale])
+        self._refuse_unknown("bf16", bf16, ["enabled"])
+        self._refuse_unknown("torch_autocast", autocast, ["enabled", "dtype"])
+        if fp16.get("loss_scale", 0) not in (0, AUTO):
+            raise self._error(f"'fp16': 'loss_scale' is {fp16['loss_scale']!r}, and the scale is always adapted. Leave it out")
+        scaled: dict[str, Any] = {}
+        if fp16.get("initial_scale_power", AUTO) != AUTO:
+            scaled["init_scale"] = 2.0 ** self._number("initial_scale_power", fp16["initial_scale_power"])
+        if fp16.get("loss_scale_window", AUTO) != AUTO:
+            scaled["growth_interval"] = int(self._number("loss_scale_window", fp16["loss_scale_window"]))
+        if self._enabled("fp16", fp16):
+            asked["fp16"] = Precision("16-true", **scaled)
+        if self._enabled("bf16", bf16):
+            asked["bf16"] = Precision("bf16-true")
+        if self._enabled("torch_autocast", autocast):
+            dtype = _DTYPES.get(autocast.get("dtype", "bf16"))
+            if dtype is None:
+                raise self._error(f"'torch_autocast': 'dtype' is {autocast['dtype']!r}; known: bfloat16, float16")
+            asked["torch_autocast"] = Precision(f"{dtype}-mixed", **(scaled if dtype == "16" else {}))
+        if len(asked) > 1:
+            raise self._error(f"{' and '.join(map(repr, asked))} are both enabled. Enable one")
+        self._found.precision = next(iter(asked.values()), None)
+        if self._found.precision is None or not self._found.precision.name.startswith("16"):  # the Trainer's has its own
+            self._found.without_effect += [f"fp16.{key}" for key in scale if fp16.get(key, AUTO) != AUTO]
+
+    def _take(self, name: str, section: Mapping[str, Any], keys: Mapping[str, str], unused: Iterable[str] = ()) -> None:
+        """Take the values of keys that we have options for; what else there may be is looked at by :meth:`_rest`."""
+        self._refuse_unknown(name, section, [*keys, *unused])
+        for key, value in section.items():
+            if key in keys and value != AUTO:
+                self._found.options[keys[key]] = value
+            elif key in unused:
+                self._found.without_effect.append(f"{name}.{key}")
+
+    def _enabled(self, name: str, section: Mapping[str, Any]) -> bool:
+        value = section.get("enabled", False)
+        if not isinstance(value, bool) and value != AUTO:
+            raise self._error(f"{name!r}: 'enabled' must be true, false or 'auto', not {value!r}")
+        return value is True
+
+    def _refuse_unknown(self, name: str, section: Mapping[str, Any], known: Sequence[str]) -> None:
+        for key in self._rest(name, section, known):
+            raise self._error(f"{name!r}: {key!r} is not offered.{nearest(key, known)} Take it out")
+
+    def _rest(self, name: str, section: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+        """What is neither known, nor without effect, nor what we do anyway."""
+        where = f"{name}." if name else ""
+        rest = {}
+        for key, value in section.items():
+            if key in _WITHOUT_EFFECT.get(name, ()):
+                self._found.without_effect.append(f"{where}{key}")
+            elif key in _ONLY.get(name, {}):
+                only = _ONLY[name][key]
+                if value not in (only, AUTO):
+                    raise self._error(f"'{where}{key}' is {value!r}, and only {only!r} is offered. Leave it out")
+            elif key not in known:
+                rest[key] = value
+        return rest
+
+    def _typed(self, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+        """The sections of the optimizer and the scheduler, which have a type and parameters."""
+        self._refuse_unknown(name, section, ["type", "params"])
+        if not isinstance(section.get("type"), str):
+            raise self._error(f"{name!r} needs a 'type', such as {'AdamW' if name == 'optimizer' else 'WarmupLR'!r}")
+        return {"type": section["type"], "params": dict(self._section(section, "params"))}
+
+    def _section(self, content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        value = content.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise self._error(f"{name!r} must be a map, not {value!r}")
+        return value
+
+    def _number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._error(f"{key!r} must be a number or 'auto', not {value!r}")
+        return value
+
+    def _error(self, problem: str) -> ConfigurationError:
+        return ConfigurationError(f"{self._found.source}: {problem}.")

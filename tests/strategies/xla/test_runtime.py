@@ -1,0 +1,215 @@
+"""Which runtime of XLA's a run is on, and on how many of its devices: what can be told without torch_xla."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit import Trainer
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.errors import ConfigurationError, MissingPackageError
+from trainkit.launch.resolve import joined_strategy
+from trainkit.registry import load_strategy, make_strategy
+from trainkit.strategies import XLAStrategy
+from trainkit.strategies.xla import runtime as _xla_runtime
+from trainkit.strategies.xla.runtime import choose_runtime, count_devices, require
+
+
+@pytest.fixture(autouse=True)
+def no_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_xla_runtime, "tpu_is_here", lambda: False)
+
+
+@pytest.mark.parametrize(
+    "wanted, env, chosen",
+    [
+        (Wanted("cpu"), {}, {"PJRT_DEVICE": "CPU"}),
+        (Wanted("cpu", 4), {}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}),
+        (Wanted("auto", 4), {"PJRT_DEVICE": "cpu"}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}),
+        (Wanted("cpu", 4), {"CPU_NUM_DEVICES": "2"}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}),
+        (Wanted("cpu", -1), {}, {"PJRT_DEVICE": "CPU"}),
+        (Wanted("xla", 4), {"PJRT_DEVICE": "TPU"}, {"PJRT_DEVICE": "TPU"}),
+    ],
+)
+def test_the_runtime_is_the_one_that_is_asked_for(wanted: Wanted, env: dict[str, str], chosen: dict[str, str]) -> None:
+    choose_runtime(wanted, env)
+    assert env == chosen
+
+
+def test_a_tpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_xla_runtime, "tpu_is_here", lambda: True)
+    env: dict[str, str] = {}
+    choose_runtime(Wanted("auto", 4), env)
+    assert env == {"PJRT_DEVICE": "TPU"}
+
+
+@pytest.mark.parametrize(
+    "wanted, env, message",
+    [
+        (
+            Wanted("auto"),
+            {},
+            "this machine has no TPU. To run on XLA's CPU runtime, as a trial: accelerator='cpu', or export PJRT",
+        ),
+        (Wanted("xla"), {}, "this machine has no TPU"),
+        (Wanted("cpu"), {"PJRT_DEVICE": "TPU"}, "accelerator='cpu' contradicts PJRT_DEVICE=TPU"),
+        (
+            Wanted("cpu", 2, (0, 1)),
+            {},
+            r"devices=\[0, 1\]: XLA takes its devices from the runtime.*export TPU_VISIBLE_CHIPS=0,2",
+        ),
+    ],
+)
+def test_a_runtime_that_cannot_be_is_refused(wanted: Wanted, env: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        choose_runtime(wanted, env)
+
+
+def test_a_cpu_in_the_place_of_a_tpu_is_told(caplog: Any) -> None:
+    caplog.set_level("INFO", "trainkit")
+    choose_runtime(Wanted("xla"), {"PJRT_DEVICE": "CPU"})
+    assert caplog.messages == [
+        "accelerator='tpu', and PJRT_DEVICE=CPU in the environment: XLA's CPU runtime stands in for the TPU."
+    ]
+
+
+def runtime(here: int, hosts: int = 1, kind: str = "TPU") -> Any:
+    return SimpleNamespace(
+        addressable_runtime_device_count=lambda: here,
+        global_runtime_device_count=lambda: here * hosts,
+        process_count=lambda: hosts,
+        device_type=lambda: kind,
+    )
+
+
+@pytest.mark.parametrize(
+    "wanted, there, count",
+    [
+        (Wanted(), runtime(4), 4),
+        (Wanted("xla", -1), runtime(4), 4),
+        (Wanted("xla", 4), runtime(4), 4),
+        (Wanted("xla", 1), runtime(4), 1),
+        (Wanted(), runtime(1), 1),
+        (Wanted("xla", 4, None, 2), runtime(4, 2), 8),
+        (Wanted("xla", 4), runtime(4, 2), 8),
+    ],
+)
+def test_the_devices_are_those_of_the_runtime(wanted: Wanted, there: Any, count: int) -> None:
+    assert count_devices(wanted, there) == count
+
+
+@pytest.mark.parametrize(
+    "wanted, there, message",
+    [
+        (Wanted("xla", 8), runtime(4), "devices=8, but XLA's runtime has 4 on this host.*TPU_VISIBLE_CHIPS"),
+        (Wanted("xla", 2), runtime(4, kind="CPU"), "devices=2, but XLA's runtime has 4.*CPU_NUM_DEVICES"),
+        (Wanted("xla", 1), runtime(4, 2), "devices=1, but XLA's runtime has 4"),
+        (Wanted("xla", 4, None, 2), runtime(4), "num_nodes=2, but XLA's runtime knows of 1"),
+        (Wanted("xla", None, None, 1), runtime(4, 2), "num_nodes=1, but XLA's runtime knows of 2"),
+    ],
+)
+def test_other_devices_than_those_are_refused(wanted: Wanted, there: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        count_devices(wanted, there)
+
+
+# ------------------------------------------------------------------------------------------------------- the package
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, xla: str | None) -> None:
+    def version(name: str) -> str:
+        if name == "torch_xla" and xla is not None:
+            return xla
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_without_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, None)
+    here = torch.__version__.replace("+", ".")
+    message = rf"torch_xla, which is not installed\..*here is {here}\): pip install 'trainkit-torch\[xla\]'"
+    with pytest.raises(MissingPackageError, match=message):
+        require()
+    with pytest.raises(MissingPackageError, match=message):
+        Trainer(strategy="xla", accelerator="cpu", logger=False)
+
+
+def test_with_a_torch_that_it_does_not_load_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, "1.13.2")
+    with pytest.raises(MissingPackageError, match=r"torch_xla 1\.13\.2 loads with torch 1\.13 only, and here is torch [23]\."):
+        require()
+    versions(monkeypatch, ".".join(torch.__version__.split(".")[:2]) + ".5")
+    require()
+
+
+# -------------------------------------------------------------------------------------------------------- its names
+
+
+def test_names() -> None:
+    assert load_strategy("xla") is XLAStrategy
+    assert make_strategy("xla_fsdp").fsdp  # type: ignore[attr-defined]
+    assert not make_strategy("xla").fsdp  # type: ignore[attr-defined]
+    assert (make_strategy("xla").name, make_strategy("xla").lazy_tensors) == ("xla", True)
+
+
+@pytest.mark.parametrize(
+    "name, fix", [("tpu_spawn", "strategy='xla'"), ("single_xla", "devices=1"), ("xla_debug", "Recompile")]
+)
+def test_names_of_lightnings_that_are_not_ours(name: str, fix: str) -> None:
+    with pytest.raises(ConfigurationError, match=fix):
+        load_strategy(name)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mode": "smpd"}, "mode must be 'spmd' or 'replicas', not 'smpd'"),
+        ({"mode": "replicas", "fsdp": True}, "go with mode='spmd'"),
+        ({"mode": "replicas", "pad_last_batch": True}, "go with mode='spmd'"),
+        ({"device": "cuda"}, "runs on a TPU, or for trials on the CPU, not on 'cuda'"),
+        ({"timeout": 0}, "timeout must be a timedelta or seconds"),
+        ({"precision": "16-mixed"}, "does not work with XLAStrategy; it offers 32-true"),
+    ],
+)
+def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        XLAStrategy(**options)
+
+
+def test_the_mode_is_what_the_process_was_started_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert XLAStrategy().mode == "spmd"
+    monkeypatch.setenv("TRAINKIT_XLA_REPLICA", "1")
+    assert (XLAStrategy().mode, XLAStrategy(mode="spmd").mode) == ("replicas", "spmd")
+
+
+def test_it_is_chosen_for_a_tpu_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[Wanted] = []
+    monkeypatch.setattr(XLAStrategy, "join", lambda self, wanted: joined.append(wanted))
+    assert joined_strategy("auto", Wanted("xla", 4), False).name == "xla"
+    assert joined_strategy("auto", Wanted("cpu"), False).name == "single"
+    monkeypatch.setattr("trainkit.launch.resolve.tpu_is_chosen", lambda: True)
+    assert joined_strategy("auto", Wanted(), False).name == "xla"
+    assert joined_strategy("auto", Wanted("cpu"), False).name == "single"
+    assert joined == [Wanted("xla", 4), Wanted()]
+    with pytest.raises(ConfigurationError, match="accelerator='tpu' works with strategy='xla', not with 'ddp'"):
+        joined_strategy("ddp", Wanted("xla"), False)
+    with pytest.raises(ConfigurationError, match="name different devices"):
+        joined_strategy(XLAStrategy(), Wanted("cuda"), False)
+
+
+def test_what_a_device_holds() -> None:
+    from planned import Planned
+    from trainers import make_trainer
+
+    from trainkit.memory.inventory import contents_of_module
+
+    contents = contents_of_module(make_trainer(), Planned())
+    whole, part = XLAStrategy().footprint(contents, 4), XLAStrategy(fsdp=True).footprint(contents, 4)
+    assert (whole.name, part.name) == ("xla", "xla, fsdp")
+    assert part.device.total == pytest.approx(whole.device.total / 4, rel=0.001)
+    assert part.checkpoint == whole.checkpoint

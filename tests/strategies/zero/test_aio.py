@@ -1,0 +1,101 @@
+"""Reads and writes of offloaded tensors, through DeepSpeed's own handle: none fails unnoticed."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit.errors import OffloadError
+from trainkit.strategies.zero.aio import checked
+from trainkit.strategies.zero.deepspeed_api import imported
+from trainkit.strategies.zero.extensions import load
+
+pytestmark = pytest.mark.zero
+
+OPTIONS = {"block_size": 65536, "queue_depth": 4, "single_submit": False, "overlap_events": True, "intra_op_parallelism": 1}
+
+
+@pytest.fixture
+def handle() -> Any:
+    imported(torch.device("cpu"))
+    load("AsyncIOBuilder", "pin_memory", "async_io")
+    with checked():
+        room: Any = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper")
+        made = room.AsyncIOBuilder().load().aio_handle(**OPTIONS)
+    return made
+
+
+def locked(handle: Any, numel: int) -> torch.Tensor:
+    found: torch.Tensor = handle.new_cpu_locked_tensor(numel, torch.empty(1))
+    return found
+
+
+def test_there_and_back(handle: Any, tmp_path: Path) -> None:
+    tensor, again = locked(handle, 2**18), locked(handle, 2**18)
+    tensor.copy_(torch.randn(2**18))
+    handle.async_pwrite(tensor, str(tmp_path / "file"), 0)
+    assert handle.wait() == 1
+    handle.async_pread(again, str(tmp_path / "file"), 0)
+    assert handle.wait() == 1
+    assert torch.equal(again, tensor)
+    assert (tmp_path / "file").stat().st_size == 2**20
+
+
+def test_a_read_that_the_system_refuses(handle: Any, tmp_path: Path) -> None:
+    """Into memory that begins in the middle of a block: DeepSpeed says that it has been read."""
+    tensor = locked(handle, 2**18)
+    tensor.fill_(1.0)
+    handle.async_pwrite(tensor, str(tmp_path / "file"), 0)
+    handle.wait()
+    buffer = locked(handle, 2**18)
+    handle.async_pread(buffer[1:-1023], str(tmp_path / "file"), 0)
+    with pytest.raises(OffloadError, match="file could not be read back"):
+        handle.wait()
+
+
+def test_a_file_that_has_gone(handle: Any, tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match="somebody has removed it, or the disk that is offloaded to has failed"):
+        handle.async_pread(locked(handle, 1024), str(tmp_path / "file"), 0)
+
+
+def test_a_full_disk(handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OffloadError, match="no room for 1.0 MiB in .*: the disk that is offloaded to is full. Free some"):
+        handle.async_pwrite(locked(handle, 2**18), str(tmp_path / "file"), 0)
+
+
+def test_a_file_system_that_has_no_blocks_beforehand(handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*arguments: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", unknown)
+    handle.async_pwrite(locked(handle, 1024), str(tmp_path / "file"), 0)
+    assert handle.wait() == 1
+
+
+def test_a_folder_that_cannot_be_written(handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(OffloadError, match="file cannot be written to: Input/output error"):
+        handle.async_pwrite(locked(handle, 1024), str(tmp_path / "file"), 0)
+
+
+def test_deepspeed_is_left_as_it_was() -> None:
+    imported(torch.device("cpu"))
+    room: Any = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper")
+    other: Any = importlib.import_module("deepspeed.runtime.swap_tensor.optimizer_utils")
+    before = room.AsyncIOBuilder, other.AIO_ALIGNED_BYTES
+    with checked():
+        assert (room.AsyncIOBuilder, other.AIO_ALIGNED_BYTES) != before
+    assert (room.AsyncIOBuilder, other.AIO_ALIGNED_BYTES) == before

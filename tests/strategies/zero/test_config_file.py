@@ -1,0 +1,222 @@
+"""DeepSpeed configurations, read: which option each key is, and what is refused, by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.errors import ConfigurationError, UnknownNameError
+from trainkit.strategies import ZeROStrategy
+from trainkit.strategies.zero.config_file import read_config
+from trainkit.strategies.zero.deepspeed_config import ZeROConfig
+from trainkit.strategies.zero.zero_options import ZeROOptions
+
+# The form that the documentations of DeepSpeed, Accelerate and transformers show.
+USUAL = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 10}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "offload_param": {"device": "cpu", "pin_memory": False, "buffer_count": 5, "buffer_size": 1e8},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "allgather_bucket_size": 5e8,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "reduce_scatter": True,
+        "stage3_prefetch_bucket_size": 1e6,
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 1.0,
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 4,
+    "wall_clock_breakdown": False,
+}
+
+
+def changed(**sections: Any) -> dict[str, Any]:
+    """A small configuration with other sections, those of ``zero`` put into "zero_optimization"."""
+    zero = {"stage": 3, **sections.pop("zero", {})}
+    return {"zero_optimization": zero, **sections}
+
+
+def test_the_usual_file() -> None:
+    found = read_config(USUAL)
+    assert found.options == {
+        "stage": 3,
+        "offload_optimizer": "cpu",
+        "offload_params": "cpu",
+        "pin_memory": False,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "allgather_bucket_size": 5e8,
+        "sub_group_size": 1e9,
+        "prefetch_bucket_size": 1e6,
+        "max_live_parameters": 1e9,
+        "max_reuse_distance": 1e9,
+        "zero3_save_16bit_model": True,
+    }
+    assert found.claims == {"gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 4}
+    assert found.precision is None
+    assert found.optimizer is not None
+    assert found.optimizer["type"] == "AdamW"
+    assert found.scheduler is not None
+    assert found.scheduler["params"]["warmup_num_steps"] == 10
+    assert found.without_effect == [
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "offload_param.buffer_size",
+        "offload_param.buffer_count",
+        "fp16.hysteresis",
+        "fp16.initial_scale_power",
+        "fp16.loss_scale_window",
+    ]
+
+
+def test_a_file_with_comments(caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSpeed reads them with hjson; what nothing looks at in this stage is said."""
+    Path("ds.json").write_text("// ours\n" + json.dumps(USUAL) + "\n")
+    strategy = ZeROStrategy(config="ds.json")
+    assert strategy.config == ZeROConfig(
+        3,
+        "cpu",
+        "cpu",
+        pin_memory=False,
+        overlap_comm=True,
+        prefetch_bucket_size=1_000_000,
+        sub_group_size=1_000_000_000,
+        max_reuse_distance=1_000_000_000,
+        zero3_save_16bit_model=True,
+    )
+    assert "without effect in ds.json: " in caplog.text
+    assert "allgather_bucket_size" in caplog.text, "which is of stages 1 and 2"
+    assert strategy.has_optimizer
+
+
+@pytest.mark.parametrize(
+    "sections, name, more",
+    [
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bf16-true", {}),
+        ({"fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 50}}, "16-true", {"init_scale": 1024.0}),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "bf16-mixed", {}),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "16-mixed", {"init_scale": 65536.0}),
+    ],
+)
+def test_precisions(sections: dict[str, Any], name: str, more: dict[str, float]) -> None:
+    found = read_config(changed(**sections)).precision
+    assert found is not None
+    assert found.name == name
+    assert found._scaling["init_scale"] == more.get("init_scale", 2.0**16)
+    assert found._scaling["growth_interval"] == (50 if name == "16-true" else 2000)
+
+
+def test_nvme_and_aio() -> None:
+    nvme = {"device": "nvme", "nvme_path": "/disk", "buffer_count": 4}
+    aio = {"block_size": 1048576, "thread_count": 2, "queue_depth": 16, "single_submit": True, "overlap_events": False}
+    zero = {"offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 1e9}}
+    assert read_config(changed(zero=zero, aio=aio)).options == {
+        "stage": 3,
+        "offload_optimizer": "nvme",
+        "offload_params": "nvme",
+        "nvme_path": "/disk",
+        "pin_memory": True,
+        "optimizer_buffer_count": 4,
+        "param_buffer_count": 4,
+        "max_params_in_cpu": 1e9,
+        "aio_block_size": 1048576,
+        "aio_threads": 2,
+        "aio_queue_depth": 16,
+        "aio_single_submit": True,
+        "aio_overlap_events": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({}, "config: .*\"stage\": 1, 2 or 3.* is missing: without ZeRO use strategy='ddp'"),
+        (changed(zero={"stage": 0}), "is missing: without ZeRO"),
+        (changed(zero={"stage": 5}), "stage must be 1, 2 or 3, not 5"),
+        (changed(zero={"stgae3": 1}), "'zero_optimization': 'stgae3' is not offered. Did you mean 'stage'"),
+        (changed(zero={"cpu_offload": True}), "'cpu_offload' is of an old DeepSpeed. Write \"offload_optimizer\""),
+        (changed(zero={"legacy_stage1": True}), "'zero_optimization.legacy_stage1' is True, and only False is offered"),
+        (
+            changed(zero={"offload_optimizer": {"device": "cpu", "ratio": 0.3}}),
+            "'offload_optimizer.ratio' is 0.3, and only 1.0",
+        ),
+        (changed(zero={"offload_optimizer": "cpu"}), "'offload_optimizer' must be a map, not 'cpu'"),
+        (changed(zero={"offload_param": {"device": "disk"}}), "offload_params must be None, 'cpu' or 'nvme', not 'disk'"),
+        (changed(zero={"overlap_comm": "yes"}), "overlap_comm must be True or False, not 'yes'"),
+        (changed(amp={"enabled": True}), "'amp' is not offered. Take it out"),
+        (changed(gradient_cliping=1.0), "'gradient_cliping' is not offered. Did you mean 'gradient_clipping'"),
+        (changed(gradient_clipping="1"), "'gradient_clipping' must be a number or 'auto', not '1'"),
+        (changed(prescale_gradients=True), "'prescale_gradients' is True, and only False is offered"),
+        (changed(bf16={"enabled": True}, torch_autocast={"enabled": True}), "'bf16' and 'torch_autocast' are both enabled"),
+        (changed(fp16={"enabled": True, "loss_scale": 128}), "'loss_scale' is 128, and the scale is always adapted"),
+        (changed(torch_autocast={"enabled": True, "dtype": "int8"}), "'dtype' is 'int8'; known: bfloat16, float16"),
+        (changed(bf16={"enable": True}), "'bf16': 'enable' is not offered. Did you mean 'enabled'"),
+        (changed(bf16={"enabled": "true"}), "'bf16': 'enabled' must be true, false or 'auto', not 'true'"),
+        (
+            changed(torch_autocast={"enabled": True, "lower_precision_safe_modules": []}),
+            "'lower_precision_safe_modules' is not",
+        ),
+        (changed(optimizer={"type": "Adam", "legacy_fusion": True}), "legacy_fusion' is True, and only False is offered"),
+        (changed(optimizer={"params": {}}), "'optimizer' needs a 'type', such as 'AdamW'"),
+        (changed(scheduler={"type": "WarmupLR", "param": {}}), "'scheduler': 'param' is not offered. Did you mean 'params'"),
+        (
+            changed(activation_checkpointing={"cpu_checkpoint": True}),
+            "activation_checkpointing has no 'cpu_checkpoint'; it has .* Did you mean",
+        ),
+        (changed(activation_checkpointing={"contiguous_memory_optimization": True}), "needs partition_activations=True and"),
+        (changed(communication_data_type="int8"), "communication_dtype must be None, 'fp32', 'bf16' or 'fp16', not 'int8'"),
+        (changed(zero={"zero_quantized_weights": True}), "quantized_weights=True works on GPUs only"),
+        (changed(fp16={"enabled": True}), "precision='16-true' under ZeRO needs a device that computes in float16"),
+        ("missing.json", "config='missing.json' cannot be read: No such file"),
+        (3, "config must be the path of a DeepSpeed JSON file or a dict, not 3"),
+    ],
+)
+def test_what_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ZeROStrategy(config=config, device="cpu")
+
+
+def test_switched_off_features_are_no_matter() -> None:
+    assert read_config(changed(amp={"enabled": False}, curriculum_learning={"enabled": False})).options == {"stage": 3}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [("{", "is no DeepSpeed configuration"), ("[1]", "holds a list"), ('{"a": 1, "a": 2}', "the key 'a' is there twice")],
+)
+def test_files_that_are_none(text: str, message: str) -> None:
+    Path("ds.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        read_config("ds.json")
+
+
+def test_options_beside_it() -> None:
+    with pytest.raises(ConfigurationError, match=r"ZeROStrategy has config= and stage=2. Give these in the configuration"):
+        ZeROStrategy(2, config=USUAL)
+    with pytest.raises(ConfigurationError, match=r"two precisions: .*'bf16-true'.* and precision='32-true'"):
+        ZeROStrategy(config=changed(bf16={"enabled": True}), precision="32-true", device="cpu")
+
+
+def test_an_option_that_there_is_not() -> None:
+    with pytest.raises(UnknownNameError, match="ZeROStrategy has no argument 'offload_optimiser'.*'offload_optimizer'"):
+        ZeROStrategy(offload_optimiser="cpu")  # type: ignore[call-arg]
+
+
+def test_the_options_are_those_of_the_configuration() -> None:
+    fields = {name: str(about.type) for name, about in ZeROConfig.__dataclass_fields__.items() if name != "stage"}
+    assert fields == {name: about.__forward_arg__ for name, about in ZeROOptions.__annotations__.items()}

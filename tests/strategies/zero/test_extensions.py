@@ -1,0 +1,68 @@
+"""What DeepSpeed compiles: what is missing is named, and no lock of a dead process is waited for."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from trainkit.errors import MissingPackageError
+from trainkit.strategies import ZeROStrategy
+from trainkit.strategies.zero import extensions as _extensions
+from trainkit.strategies.zero.extensions import _MARK, _clear, require_async_io
+
+
+def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(MissingPackageError, match=r"no compiler 'no-such-compiler -O2'. Install one: apt install g\+\+"):
+        require_async_io()
+
+
+def test_missing_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of libaio; the strategy says so when it is made."""
+    monkeypatch.setenv("CXX", "g++ -nostdinc")
+    with pytest.raises(MissingPackageError, match="libaio, which is not installed.*apt install libaio-dev"):
+        ZeROStrategy(stage=3, offload_optimizer="nvme", nvme_path=tmp_path)
+
+
+def test_what_came_compiled_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(_extensions, "_comes_compiled", lambda name: name == "async_io")
+    require_async_io()
+
+
+def test_no_lock_is_no_matter(tmp_path: Path) -> None:
+    _clear(tmp_path)
+
+
+def test_the_lock_of_a_process_of_ours_that_was_killed(tmp_path: Path) -> None:
+    """Whoever looks has the lock of those that are alive."""
+    (tmp_path / "lock").touch()
+    (tmp_path / _MARK).touch()
+    _clear(tmp_path)
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_lock_that_somebody_forgot(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    (tmp_path / "half.o").touch()
+    for name in ("lock", "half.o"):
+        os.utime(tmp_path / name, (time.time() - 3600, time.time() - 3600))
+    _clear(tmp_path)
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_lock_of_somebody_who_compiles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    waiting = threading.Thread(target=_clear, args=(tmp_path,))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    assert lock.exists()
+    lock.unlink()
+    waiting.join()
+    assert f"waiting for another program that compiles in {tmp_path}" in caplog.text

@@ -1,0 +1,134 @@
+"""What ZeRO is said to hold is what it holds: real runs over gloo, tensors counted in the middle of an update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from planned import Planned, bytes_at_the_peak, bytes_in_the_update
+from replicas import together
+from trainers import make_trainer
+from zero_cases import NVME, STAGES
+
+from trainkit.errors import OptimizerError
+from trainkit.memory.footprint import Contents, Weight
+from trainkit.memory.inventory import contents_of_module
+from trainkit.strategies import ZeROStrategy
+from trainkit.strategies.zero.memory_plan import ZeROMemory
+
+
+def contents(precision: str) -> Contents:
+    return contents_of_module(make_trainer(precision=precision), Planned())
+
+
+def memory(kind: str, **options: Any) -> ZeROMemory:
+    stage, optimizer, params = (STAGES | NVME)[kind]
+    options = {"nvme_path": ".", **options} if kind in NVME else options
+    return ZeROMemory(stage=stage, offload_optimizer=optimizer, offload_params=params, **options)
+
+
+def assert_update(kinds: list[str], precision: str, size: int) -> None:
+    """Tensors in the middle of the optimizer's step are those of the plan."""
+    by_rank = together(size, {"held": (bytes_in_the_update, kinds, precision)})["held"]
+    wrong = {}
+    for kind in kinds:
+        moment = memory(kind).footprint(contents(precision), size).moments["update"]
+        said, held = (moment.device + moment.host).total, max(found[kind] for found in by_rank)
+        if held != pytest.approx(said, rel=0.05):
+            wrong[kind] = f"{held:,} bytes, and the plan says {said:,}: {held / said:.3f}"
+    assert not wrong
+
+
+def assert_peak(kinds: list[str], precision: str, size: int, **options: Any) -> None:
+    """What torch allocates in a whole update is what the plan says of its largest moment."""
+    by_rank = together(size, {"held": (_peaks, kinds, precision, options)})["held"]
+    wrong = {}
+    for kind in kinds:
+        footprint = memory(kind, **options).footprint(contents(precision), size)
+        said = max((moment.device + moment.host).total for moment in footprint.moments.values())
+        held = max(found[kind] for found in by_rank)
+        if held != pytest.approx(said, rel=0.1):
+            wrong[kind] = f"{held:,} bytes, and the plan says {said:,}: {held / said:.3f}"
+    assert not wrong
+
+
+def _peaks(kinds: list[str], precision: str, options: dict[str, Any]) -> dict[str, int]:
+    return bytes_at_the_peak(kinds, precision, **options)
+
+
+@pytest.mark.zero
+@pytest.mark.parametrize(
+    "size, precision", [(1, "32-true"), (2, "32-true"), (1, "bf16-true"), (2, "bf16-true"), (3, "bf16-true")]
+)
+def test_in_the_update(size: int, precision: str) -> None:
+    assert_update([*STAGES], precision, size)
+
+
+def test_at_the_peak() -> None:
+    """On one process: what gloo's threads free torch does not note."""
+    for precision in ("32-true", "bf16-true"):
+        assert_peak(["zero1", "zero2"], precision, 1)
+
+
+def test_two_buckets() -> None:
+    """One is filled while the other one travels."""
+    assert_peak(["zero1", "zero2"], "32-true", 1, overlap_comm=True)
+
+
+def test_small_buckets() -> None:
+    """As those of a large model are, beside it."""
+    assert_peak(["zero1", "zero2"], "32-true", 1, reduce_bucket_size=1_200_000)
+
+
+@pytest.mark.zero
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_on_nvme(size: int, precision: str) -> None:
+    assert_update([*NVME], precision, size)
+
+
+@pytest.mark.zero
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_in_autocast(size: int) -> None:
+    assert_update([*STAGES], "bf16-mixed", size)
+
+
+def test_nothing_is_divided_twice() -> None:
+    """Over more processes a process holds less, and all of them together no less than what there is."""
+    held = contents("32-true")
+    for kind in STAGES:
+        totals = [memory(kind).footprint(held, size).moments["update"] for size in (1, 2, 4, 8)]
+        optimizer = [(moment.device + moment.host).optimizer for moment in totals]
+        assert optimizer == sorted(optimizer, reverse=True)
+        assert all(size * part >= optimizer[0] for size, part in zip((1, 2, 4, 8), optimizer, strict=True))
+
+
+def test_a_large_model() -> None:
+    """Buckets, gathered parameters and sub-groups are as large as DeepSpeed's options say, and not as the model."""
+    large = Contents(tuple(Weight(50_000_000, 2, True) for _ in range(200)), flat_slots=2)
+    device = memory("zero3-both-cpu").footprint(large, 8).device
+    assert device.buffers == 2 * 2 * 500_000_000
+    assert device.parameters == 2 * 1_000_000_000
+    assert memory("zero3-both-nvme").footprint(large, 8).device.parameters == 2 * 100_000_000
+    update = memory("zero3").footprint(large, 8).moments["update"].device
+    assert update.gradients == 2 * 1_250_000_000 + 4 * (1_000_000_000 + 50_000_000 // 8)
+
+
+def test_an_optimizer_that_zero_would_change() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
+    held = Contents((Weight(4, 4, True),), optimizers=(torch.optim.Adafactor([weight]),))
+    with pytest.raises(OptimizerError, match="Adafactor does not work under ZeRO"):
+        memory("zero1").footprint(held, 2)
+
+
+def test_a_strategy_counts_with_its_options() -> None:
+    strategy = ZeROStrategy(stage=3, reduce_bucket_size=1000, param_persistence_threshold=0, device="cpu")
+    trainer = make_trainer(strategy=strategy)
+    rows = trainer.plan(Planned(), processes=[2]).rows
+    (own,) = [row for row in rows if row.own]
+    assert own.strategy == "zero3"
+    assert own.footprint == memory("zero3", reduce_bucket_size=1000, param_persistence_threshold=0).footprint(
+        contents_of_module(trainer, Planned()), 2
+    )
+    assert own.footprint.moments["update"].device.buffers == 4 * 1000

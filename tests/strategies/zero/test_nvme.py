@@ -1,0 +1,118 @@
+"""The disk that is offloaded to: a folder for each process, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.errors import ConfigurationError
+from trainkit.strategies.zero.nvme import Folder, check_path, check_room
+
+
+def test_a_folder_comes_and_goes(tmp_path: Path) -> None:
+    one, other = Folder(tmp_path), Folder(tmp_path)
+    (one.path / "deep").mkdir(parents=True)
+    (one.path / "deep" / "file").write_text("x")
+    assert one.path != other.path
+    one.close()
+    assert not one.path.exists()
+    assert other.path.is_dir()
+    other.close()
+    assert not [*tmp_path.iterdir()]
+
+
+CHILD = """
+import sys, time
+from trainkit.strategies.zero.nvme import Folder
+folder = Folder(sys.argv[1])
+(folder.path / "file").write_text("x")
+print(folder.path, flush=True)
+if sys.argv[2] == "wait":
+    time.sleep(600)
+"""
+
+
+def child(base: Path, what: str) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(base), what],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    path = Path(process.stdout.readline().strip())
+    process.stdout.close()
+    return process, path
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    alive, used = child(tmp_path, "wait")
+    killed, left = child(tmp_path, "wait")
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert (left / "file").exists()
+    folder = Folder(tmp_path)
+    assert not left.exists()
+    assert (used / "file").exists()
+    folder.close()
+    alive.kill()
+    alive.wait()
+    Folder(tmp_path).close()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_process_that_ends_removes_its_own(tmp_path: Path) -> None:
+    process, _ = child(tmp_path, "end")
+    assert process.wait() == 0
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_others_have_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    (tmp_path / "mine.lock").write_text("x")
+    Folder(tmp_path).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine.lock"]
+
+
+def test_a_path_that_can_be_used(tmp_path: Path) -> None:
+    check_path(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is no folder. Make it on a fast local disk: mkdir -p"):
+        check_path(tmp_path / "nothing")
+
+
+def test_a_path_that_cannot_be_written_to() -> None:
+    with pytest.raises(ConfigurationError, match=r"'/proc' cannot be written to \("):
+        check_path("/proc")
+
+
+def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*arguments: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(ConfigurationError, match=r"no direct I/O. Give a folder on a local disk \(ext4, xfs\)"):
+        check_path(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_room_on_the_disk(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    check_room(tmp_path, free // 4, 4096, 2)
+    with pytest.raises(ConfigurationError, match=r"needs .* GiB \(3 processes with .* GiB each\), and .* GiB are free there"):
+        check_room(tmp_path, free // 2, 4096, 3)
+
+
+def test_memory_that_cannot_be_locked(tmp_path: Path) -> None:
+    """More than any machine has: the system refuses, as it does above a user's limit."""
+    with pytest.raises(ConfigurationError, match=r"1024.0 GiB of page-locked memory .*ulimit -l unlimited"):
+        check_room(tmp_path, 0, 2**40, 1)
