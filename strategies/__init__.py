@@ -1,4 +1,4 @@
-"""Where a run runs: one strategy a file.
+"""Where a run runs: one strategy a package.
 
 Strategies know the core and nothing of callbacks, the trainer or its loop. One device needs nothing from here: the
 base class, ``trainkit.strategy.Strategy``, is a working strategy for it.
@@ -23,6 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPStrategy", "XLAStrategy", "ZeROStrategy"]
 
-_FILES = {"DDPStrategy": "ddp", "XLAStrategy": "xla", "ZeROStrategy": "zero"}
+_FILES = {"DDPStrategy": "ddp.ddp_strategy", "XLAStrategy": "xla.xla_strategy", "ZeROStrategy": "zero.zero_strategy"}
 
 __getattr__, __dir__ = lazily(globals(), _FILES)
