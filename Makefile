@@ -32,12 +32,12 @@ test-slow: $(VENV)/.test ## the tests marked slow, and those of how soon things 
 	$(PYTEST) -m "(slow or prompt) and not xla" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 
 test-zero: $(VENV)/.test ## the full grids of ZeRO; compiles a part of DeepSpeed the first time
-	$(RUN) tests/compile_extensions.py
+	$(RUN) tests/helpers/zero/compile_extensions.py
 	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m zero $(ARGS)
 
-# Outside of the tree, for all checkouts: see tests/xla_environment.py. The main environment has a part in some of the tests.
+# Outside of the tree, for all checkouts: see tests/helpers/xla/xla_environment.py. The main environment has a part in some of the tests.
 test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with torch 2.9 (7 GB)
-	$(RUN) tests/xla_environment.py "$(XLA_VENV)"
+	$(RUN) tests/helpers/xla/xla_environment.py "$(XLA_VENV)"
 	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} TRAINKIT_MAIN_PYTHON="$(abspath $(RUN))" OMP_NUM_THREADS=1 "$(XLA_VENV)/bin/python" -m pytest \
 	  -n $(JOBS) --maxprocesses 4 -m "xla and not slow" tests/test_xla_*.py tests/strategies tests/callbacks $(ARGS)
 

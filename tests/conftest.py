@@ -20,10 +20,10 @@ import hypothesis
 import numpy
 import pytest
 import torch
-from process_state import ProcessState
-from support import ROOT, STARTUP
+from helpers.process_state import ProcessState
+from helpers.support import ROOT, STARTUP
+from helpers.worlds.worlds import run_test
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
-from worlds import run_test
 
 from trainkit import rng
 
@@ -84,7 +84,7 @@ def run_dir(_clean_process: None, tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def tiny_module() -> Any:
     """A ``TrainModule`` that learns a line through four inputs; see ``tiny.py``."""
-    from tiny import TinyModule
+    from helpers.runs.tiny import TinyModule
 
     return TinyModule()
 
@@ -92,7 +92,7 @@ def tiny_module() -> Any:
 @pytest.fixture
 def tiny_loader() -> Any:
     """Sixteen samples for ``tiny_module`` in four batches, always in the same order."""
-    from tiny import tiny_loader
+    from helpers.runs.tiny import tiny_loader
 
     return tiny_loader()
 

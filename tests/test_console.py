@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import run_python
-from tiny import TinyModule, tiny_loader
-from trainers import make_trainer
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
+from helpers.support import run_python
 
 from trainkit import TrainModule
 from trainkit.console import TrainkitWarning, counted, notice, only_printable, printable, speak, warn, with_article

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.trainers import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 
 from trainkit import Accelerator, Callback, Precision, TrainModule
 from trainkit.callbacks import NonFiniteGuard

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support import ROOT
+from helpers.support import ROOT
 
 from trainkit import Trainer
 from trainkit.hooks.table import HOOKS

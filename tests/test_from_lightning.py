@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from tiny import TinyModule
+from helpers.runs.tiny import TinyModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 

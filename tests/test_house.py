@@ -9,9 +9,9 @@ import importlib
 import os
 import types
 
-import house
 import pytest
-from support import run_python
+from helpers import house
+from helpers.support import run_python
 
 # What a user may rely on. A new name is a decision: it needs a line in the changelog and one here.
 PUBLIC = {

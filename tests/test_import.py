@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support import run_python
+from helpers.support import run_python
 
 OPTIONAL = {
     "PIL",

@@ -14,9 +14,9 @@ from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
-import house
 import pytest
-from support import run_python
+from helpers import house
+from helpers.support import run_python
 
 import trainkit
 

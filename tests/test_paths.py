@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saving import saved, saving
-from tiny import TinyModule, tiny_loader
+from helpers.resume.saving import saved, saving
+from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit import Accelerator, ProjectConfiguration, Trainer
 from trainkit.callbacks import ModelCheckpoint

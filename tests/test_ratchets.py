@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-import trainers
-from tiny import TinyModule, tiny_loader
-from trainers import make_trainer
+from helpers.runs import trainers
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 
 from trainkit import Accelerator, Callback, Trainer
 from trainkit.callbacks import LambdaCallback, NonFiniteGuard

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import run_python
+from helpers.support import run_python
 
 from trainkit import Callback, Strategy
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError

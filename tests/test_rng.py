@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.data.samples import draw
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import draw
 from scipy.stats import chi2
 
 from trainkit import rng

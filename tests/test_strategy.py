@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer, parameters_of, same
 from torch import nn
-from trainers import make_trainer, parameters_of, same
 
 from trainkit import Accelerator, Precision, Strategy, Trainer
 from trainkit.errors import ConfigurationError, TrainkitError

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from process_state import ProcessState
-from support import ROOT, run_python, without_gloo
-from tiny import TinyModule
+from helpers.process_state import ProcessState
+from helpers.runs.tiny import TinyModule
+from helpers.support import ROOT, run_python, without_gloo
 from torch.utils.data import DataLoader
 
 from trainkit import Trainer

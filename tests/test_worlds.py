@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import PATIENCE, VAIN
+from helpers.patience import PATIENCE, VAIN
+from helpers.worlds.worlds import WorldError, start_world
 from torch.utils.data import DataLoader, Dataset
-from worlds import WorldError, start_world
 
 
 class Stuck(Dataset[int]):

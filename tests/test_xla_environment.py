@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xla_environment
+from helpers.xla import xla_environment
 
 
 class Commands:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support import run_python
+from helpers.support import run_python
 
 pytestmark = pytest.mark.xla
 

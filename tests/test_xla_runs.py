@@ -9,15 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import main_runs
 import pytest
-import xla_runs
-from faulting import tell, told
-from main_runs import run_main
-from patience import VAIN
-from support import ROOT
-from worlds import WorldError
-from xla_runs import run_xla, start_xla
+from helpers.patience import VAIN
+from helpers.resume.faulting import tell, told
+from helpers.support import ROOT
+from helpers.worlds.worlds import WorldError
+from helpers.xla import main_runs, xla_runs
+from helpers.xla.main_runs import run_main
+from helpers.xla.xla_runs import run_xla, start_xla
 
 pytestmark = pytest.mark.xla
 

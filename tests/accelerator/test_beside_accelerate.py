@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.worlds.worlds import run_world
 from torch import nn
 from torch.utils.data import DataLoader
-from worlds import run_world
 
 SIZES = [1, 2]
 Loop = Callable[..., Any]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worlds.worlds import run_world
 from torch import nn
-from worlds import run_world
 
 from trainkit import Accelerator
 from trainkit.errors import ConfigurationError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worlds.worlds import run_world
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import run_world
 
 from trainkit import Accelerator
 from trainkit.errors import CollectiveError, ConfigurationError

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from members import as_script, end_of
-from patience import PATIENCE
-from teams import in_worlds, values
+from helpers.launch.members import as_script, end_of
+from helpers.patience import PATIENCE
+from helpers.worlds.teams import in_worlds, values
+from helpers.worlds.worlds import run_world, start_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from worlds import run_world, start_world
 
 import trainkit.distributed.channel
 from trainkit import Accelerator, set_seed

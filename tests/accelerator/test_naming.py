@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from resuming import forked
+from helpers.resume.resuming import forked
+from helpers.worlds.worlds import run_world
 from torch import nn
-from worlds import run_world
 
 from trainkit import Accelerator
 from trainkit.accelerator.naming import rotate

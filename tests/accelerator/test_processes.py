@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from teams import in_worlds, values
+from helpers.worlds.teams import in_worlds, values
+from helpers.worlds.worlds import run_world
 from torch import Tensor
-from worlds import run_world
 
 from trainkit import Accelerator, Strategy
 from trainkit.distributed.world import World

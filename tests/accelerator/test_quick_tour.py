@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import run_world
 
 from trainkit import Accelerator
 from trainkit.utils import DistributedType, GradScalerKwargs, ProjectConfiguration, load_checkpoint_in_model, set_seed

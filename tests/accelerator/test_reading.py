@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worlds.worlds import run_world
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import run_world
 
 from trainkit import Accelerator, skip_first_batches
 from trainkit.errors import ConfigurationError

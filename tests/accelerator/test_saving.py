@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.trainers import same
+from helpers.worlds.worlds import run_world, start_world
 from safetensors.torch import load_file
 from torch import nn
-from trainers import same
-from worlds import run_world, start_world
 
 from trainkit import Accelerator
 from trainkit.errors import CollectiveError, ConfigurationError, UnsavableError

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer, parameters_of, same
 from safetensors.torch import load_file
-from tiny import TinyModule, tiny_loader
 from torch import nn
-from trainers import make_trainer, parameters_of, same
 
 from trainkit import Accelerator, DataLoaderConfiguration, set_seed
 from trainkit.checkpoint import open_checkpoint

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trackers import (  # noqa: F401  fixtures
+from helpers.runs.trackers import (  # noqa: F401  fixtures
     PLAIN,
     comet_offline,
     comet_records,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import run_world
 
 from trainkit import Accelerator, Precision
 from trainkit.errors import ConfigurationError, DataError

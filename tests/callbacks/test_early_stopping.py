@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import Alike
-from tiny import TinyModule, tiny_loader
+from helpers.data.dealt import Alike
+from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import EarlyStopping
 from trainkit.console import TrainkitWarning

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 from torch import nn
 
 from trainkit.callbacks import LearningRateMonitor

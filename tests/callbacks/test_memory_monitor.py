@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
-from worlds import run_world
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.worlds.worlds import run_world
 
 from trainkit.callbacks import MemoryMonitor, _memory, memory_monitor
 from trainkit.callbacks._memory import Gauge, Memory
@@ -379,8 +379,8 @@ def test_the_peak_between_log_boundaries(make_trainer) -> None:
 
 
 def on_two(interval: str) -> Any:
-    from trainers import Memory as Remembering
-    from trainers import make_trainer
+    from helpers.runs.trainers import Memory as Remembering
+    from helpers.runs.trainers import make_trainer
 
     logger, callback = Remembering(), MemoryMonitor(interval)
     trainer = make_trainer(callback, strategy="ddp", logger=logger, log_every_n_steps=1)

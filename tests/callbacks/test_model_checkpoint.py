@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import draft
+from helpers.resume.checkpoints import draft
 
 from trainkit.callbacks import ModelCheckpoint, model_checkpoint
 from trainkit.checkpoint.commit import commit

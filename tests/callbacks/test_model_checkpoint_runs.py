@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import Callback, Trainer

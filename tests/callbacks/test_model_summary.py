@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 from torch import nn
 
 from trainkit.callbacks import ModelSummary

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.worlds.worlds import run_world
 from safetensors.torch import load_file
-from tiny import TinyModule, tiny_loader
 from torch.utils.data import DataLoader
-from worlds import run_world
 
 from trainkit import Trainer
 from trainkit.callbacks import PredictionWriter

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory, make_trainer
+from helpers.worlds.worlds import run_world
 from torch import Tensor
-from trainers import Memory, make_trainer
-from worlds import run_world
 
 from trainkit import Callback
 from trainkit.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, NonFiniteGuard, ThroughputMonitor, Timer

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from notebooks import run_cells
-from support import run_python
-from tiny import TinyModule, tiny_loader
+from helpers.launch.notebooks import run_cells
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.support import run_python
 
 from trainkit import Trainer
 from trainkit.callbacks import TQDMProgressBar, progress_bar
@@ -524,7 +524,7 @@ def test_of_two_processes_the_main_one_shows_its_own_loss() -> None:
 # ------------------------------------------------------------------------------------------------------------- notebooks
 
 CELL = """
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 from trainkit import Trainer
 
 class Validating(TinyModule):
@@ -563,7 +563,7 @@ def test_a_notebook_with_ipywidgets_has_tqdms_widget(run_dir: Path) -> None:
 @pytest.mark.parametrize("live", [True, False])
 def test_a_name_that_the_output_cannot_show_ends_nothing(variables: dict[str, str], live: bool) -> None:
     program = f"""
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 from trainkit import Trainer
 from trainkit.callbacks import progress_bar
 

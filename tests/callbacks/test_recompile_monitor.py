@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 from torch import Tensor, nn
 
 from trainkit.callbacks import RecompileMonitor, recompile_monitor

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.xla.xla_runs import run_xla
 from torch import Tensor, nn
-from xla_runs import run_xla
 
 from trainkit import Trainer, TrainModule
 from trainkit.callbacks import RecompileMonitor

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import LambdaCallback, ThroughputMonitor, throughput_monitor
 from trainkit.callbacks._peak_flops import peak_flops

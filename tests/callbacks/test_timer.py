@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import Timer, timer
 from trainkit.errors import ConfigurationError, UnknownNameError

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import IMPORTABLE, draft, names, verified
-from support import run_python
+from helpers.resume.checkpoints import IMPORTABLE, draft, names, verified
+from helpers.support import run_python
 
 from trainkit.checkpoint import commit as module
 from trainkit.checkpoint.commit import commit, sync_folder
@@ -340,7 +340,7 @@ CHILD = """
 import os, resource, shutil, signal, sys
 from pathlib import Path
 import torch
-from checkpoints import draft, names, verified
+from helpers.resume.checkpoints import draft, names, verified
 from trainkit.checkpoint import commit as module
 from trainkit.checkpoint.commit import commit
 from trainkit.errors import CheckpointWriteError

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import content, names
+from helpers.resume.checkpoints import content, names
+from helpers.worlds.teams import GoneError, in_threads, values
 from safetensors.torch import load_file
-from teams import GoneError, in_threads, values
 
 from trainkit.checkpoint import commit as module
 from trainkit.checkpoint import draft as drafts

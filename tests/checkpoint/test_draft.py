@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import content
+from helpers.resume.checkpoints import content
 from torch import nn
 
 from trainkit import __version__

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from checkpoints import IMPORTABLE, make
-from support import run_python
+from helpers.resume.checkpoints import IMPORTABLE, make
+from helpers.support import run_python
 
 from trainkit.checkpoint import folder as folder_module
 from trainkit.checkpoint import open_checkpoint
@@ -307,7 +307,7 @@ def test_leftovers_of_a_save_are_removed(run_dir: Path) -> None:
     program = """
 import os, signal, sys
 from pathlib import Path
-from checkpoints import draft
+from helpers.resume.checkpoints import draft
 from trainkit.checkpoint import commit as module
 
 module._put_in_place = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import run_python
+from helpers.support import run_python
 
 from trainkit.checkpoint import lock as lock_module
 from trainkit.checkpoint import process_identity

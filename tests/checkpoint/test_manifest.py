@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_manifest
+from helpers.resume.checkpoints import write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

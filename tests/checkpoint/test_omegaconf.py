@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass, field
 
 import pytest
-from saved_state import through_json
-from support import run_python
+from helpers.resume.saved_state import through_json
+from helpers.support import run_python
 
 from trainkit.checkpoint.omegaconf import is_omegaconf
 from trainkit.loggers.values import plain

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import IMPORTABLE, content, load, make, names
+from helpers.resume.checkpoints import IMPORTABLE, content, load, make, names
 
 from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.commit import commit
@@ -243,7 +243,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_called_damaged(ru
 WRITER = """
 import sys
 from pathlib import Path
-from checkpoints import content
+from helpers.resume.checkpoints import content
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 print("ready", flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import load, make, names, seal, write_manifest
+from helpers.resume.checkpoints import load, make, names, seal, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import make, names, seal
-from support import run_python
+from helpers.resume.checkpoints import make, names, seal
+from helpers.support import run_python
 
 from trainkit.checkpoint.manifest import MANIFEST
 

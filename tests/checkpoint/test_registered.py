@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from saving import Adam, saved, saving
-from support import run_python
-from tiny import tiny_loader
+from helpers.resume.saving import Adam, saved, saving
+from helpers.runs.tiny import tiny_loader
+from helpers.support import run_python
 from torch import Tensor
 
 from trainkit import Callback

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import complaint
+from helpers.resume.checkpoints import complaint
 
 from trainkit.checkpoint.regular_file import _NORESERVE, map_file, read_file
 from trainkit.errors import CheckpointError

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make, names
-from teams import in_worlds, values
+from helpers.resume.checkpoints import make, names
+from helpers.worlds.teams import in_worlds, values
 
 from trainkit.checkpoint import run_folders as module
 from trainkit.checkpoint import together as verdicts

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import IMPORTABLE, draft, verified
-from support import run_python
+from helpers.resume.checkpoints import IMPORTABLE, draft, verified
+from helpers.support import run_python
 
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.manifest import Manifest
@@ -295,7 +295,7 @@ def test_a_failure_holds_no_draft(run_dir: Path, saver: Saver) -> None:
 CHILD = """
 import sys, threading, time
 from pathlib import Path
-from checkpoints import draft
+from helpers.resume.checkpoints import draft
 from trainkit.checkpoint.saver import Saver
 
 def after_the_main_thread(held):

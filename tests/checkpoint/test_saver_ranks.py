@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import content, names
-from teams import in_threads, values
+from helpers.resume.checkpoints import content, names
+from helpers.worlds.teams import in_threads, values
 
 from trainkit.checkpoint import commit as commits
 from trainkit.checkpoint import draft as drafts

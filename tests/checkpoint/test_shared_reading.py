@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make, seal
-from teams import GoneError, in_threads, values
+from helpers.resume.checkpoints import make, seal
+from helpers.worlds.teams import GoneError, in_threads, values
 
 from trainkit.checkpoint import reader, shared_reading
 from trainkit.checkpoint.reader import open_checkpoint

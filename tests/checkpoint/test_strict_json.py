@@ -6,10 +6,10 @@ import json
 import sys
 
 import pytest
-from checkpoints import complaint
+from helpers.resume.checkpoints import complaint
+from helpers.support import run_python
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support import run_python
 
 from trainkit.checkpoint.strict_json import MAX_DEPTH, MAX_JSON_BYTES, json_problem, strict_json
 from trainkit.errors import CorruptCheckpointError

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import complaint
+from helpers.resume.checkpoints import complaint
+from helpers.support import run_python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from support import run_python
 from torch import Tensor, nn
 
 from trainkit.checkpoint import strict_json as json_module

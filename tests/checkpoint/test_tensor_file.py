@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import complaint
+from helpers.resume.checkpoints import complaint
+from helpers.support import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 from safetensors.torch import save as safetensors_save
-from support import run_python
 from torch import Tensor, nn
 
 from trainkit.checkpoint import tensor_file

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from teams import Hub, in_threads, values
+from helpers.worlds.teams import Hub, in_threads, values
 
 from trainkit.checkpoint.together import together
 from trainkit.distributed.world import Team

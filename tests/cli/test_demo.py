@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import run_python
+from helpers.support import run_python
 
 from trainkit.cli.demo import ByteGPT, SourceCode, bigram_bits, unigram_bits
 from trainkit.cli.demo.command import SMALL, Result, report, train

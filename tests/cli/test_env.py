@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import run_python
+from helpers.support import run_python
 
 from trainkit._version import __version__
 from trainkit.cli import env

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from agents import wait_until
-from configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, TWO_MACHINES, ZERO2
-from support import run_python
+from helpers.launch.agents import wait_until
+from helpers.launch.configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, TWO_MACHINES, ZERO2
+from helpers.support import run_python
 
 from trainkit.cli.main import main
 from trainkit.config.carried import VARIABLE, Settings, carried, carry, debugging

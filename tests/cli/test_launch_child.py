@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
-from support import run_python
+from helpers.patience import PATIENCE
+from helpers.support import run_python
 
 from trainkit.cli.launch_child import main
 from trainkit.launch.lifeline import GO, MARK, versions

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import run_python
+from helpers.support import run_python
 
 from trainkit._version import __version__
 from trainkit.cli import main as command

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from configurations import MULTI_CPU, ONE_CPU, TPU, TWO_MACHINES, ZERO2
-from support import without_gloo
-from worlds import run_world
+from helpers.launch.configurations import MULTI_CPU, ONE_CPU, TPU, TWO_MACHINES, ZERO2
+from helpers.support import without_gloo
+from helpers.worlds.worlds import run_world
 
 from trainkit.cli import setup_checks, setup_child, test
 from trainkit.cli.main import main

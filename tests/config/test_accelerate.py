@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from configurations import DEFAULT, FILES
-from support import run_python
+from helpers.launch.configurations import DEFAULT, FILES
+from helpers.support import run_python
 
 from trainkit.config.read import read_settings
 from trainkit.config.write import write_settings

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, ZERO2, accelerates
-from support import ROOT, STARTUP, run_python
-from tiny import TinyModule, tiny_loader
+from helpers.launch.configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, ZERO2, accelerates
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.support import ROOT, STARTUP, run_python
 
 from trainkit import Trainer
 from trainkit.callbacks import GradientClipping
@@ -171,7 +171,7 @@ def test_steps_are_compiled(configured: Any) -> None:
 SCRIPT = """\
 import json, os, sys
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 from trainkit import Trainer
 from trainkit.strategies import ZeROStrategy
 

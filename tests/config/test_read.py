@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configurations import DEFAULT, FSDP, MULTI_CPU, MULTI_GPU, ONE_CPU, TPU, TWO_MACHINES, ZERO2, ZERO3, accelerates
+from helpers.launch.configurations import (
+    DEFAULT,
+    FSDP,
+    MULTI_CPU,
+    MULTI_GPU,
+    ONE_CPU,
+    TPU,
+    TWO_MACHINES,
+    ZERO2,
+    ZERO3,
+    accelerates,
+)
 
 from trainkit.config.read import default_file, read_settings
 from trainkit.config.values import Settings

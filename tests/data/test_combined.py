@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.data.samples import CPU, Drawing, DrawingStream, SizedDrawingStream, draw, ids, same
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import CPU, Drawing, DrawingStream, SizedDrawingStream, draw, ids, same
 from torch import Tensor
 from torch.utils.data import DataLoader
 

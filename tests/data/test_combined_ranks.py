@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import Alike
+from helpers.data.dealt import Alike
+from helpers.data.samples import CPU, Drawing, DrawingStream, SizedDrawingStream, same
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import CPU, Drawing, DrawingStream, SizedDrawingStream, same
 from torch.utils.data import DataLoader
 
 from trainkit import CombinedLoader

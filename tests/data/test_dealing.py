@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import Given, as_lists, assert_shared_out, global_windows, heard, joined, prepared, read
-from samples import Drawing, DrawingStream, SizedDrawingStream, collate_and_draw, draw
+from helpers.data.dealt import Given, as_lists, assert_shared_out, global_windows, heard, joined, prepared, read
+from helpers.data.samples import Drawing, DrawingStream, SizedDrawingStream, collate_and_draw, draw
+from helpers.worlds.worlds import run_world
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, get_worker_info
-from worlds import run_world
 
 from trainkit import CombinedLoader
 from trainkit.data.combined import MODES

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import run_world
+from helpers.worlds.worlds import run_world
 
 from trainkit.data.digest import digest
 

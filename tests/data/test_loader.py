@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import (
+from helpers.data.samples import (
     Drawing,
     DrawingStream,
     SizedDrawingStream,

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import Alike, Given, as_lists, assert_shared_out, dealt, global_windows, joined, prepared, read
+from helpers.data.dealt import Alike, Given, as_lists, assert_shared_out, dealt, global_windows, joined, prepared, read
+from helpers.data.samples import Drawing, collate_and_draw, ids, same
+from helpers.worlds.worlds import run_world
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import Drawing, collate_and_draw, ids, same
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
-from worlds import run_world
 
 from trainkit import CombinedLoader
 from trainkit.data.window import NOTHING, Window

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from samples import Drawing, collate_and_draw, prepare, same, whole_epoch
+from helpers.data.samples import Drawing, collate_and_draw, prepare, same, whole_epoch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from trainkit import CombinedLoader

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import Alike, Given, global_windows, heard, joined, observed, prepared, read
-from samples import Drawing, DrawingStream, collate_and_draw, same
+from helpers.data.dealt import Alike, Given, global_windows, heard, joined, observed, prepared, read
+from helpers.data.samples import Drawing, DrawingStream, collate_and_draw, same
+from helpers.worlds.worlds import run_world
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
-from worlds import run_world
 
 from trainkit import CombinedLoader
 from trainkit.data import PreparedLoader

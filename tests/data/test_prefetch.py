@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import draw
+from helpers.data.samples import draw
 from torch import Tensor
 
 from trainkit.data import prefetch

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.data.samples import Drawing, draw
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import Drawing, draw
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dealt import Alike, as_lists, dealt, global_windows, heard, joined, prepared, read
-from samples import Drawing, collate_and_draw, same
+from helpers.data.dealt import Alike, as_lists, dealt, global_windows, heard, joined, prepared, read
+from helpers.data.samples import Drawing, collate_and_draw, same
+from helpers.worlds.worlds import run_world
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, Subset, SubsetRandomSampler, random_split
 from torch.utils.data.distributed import DistributedSampler
-from worlds import run_world
 
 from trainkit.console import TrainkitWarning
 from trainkit.data.order import HASH_SORT_LIMIT, Permutation

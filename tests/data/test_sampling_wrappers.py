@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from samples import Drawing, draw, same
+from helpers.data.samples import Drawing, draw, same
 from torch.utils.data import Subset
 
 from trainkit.data.sampling import KeyedDataset, KeyedSlots, UserWorkerInit

@@ -7,7 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
-from dealt import Alike
+from helpers.data.dealt import Alike
 
 from trainkit.data.shared_window import Piece, Shared, collected, planned
 from trainkit.data.window import NOTHING, MicroBatch, Window

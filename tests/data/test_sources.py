@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samples import Drawing, DrawingStream
+from helpers.data.samples import Drawing, DrawingStream
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worlds.worlds import run_world
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
-from worlds import run_world
 
 from trainkit import Accelerator
 from trainkit.data.splitting import split_batches

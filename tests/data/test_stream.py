@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import CPU, Drawing, collate_and_draw, draw, ids, same
+from helpers.data.samples import CPU, Drawing, collate_and_draw, draw, ids, same
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler, get_worker_info
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samples import CPU, DrawingStream, SizedDrawingStream, collate_and_draw, draw, ids, same
+from helpers.data.samples import CPU, DrawingStream, SizedDrawingStream, collate_and_draw, draw, ids, same
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dealt import heard, prepared, read
-from patience import PATIENCE, VAIN
-from samples import Drawing
+from helpers.data.dealt import heard, prepared, read
+from helpers.data.samples import Drawing
+from helpers.patience import PATIENCE, VAIN
+from helpers.worlds.worlds import run_world
 from torch.utils.data import DataLoader
-from worlds import run_world
 
 from trainkit.data import workers
 from trainkit.distributed.world import World

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from members import Member
-from patience import ALONE, PATIENCE, VAIN, within
-from stars import all_at_once, star
-from worlds import start_world
+from helpers.launch.members import Member
+from helpers.patience import ALONE, PATIENCE, VAIN, within
+from helpers.worlds.stars import all_at_once, star
+from helpers.worlds.worlds import start_world
 
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure import Failure

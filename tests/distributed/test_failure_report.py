@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from members import GRACE, LIMIT, Ended, Member, as_script, end_of, now, terminal
-from patience import PATIENCE, VAIN, within
-from support import ROOT, run_python
-from worlds import free_port
+from helpers.launch.members import GRACE, LIMIT, Ended, Member, as_script, end_of, now, terminal
+from helpers.patience import PATIENCE, VAIN, within
+from helpers.support import ROOT, run_python
+from helpers.worlds.worlds import free_port
 
 from trainkit.distributed import failure_report as endings
 from trainkit.errors import Preempted
@@ -275,7 +275,7 @@ SCRIPT = """
 import os, sys
 sys.path.insert(0, {tests!r})
 import torch.multiprocessing as mp
-from members import Member
+from helpers.launch.members import Member
 
 def main(rank=None):
     if rank is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from stars import star
+from helpers.worlds.stars import star
 
 from trainkit.distributed.failure_report import Endings, report_failure
 from trainkit.errors import Preempted, ProcessFailedError

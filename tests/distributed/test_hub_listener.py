@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 import pytest
-from stars import Shared, all_at_once
-from worlds import free_port
+from helpers.worlds.stars import Shared, all_at_once
+from helpers.worlds.worlds import free_port
 
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.hub_listener import PORT, connect, opened

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
-from stars import star
+from helpers.patience import PATIENCE
+from helpers.worlds.stars import star
 
 from trainkit.distributed.failure_report import report_failure
 from trainkit.distributed.process_exit import stacks

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from patience import within
+from helpers.patience import within
 from torch.distributed import TCPStore
 
 from trainkit.distributed import stores

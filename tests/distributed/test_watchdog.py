@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from members import GRACE, LIMIT, Ended, Member, as_script, end_of, now
-from patience import VAIN, within
+from helpers.launch.members import GRACE, LIMIT, Ended, Member, as_script, end_of, now
+from helpers.patience import VAIN, within
 
 from trainkit.errors import Preempted
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from patience import PATIENCE
-from stars import star
+from helpers.patience import PATIENCE
+from helpers.worlds.stars import star
 
 from trainkit.distributed.watchdog import Watchdog
 from trainkit.errors import ProcessFailedError

@@ -12,7 +12,7 @@ from queue import Queue
 from typing import Any
 
 import pytest
-from patience import PATIENCE
+from helpers.patience import PATIENCE
 
 from trainkit.distributed.wire import Loop, Wire, encode, keep_watch
 

@@ -6,7 +6,7 @@ import math
 from datetime import timedelta
 
 import pytest
-from worlds import run_world
+from helpers.worlds.worlds import run_world
 
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World

@@ -14,8 +14,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from support import ROOT, run_python
-from worlds import run_world
+from helpers.support import ROOT, run_python
+from helpers.worlds.worlds import run_world
 
 EXAMPLES = ROOT / "examples"
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from faulting import Child, checkpoints, left_over, tell, told
-from saving import saving
+from helpers.resume.faulting import Child, checkpoints, left_over, tell, told
+from helpers.resume.saving import saving
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

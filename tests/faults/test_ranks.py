@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import ALONE, PATIENCE, within
-from worlds import free_port
+from helpers.patience import ALONE, PATIENCE, within
+from helpers.worlds.worlds import free_port
 
 pytestmark = pytest.mark.prompt
 

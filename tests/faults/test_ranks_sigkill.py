@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disturbed import MICRO_BATCHES, Training, drawn_moments, end_of, logged, newest, started
-from elastic import journal
-from launched import Launched
+from helpers.launch.launched import Launched
+from helpers.resume.disturbed import MICRO_BATCHES, Training, drawn_moments, end_of, logged, newest, started
+from helpers.resume.elastic import journal
 
 ROWS = -(-MICRO_BATCHES // 2)  # of an epoch, on two processes
 LAUNCH = ("-m", "trainkit", "launch", "--nproc-per-node", "2")

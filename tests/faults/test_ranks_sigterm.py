@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disturbed import (
+from helpers.launch.launched import Launched
+from helpers.patience import within
+from helpers.resume.disturbed import (
     EPOCHS,
     MICRO_BATCHES,
     Signal,
@@ -25,9 +27,7 @@ from disturbed import (
     started,
     wait_until,
 )
-from elastic import journal
-from launched import Launched
-from patience import within
+from helpers.resume.elastic import journal
 
 from trainkit import Callback
 from trainkit.distributed.channel import Channel

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulting import Child, checkpoints, tell, told
-from saving import saving
-from tiny import TinyModule, tiny_loader
+from helpers.resume.faulting import Child, checkpoints, tell, told
+from helpers.resume.saving import saving
+from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit import Callback, Trainer
 from trainkit.callbacks import ModelCheckpoint

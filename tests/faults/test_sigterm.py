@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulting import At, Child, Watched, checkpoints, left_over, rows, saved_in, send, tell, told
-from resuming import Run, read_trace
-from support import ROOT, run_python
+from helpers.resume.faulting import At, Child, Watched, checkpoints, left_over, rows, saved_in, send, tell, told
+from helpers.resume.resuming import Run, read_trace
+from helpers.support import ROOT, run_python
 
 from trainkit import Callback
 from trainkit.checkpoint.folder import candidates, folders_below
@@ -259,7 +259,7 @@ def test_ctrl_c() -> None:
 
 SCRIPT = """
 import os, signal
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 from trainkit import Trainer
 
 class Interrupting(TinyModule):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulting import At, Child, Watched, send
+from helpers.resume.faulting import At, Child, Watched, send
 
 from trainkit import Callback, Trainer
 

@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 import pytest
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 from torch import nn
-from trainers import make_trainer
 
 from trainkit import Callback, DataModule, TrainModule
 from trainkit.console import TrainkitWarning

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agent, alive, start_agent, wait_until
-from patience import within
-from worlds import free_port
+from helpers.launch.agents import Agent, alive, start_agent, wait_until
+from helpers.patience import within
+from helpers.worlds.worlds import free_port
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch import agent as agent_module

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import wait_until
-from patience import PATIENCE, VAIN
+from helpers.launch.agents import wait_until
+from helpers.patience import PATIENCE, VAIN
 
 from trainkit.launch.connection import Connection, Line, node_script
 from trainkit.launch.lifeline import MARK

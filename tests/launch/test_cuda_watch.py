@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from support import run_python
+from helpers.support import run_python
 
 from trainkit.console import TrainkitWarning
 from trainkit.launch import cuda_watch

@@ -7,15 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support import run_python
-from worlds import free_port
+from helpers.support import run_python
+from helpers.worlds.worlds import free_port
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="DeepSpeed is for Linux")
 
 # As users have them: ``parse`` is what the script does with its arguments.
 TRAIN = """\
 import argparse, sys
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 from trainkit import Trainer
 {parse}
 trainer = Trainer(strategy="zero2", accelerator="cpu", max_steps=2, logger=False, enable_progress_bar=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import wait_until
+from helpers.launch.agents import wait_until
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch.delivery import HANDED, Delivery, Failed, Worker

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import WorldError, free_port, run_world, start_world
+from helpers.worlds.worlds import WorldError, free_port, run_world, start_world
 
 from trainkit import console
 from trainkit.distributed.requested_devices import Wanted

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from agents import alive
-from patience import PATIENCE, VAIN, within
+from helpers.launch.agents import alive
+from helpers.patience import PATIENCE, VAIN, within
 
 from trainkit.launch.lifeline import ALIVE, GO, MARK, SIGNAL, versions
 

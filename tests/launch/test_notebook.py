@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from agents import alive, wait_until
-from notebooks import run_cells
-from support import run_python
-from worlds import free_port
+from helpers.launch.agents import alive, wait_until
+from helpers.launch.notebooks import run_cells
+from helpers.support import run_python
+from helpers.worlds.worlds import free_port
 
 from trainkit import notebook_launcher, utils
 from trainkit.config.carried import VARIABLE, carried

@@ -12,9 +12,9 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from agents import wait_until
-from patience import PATIENCE, VAIN
-from support import run_python
+from helpers.launch.agents import wait_until
+from helpers.patience import PATIENCE, VAIN
+from helpers.support import run_python
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch import remote

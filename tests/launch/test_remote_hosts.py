@@ -18,13 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from agents import alive, wait_until
-from elastic import journal
-from hosts import ADDRESSES, Hosts, Program
-from parity import trained
-from patience import PATIENCE
-from two_hosts import CASE, Task
-from worlds import free_port
+from helpers.launch.agents import alive, wait_until
+from helpers.launch.hosts import ADDRESSES, Hosts, Program
+from helpers.launch.two_hosts import CASE, Task
+from helpers.patience import PATIENCE
+from helpers.resume.elastic import journal
+from helpers.runs.parity import trained
+from helpers.worlds.worlds import free_port
 
 TESTS = Path(__file__).parents[1]
 SSH = f"""\

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from patience import PATIENCE, within
-from worlds import free_port
+from helpers.patience import PATIENCE, within
+from helpers.worlds.worlds import free_port
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch import rendezvous

@@ -10,7 +10,7 @@ import zipapp
 from pathlib import Path
 
 import pytest
-from support import run_python, without_gloo
+from helpers.support import run_python, without_gloo
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch import self_start

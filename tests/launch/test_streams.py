@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from agents import wait_until
-from support import ROOT, run_python
+from helpers.launch.agents import wait_until
+from helpers.support import ROOT, run_python
 
 from trainkit.launch.streams import Streams
 

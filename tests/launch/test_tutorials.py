@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds import free_port
+from helpers.worlds.worlds import free_port
 
 SCRIPT = str(Path(__file__).with_name("tutorial_script.py"))
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic import journal
-from hosts import ADDRESSES, Hosts, Program
-from parity import trained
-from patience import ALONE, PATIENCE, within
-from two_hosts import CASE, Task
+from helpers.launch.hosts import ADDRESSES, Hosts, Program
+from helpers.launch.two_hosts import CASE, Task
+from helpers.patience import ALONE, PATIENCE, within
+from helpers.resume.elastic import journal
+from helpers.runs.parity import trained
 
 pytestmark = pytest.mark.prompt
 

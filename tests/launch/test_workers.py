@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import alive, wait_until
-from patience import within
-from support import run_python
+from helpers.launch.agents import alive, wait_until
+from helpers.patience import within
+from helpers.support import run_python
 
 from trainkit.launch import workers as workers_module
 from trainkit.launch.workers import Ended, Workers, signal_name

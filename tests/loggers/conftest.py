@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from trackers import comet_offline, local_mlflow, no_open_wandb_runs, wandb_service
+from helpers.runs.trackers import comet_offline, local_mlflow, no_open_wandb_runs, wandb_service
 
 __all__ = ["comet_offline", "local_mlflow", "no_open_wandb_runs", "wandb_service"]

@@ -14,8 +14,8 @@ from zipfile import ZipFile
 
 import numpy as np
 import pytest
-from patience import PATIENCE
-from trackers import PLAIN, comet_records, needs
+from helpers.patience import PATIENCE
+from helpers.runs.trackers import PLAIN, comet_records, needs
 
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError

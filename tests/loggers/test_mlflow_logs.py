@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trackers import mlflow_records, needs
+from helpers.runs.trackers import mlflow_records, needs
 
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MetricError, MissingPackageError, UnsupportedArgumentError

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit import Trainer
 from trainkit.errors import MissingPackageError, UnknownNameError

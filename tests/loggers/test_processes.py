@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import run_world
+from helpers.worlds.worlds import run_world
 
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import run_python
+from helpers.support import run_python
 
 from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.console import TrainkitWarning

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
-from trackers import PLAIN, comet_records, mlflow_records, needs
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trackers import PLAIN, comet_records, mlflow_records, needs
 
 from trainkit import Trainer
 from trainkit.callbacks import ModelCheckpoint

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trackers import history, records, run_files
+from helpers.runs.trackers import history, records, run_files
 
 pytest.importorskip("wandb")
 

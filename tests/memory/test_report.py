@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from planned import Planned, Tied, bytes_at_the_peak, bytes_in_the_update
-from replicas import together
-from support import run_python
+from helpers.runs.planned import Planned, Tied, bytes_at_the_peak, bytes_in_the_update
+from helpers.runs.replicas import together
+from helpers.runs.trainers import make_trainer
+from helpers.support import run_python
 from torch import nn
-from trainers import make_trainer
 
 from trainkit import TrainModule
 from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError, OptimizerError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
-from worlds import run_world
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.worlds.worlds import run_world
 
 from trainkit import Trainer
 from trainkit.errors import MetricError

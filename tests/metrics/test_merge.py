@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from metric_runs import Run, epoch, many, same, value_of
-from threaded import Peer, together
+from helpers.runs.metric_runs import Run, epoch, many, same, value_of
+from helpers.worlds.threaded import Peer, together
 from torch import Tensor, nn
 
 from trainkit.checkpoint.tagged import dumps, loads

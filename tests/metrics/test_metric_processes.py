@@ -10,9 +10,9 @@ from time import monotonic
 import pytest
 import torch
 import torchmetrics
-from metric_runs import Run, Step, epoch, evaluation, many, same
-from patience import within
-from worlds import run_world
+from helpers.patience import within
+from helpers.runs.metric_runs import Run, Step, epoch, evaluation, many, same
+from helpers.worlds.worlds import run_world
 
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory, make_trainer
 from torch import Tensor
-from trainers import Memory, make_trainer
 
 from trainkit import Callback
 from trainkit.errors import HookError, MetricError

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory, make_trainer
 from torch import Tensor
-from trainers import Memory, make_trainer
 
 from trainkit import Callback
 from trainkit.metrics.results import MetricResults, as_tensors

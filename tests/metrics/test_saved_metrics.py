@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import metric_runs
 import pytest
 import torch
 import torchmetrics
+from helpers.runs import metric_runs
 from torch import Tensor, nn
 
 from trainkit.checkpoint.tagged import dumps, loads

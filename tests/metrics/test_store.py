@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory, make_trainer
 from torch import Tensor
-from trainers import Memory, make_trainer
 
 from trainkit import Callback, Trainer
 from trainkit.console import TrainkitWarning

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from metric_runs import Run, Step, epoch, evaluation, many, same, sized, value_of
-from threaded import Peer, together
+from helpers.runs.metric_runs import Run, Step, epoch, evaluation, many, same, sized, value_of
+from helpers.worlds.threaded import Peer, together
 from torch import Tensor
 
 from trainkit.data.window import NOTHING

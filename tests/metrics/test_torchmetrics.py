@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from metric_runs import Run, epoch, evaluation
-from threaded import Peer, together
+from helpers.runs.metric_runs import Run, epoch, evaluation
+from helpers.worlds.threaded import Peer, together
 from torch import Tensor, nn
 
 from trainkit.distributed.world import World

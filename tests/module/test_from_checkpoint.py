@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory, make_trainer, parameters_of, same
 from torch import nn
-from trainers import Memory, make_trainer, parameters_of, same
 
 from trainkit import Trainer
 from trainkit.checkpoint import open_checkpoint

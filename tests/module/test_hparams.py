@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.trainers import Memory, make_trainer
 from torch import nn
-from trainers import Memory, make_trainer
 
 from trainkit import DataModule, TrainModule
 from trainkit.errors import ConfigurationError, UnknownNameError

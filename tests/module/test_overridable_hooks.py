@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Seen, make_trainer, parameters_of, same
+from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from trainers import Seen, make_trainer, parameters_of, same
-from worlds import run_world
 
 from trainkit import Callback, DataModule, TrainModule
 from trainkit.callbacks import GradientClipping

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worlds.worlds import run_world
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import run_world
 
 from trainkit import Accelerator, Precision, Strategy
 from trainkit.console import TrainkitWarning

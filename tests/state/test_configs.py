@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved_state import differences, restore_model, restore_optimizer, stored, through_json, unchanged
+from helpers.resume.saved_state import differences, restore_model, restore_optimizer, stored, through_json, unchanged
 from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError, UnsavableError

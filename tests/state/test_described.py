@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved_state import differences, frozen_copy, restore_optimizer, through_json, unchanged
+from helpers.resume.saved_state import differences, frozen_copy, restore_optimizer, through_json, unchanged
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from saved_state import Extra, differences, frozen_copy, restore_model, stored, unchanged
+from helpers.resume.saved_state import Extra, differences, frozen_copy, restore_model, stored, unchanged
 from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError

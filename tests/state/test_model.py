@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved_state import Extra, differences, frozen_copy, restore_model, stored, unchanged
+from helpers.resume.saved_state import Extra, differences, frozen_copy, restore_model, stored, unchanged
 from torch import nn
 from torch.nn.utils import parametrizations
 

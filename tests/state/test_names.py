@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from saved_state import differences, restore_model
-from support import run_python, without_gloo
+from helpers.resume.saved_state import differences, restore_model
+from helpers.support import run_python, without_gloo
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.nn.parallel import DataParallel

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved_state import restore_optimizer, through_json, unchanged
+from helpers.resume.saved_state import restore_optimizer, through_json, unchanged
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import (

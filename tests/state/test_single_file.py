@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resuming import forked
+from helpers.resume.resuming import forked
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn

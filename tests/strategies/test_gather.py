@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from replicas import joined
+from helpers.runs.replicas import joined
 
 from trainkit.errors import ConfigurationError
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from replicas import Net, NoLoss, by_hand, flat, inputs, joined, together
+from helpers.runs.replicas import Net, NoLoss, by_hand, flat, inputs, joined, together
+from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from worlds import run_world
 
 from trainkit.errors import LossError, ModuleError
 

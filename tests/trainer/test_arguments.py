@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
-from trainers import make_trainer
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 
 import trainkit.callbacks
 from trainkit import DataModule, Trainer

@@ -12,10 +12,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import house
 import pytest
 import yaml
-from signatures import Call, documented, public_calls, unread
+from helpers import house
+from helpers.runs.signatures import Call, documented, public_calls, unread
 from test_house import PUBLIC
 
 CALLS = {call.name: call for call in public_calls(PUBLIC)}

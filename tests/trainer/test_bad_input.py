@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer, parameters_of, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer, parameters_of, same
 
 from trainkit import Callback, CombinedLoader, DataModule, Trainer, TrainModule
 from trainkit.errors import (

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from elastic import killed, parameters, resumed, undisturbed
-from parity import Case
-from tiny import TinyModule, tiny_loader
-from worlds import run_world
+from helpers.resume.elastic import killed, parameters, resumed, undisturbed
+from helpers.runs.parity import Case
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.worlds.worlds import run_world
 
 from trainkit import Callback, Trainer
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saving import saving
-from tiny import TinyModule, tiny_loader
+from helpers.resume.saving import saving
+from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit import Callback
 from trainkit.callbacks import EarlyStopping, Timer

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Measuring, Memory, exact_loss, make_trainer, parameters_of, same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import Measuring, Memory, exact_loss, make_trainer, parameters_of, same
 
 from trainkit import Callback, CombinedLoader, TrainModule
 from trainkit.errors import ConfigurationError, MetricError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
-from trainers import make_trainer
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 
 from trainkit import DataModule, Trainer
 from trainkit.errors import TrainkitError

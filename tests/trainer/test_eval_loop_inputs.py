@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Measuring, Memory, exact_loss, make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trainers import Measuring, Memory, exact_loss, make_trainer
 
 from trainkit import Callback, DataModule, TrainModule
 from trainkit.errors import DataError, MissingMethodError, ModuleError

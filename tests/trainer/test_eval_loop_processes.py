@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Measuring, Memory, make_trainer
+from helpers.worlds.worlds import run_world
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from trainers import Measuring, Memory, make_trainer
-from worlds import run_world
 
 from trainkit import Callback
 from trainkit.errors import ConfigurationError, EmptyLoaderError, MetricError, Preempted

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resuming import Run, forked, read_trace
+from helpers.resume.resuming import Run, forked, read_trace
 
 HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_start")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 from torch.optim.lr_scheduler import StepLR
-from trainers import make_trainer
 
 from trainkit.callbacks import EarlyStopping
 from trainkit.loggers import CSVLogger

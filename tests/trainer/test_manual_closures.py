@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory, Recorder, make_trainer, parameters_of, same
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
-from trainers import Memory, Recorder, make_trainer, parameters_of, same
 
 from trainkit import Callback
 from trainkit.callbacks import GradientClipping

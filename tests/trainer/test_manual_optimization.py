@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.trainers import Memory, make_trainer, parameters_of, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import Memory, make_trainer, parameters_of, same
 
 from trainkit import Precision, TrainModule
 from trainkit.data.order import Permutation

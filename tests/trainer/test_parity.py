@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.trainers import make_trainer, parameters_of, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader, Dataset
-from trainers import make_trainer, parameters_of, same
 
 from trainkit import Accelerator, Strategy, TrainModule
 from trainkit.data.order import Permutation

@@ -6,7 +6,7 @@ from functools import cache
 from statistics import fmean
 
 import pytest
-from parity import Case, Record, trained
+from helpers.runs.parity import Case, Record, trained
 from torch import Tensor
 
 EXACT = 1e-11

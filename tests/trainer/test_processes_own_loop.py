@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from parity import Noisy, RegressionModule
+from helpers.runs.parity import Noisy, RegressionModule
+from helpers.runs.trainers import make_trainer
+from helpers.worlds.worlds import WorldError, run_world, start_world
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trainers import make_trainer
-from worlds import WorldError, run_world, start_world
 
 from trainkit import Accelerator, seed_everything
 from trainkit.errors import ConfigurationError

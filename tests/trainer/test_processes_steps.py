@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Noisy, RegressionModule
+from helpers.runs.parity import Noisy, RegressionModule
+from helpers.runs.trainers import make_trainer
+from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from trainers import make_trainer
-from worlds import run_world
 
 from trainkit import Callback, TrainModule
 from trainkit.callbacks import EarlyStopping, Timer

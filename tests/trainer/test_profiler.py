@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer, parameters_of, same
 from torch import Tensor
-from trainers import make_trainer, parameters_of, same
 
 from trainkit import Callback
 from trainkit.errors import (

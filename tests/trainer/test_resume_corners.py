@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from saving import Adam, SaveIn, saved, saving
-from tiny import tiny_loader
+from helpers.resume.saving import Adam, SaveIn, saved, saving
+from helpers.runs.tiny import tiny_loader
+from helpers.runs.trainers import Recorder, make_trainer, parameters_of, same
 from torch.utils.data import DataLoader, IterableDataset
-from trainers import Recorder, make_trainer, parameters_of, same
 
 from trainkit import Accelerator, Callback, set_seed
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from saving import Adam, SaveIn
-from tiny import TinyModule, tiny_loader
+from helpers.resume.saving import Adam, SaveIn
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer, parameters_of, same
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from trainers import make_trainer, parameters_of, same
 
 from trainkit import Accelerator, Callback, Trainer, set_seed
 from trainkit.checkpoint import open_checkpoint

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from saved_state import differences
-from tiny import TinyModule, tiny_loader
+from helpers.resume.saved_state import differences
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.worlds.worlds import run_world, start_world
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from worlds import run_world, start_world
 
 from trainkit import Accelerator, Callback, Trainer, set_seed
 from trainkit.callbacks import ModelCheckpoint

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saving import Adam, saving
-from tiny import tiny_loader
+from helpers.resume.saving import Adam, saving
+from helpers.runs.tiny import tiny_loader
 
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint.folder import list_checkpoints

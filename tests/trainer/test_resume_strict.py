@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from saving import Adam, SaveIn, saved, saving
-from tiny import TinyModule, tiny_loader
+from helpers.resume.saving import Adam, SaveIn, saved, saving
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer, parameters_of, same
 from torch import Tensor, nn
-from trainers import make_trainer, parameters_of, same
 
 from trainkit import Accelerator, Trainer
 from trainkit.checkpoint import open_checkpoint

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulting import At, Child, tell, told
-from saving import Adam, saving
-from tiny import TinyModule, tiny_loader
-from trainers import Memory
-from worlds import run_world
+from helpers.resume.faulting import At, Child, tell, told
+from helpers.resume.saving import Adam, saving
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory
+from helpers.worlds.worlds import run_world
 
 from trainkit import Callback, Trainer
 from trainkit.callbacks import ModelCheckpoint

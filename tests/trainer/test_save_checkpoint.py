@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import IMPORTABLE
-from support import run_python
-from tiny import TinyModule, tiny_loader
-from worlds import run_world
+from helpers.resume.checkpoints import IMPORTABLE
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.support import run_python
+from helpers.worlds.worlds import run_world
 
 from trainkit import Callback, Trainer
 from trainkit.checkpoint import open_checkpoint, saver
@@ -141,7 +141,7 @@ def test_saves_that_succeed_end_a_row_of_failures(monkeypatch: pytest.MonkeyPatc
 def test_after_the_fit_a_failure_is_told_at_the_end_of_the_program(run_dir: Path) -> None:
     """There is no step left to tell it at; it is never lost."""
     done = run_python(
-        "from pathlib import Path; from tiny import TinyModule, tiny_loader; from trainkit import Trainer\n"
+        "from pathlib import Path; from helpers.runs.tiny import TinyModule, tiny_loader; from trainkit import Trainer\n"
         "from trainkit.checkpoint import saver\n"
         "from trainkit.errors import CheckpointWriteError\n"
         "trainer = Trainer(accelerator='cpu', max_epochs=1, logger=False, enable_checkpointing=False)\n"

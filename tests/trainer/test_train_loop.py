@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Watching, make_trainer, parameters_of, same
+from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset
-from trainers import Watching, make_trainer, parameters_of, same
-from worlds import run_world
 
 from trainkit import Callback, CombinedLoader, Precision, TrainModule
 from trainkit.console import TrainkitWarning

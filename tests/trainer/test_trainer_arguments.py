@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
-from trainers import make_trainer, parameters_of
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer, parameters_of
 
 from trainkit import Callback, Strategy, Trainer
 from trainkit.callbacks import EarlyStopping, GradientClipping, TQDMProgressBar

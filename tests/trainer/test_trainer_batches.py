@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory, Recorder, Seen, make_trainer, run
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from trainers import Memory, Recorder, Seen, make_trainer, run
 
 from trainkit import Callback, DataModule
 from trainkit.errors import ConfigurationError, EmptyLoaderError, MissingMethodError, ModuleError

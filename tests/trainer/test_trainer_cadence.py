@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory, Recorder, Seen, make_trainer, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import TinyModule, tiny_loader
-from trainers import Memory, Recorder, Seen, make_trainer, run
 
 from trainkit import Callback, TrainModule
 from trainkit.callbacks import timer

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit import Callback, DataModule, Precision, Strategy, Trainer
 from trainkit.callbacks import ModelCheckpoint, ModelSummary, TQDMProgressBar

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
-from trainers import Memory, make_trainer, parameters_of, same
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory, make_trainer, parameters_of, same
 
 from trainkit import Callback, DataModule
 from trainkit.callbacks import ModelCheckpoint

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from members import GRACE, as_script, end_of, now
-from tiny import TinyModule, tiny_loader
+from helpers.launch.members import GRACE, as_script, end_of, now
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
+from helpers.worlds.worlds import run_world
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from trainers import make_trainer
-from worlds import run_world
 
 import trainkit.distributed.channel
 from trainkit import Callback, Trainer

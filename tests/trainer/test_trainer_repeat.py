@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy
 import pytest
 import torch
-from leaks import (
+from helpers.runs.leaks import (
     counted,
     evaluations,
     fits_with_new_trainers,
@@ -25,9 +25,9 @@ from leaks import (
     fits_with_one_trainer_and_new_modules,
     handlers,
 )
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import Memory, make_trainer, parameters_of, same
 from torch import Tensor, nn
-from trainers import Memory, make_trainer, parameters_of, same
 
 from trainkit import Callback
 

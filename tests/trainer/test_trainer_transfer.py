@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer, parameters_of, same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from trainers import make_trainer, parameters_of, same
 
 from trainkit import DataModule
 

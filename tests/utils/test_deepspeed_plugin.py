@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Noisy, RegressionModule
+from helpers.runs.parity import Noisy, RegressionModule
+from helpers.worlds.worlds import run_world
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from worlds import run_world
 
 import trainkit
 from trainkit import Accelerator

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import run_world
+from helpers.worlds.worlds import run_world
 
 from trainkit.errors import ConfigurationError
 from trainkit.utils import find_executable_batch_size, release_memory

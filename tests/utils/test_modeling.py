@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer, parameters_of, same
+from helpers.worlds.worlds import run_world
 from safetensors.torch import save_file
-from tiny import TinyModule, tiny_loader
 from torch import nn
-from trainers import make_trainer, parameters_of, same
-from worlds import run_world
 
 from trainkit import Accelerator
 from trainkit.errors import (

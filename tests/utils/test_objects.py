@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 import pytest
-from worlds import run_world, start_world
+from helpers.worlds.worlds import run_world, start_world
 
 from trainkit import Accelerator
 from trainkit.errors import CollectiveError, ConfigurationError

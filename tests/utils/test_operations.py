@@ -12,9 +12,9 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
+from helpers.worlds.worlds import run_world
 from torch import nn
 from torch.utils.data import DataLoader
-from worlds import run_world
 
 from trainkit import Accelerator
 from trainkit.accelerator import current

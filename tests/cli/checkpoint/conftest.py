@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import about
-from tiny import TinyModule, tiny_loader
+from helpers.resume.checkpoints import about
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 from torch import nn
-from trainers import make_trainer
 
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Content, Draft

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 from torch import Tensor, nn
-from trainers import make_trainer
 
 from trainkit.cli.checkpoint.compare import compare_tensors, compare_values
 from trainkit.cli.main import main

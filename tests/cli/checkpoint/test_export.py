@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.tiny import TinyModule
+from helpers.runs.trainers import same
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import TinyModule
 from torch import Tensor, nn
-from trainers import same
 
 from trainkit.cli.main import main
 

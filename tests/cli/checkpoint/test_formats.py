@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.trainers import same
 from safetensors.torch import load_file
 from torch import nn
-from trainers import same
 
 from trainkit import TrainModule
 from trainkit.cli.main import main

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import TinyModule
+from helpers.runs.tiny import TinyModule
 
 from trainkit.cli.main import main
 

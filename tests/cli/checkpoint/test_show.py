@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import TinyModule
+from helpers.runs.tiny import TinyModule
 from torch import nn
 
 from trainkit.cli.checkpoint.text import bytes_text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from replicas import Net, Plan, by_hand, flat, joined, over_strategy, together
+from helpers.runs.replicas import Net, Plan, by_hand, flat, joined, over_strategy, together
 from torch import Tensor, nn
 from torch.futures import Future
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from replicas import Net, NoLoss, Plan, by_hand, flat, joined, over_strategy, own_loop, together
+from helpers.runs.replicas import Net, NoLoss, Plan, by_hand, flat, joined, over_strategy, own_loop, together
 from torch import Tensor, nn
 
 from trainkit import Precision, strategies

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from replicas import flat, joined, together
+from helpers.runs.replicas import flat, joined, together
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from replicas import Net, flat, joined
+from helpers.runs.replicas import Net, flat, joined
 from torch import Tensor, nn
 
 from trainkit.errors import ModuleError

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from replicas import Net, NoLoss, Plan, by_hand, flat, inputs, joined, over_strategy, together
+from helpers.runs.replicas import Net, NoLoss, Plan, by_hand, flat, inputs, joined, over_strategy, together
+from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from worlds import run_world
 
 from trainkit.errors import LossError, ModuleError
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from replicas import inputs, joined
+from helpers.runs.replicas import inputs, joined
 from torch import nn
 
 from trainkit.strategies.ddp.sync_batchnorm import SyncedBatchNorms

@@ -203,8 +203,8 @@ def test_it_is_chosen_for_a_tpu_and_for_nothing_else(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_device_holds() -> None:
-    from planned import Planned
-    from trainers import make_trainer
+    from helpers.runs.planned import Planned
+    from helpers.runs.trainers import make_trainer
 
     from trainkit.memory.inventory import contents_of_module
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from patience import PATIENCE
+from helpers.patience import PATIENCE
 
 from trainkit.errors import ConfigurationError, ProcessFailedError
 from trainkit.strategies.xla import threads as _xla_threads

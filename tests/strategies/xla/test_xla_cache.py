@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.xla.xla_runs import run_xla
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from xla_runs import run_xla
 
 from trainkit import Trainer, TrainModule
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.trainers import Memory
+from helpers.xla.xla_cases import FEW, KINDS, Masked, Net, Notes, Numbers, Trained, loader, quiet, train, under
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from trainers import Memory
-from xla_cases import FEW, KINDS, Masked, Net, Notes, Numbers, Trained, loader, quiet, train, under
 
 from trainkit import Callback
 from trainkit.callbacks import ModelCheckpoint

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worlds.worlds import WorldError
+from helpers.xla.xla_runs import run_xla
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import WorldError
-from xla_runs import run_xla
 
 from trainkit import Accelerator, Callback, Trainer, TrainModule
 

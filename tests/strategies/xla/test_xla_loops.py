@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs.trainers import Memory
+from helpers.xla.xla_cases import FEW, KINDS, SIZE, Net, Notes, Numbers, by_hand, close, limit, loader, quiet, train, under
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from trainers import Memory
-from xla_cases import FEW, KINDS, SIZE, Net, Notes, Numbers, by_hand, close, limit, loader, quiet, train, under
 
 from trainkit import TrainModule
 from trainkit.callbacks import (

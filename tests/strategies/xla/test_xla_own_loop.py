@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.xla.xla_cases import KINDS, Net, Numbers, Trained, close, limit, loader, strategy, train, under
 from torch import Tensor
 from torch.utils.data import DataLoader
-from xla_cases import KINDS, Net, Numbers, Trained, close, limit, loader, strategy, train, under
 
 import trainkit
 from trainkit import Accelerator

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from xla_cases import GPT, KINDS, Net, Numbers, Text, Trained, by_hand, close, limit, loader, train, under
+from helpers.xla.xla_cases import GPT, KINDS, Net, Numbers, Text, Trained, by_hand, close, limit, loader, train, under
 
 pytestmark = pytest.mark.xla
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from main_runs import run_main
+from helpers.worlds.worlds import run_world
+from helpers.xla.main_runs import run_main
+from helpers.xla.xla_cases import FEW, KINDS, Net, Notes, Numbers, by_hand, close, limit, quiet, under
+from helpers.zero.zero_resume import SaveAfterTen, SaveAtOnce, tensors
 from torch.utils.data import DataLoader
-from worlds import run_world
-from xla_cases import FEW, KINDS, Net, Notes, Numbers, by_hand, close, limit, quiet, under
-from zero_resume import SaveAfterTen, SaveAtOnce, tensors
 
 from trainkit import Callback
 

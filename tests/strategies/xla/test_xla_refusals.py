@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worlds.worlds import WorldError
+from helpers.xla.xla_cases import Net, Numbers, loader, quiet
+from helpers.xla.xla_runs import run_xla
 from torch import nn
-from worlds import WorldError
-from xla_cases import Net, Numbers, loader, quiet
-from xla_runs import run_xla
 
 from trainkit import Accelerator, Trainer
 from trainkit.errors import TrainkitError

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.worlds.worlds import WorldError
+from helpers.xla.xla_runs import run_xla
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from worlds import WorldError
-from xla_runs import run_xla
 
 from trainkit import Accelerator, Callback, Trainer, TrainModule, set_seed
 from trainkit.checkpoint.reader import open_checkpoint

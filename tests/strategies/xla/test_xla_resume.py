@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xla_cases import FEW, KINDS, close, limit
-from xla_resume import Life, by_update, journal, lived, lives, parameters
+from helpers.xla.xla_cases import FEW, KINDS, close, limit
+from helpers.xla.xla_resume import Life, by_update, journal, lived, lives, parameters
 
 pytestmark = pytest.mark.xla
 

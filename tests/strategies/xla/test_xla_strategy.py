@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
-from worlds import WorldError, run_world
-from xla_cases import (
+from helpers.worlds.worlds import WorldError, run_world
+from helpers.xla.xla_cases import (
     FEW,
     GPT,
     KINDS,
@@ -28,6 +27,7 @@ from xla_cases import (
     train,
     under,
 )
+from torch.utils.data import DataLoader
 
 from trainkit import Callback
 from trainkit.checkpoint import open_checkpoint

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, Noisy, RegressionModule, train
+from helpers.runs.parity import Case, Noisy, RegressionModule, train
+from helpers.worlds.worlds import run_world
 from torch.utils.data import DataLoader
-from worlds import run_world
 
 import trainkit
 from trainkit import Accelerator, Callback, Trainer, TrainModule

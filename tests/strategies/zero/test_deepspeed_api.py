@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import run_python, without_gloo
+from helpers.support import run_python, without_gloo
 
 SCRIPT = """
 import ctypes, sys

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from planned import Planned, bytes_at_the_peak, bytes_in_the_update
-from replicas import together
-from trainers import make_trainer
-from zero_cases import NVME, STAGES
+from helpers.runs.planned import Planned, bytes_at_the_peak, bytes_in_the_update
+from helpers.runs.replicas import together
+from helpers.runs.trainers import make_trainer
+from helpers.zero.zero_cases import NVME, STAGES
 
 from trainkit.errors import OptimizerError
 from trainkit.memory.footprint import Contents, Weight

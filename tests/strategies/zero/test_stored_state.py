@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from elastic import killed, parameters, resumed, undisturbed
-from parity import Case, Recorder, RegressionModule, train
-from replicas import together
+from helpers.resume.elastic import killed, parameters, resumed, undisturbed
+from helpers.runs.parity import Case, Recorder, RegressionModule, train
+from helpers.runs.replicas import together
+from helpers.zero.zero_cases import STAGES, strategy
+from helpers.zero.zero_resume import ADAMW, SaveAtOnce, assert_portable, case, go_on, save, tensors
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from zero_cases import STAGES, strategy
-from zero_resume import ADAMW, SaveAtOnce, assert_portable, case, go_on, save, tensors
 
 from trainkit import Callback
 from trainkit.errors import StateMismatchError

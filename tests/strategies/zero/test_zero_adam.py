@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, RegressionModule, train, trained
-from replicas import together
+from helpers.runs.parity import Case, RegressionModule, train, trained
+from helpers.runs.replicas import together
+from helpers.zero.zero_cases import Wide, strategy
+from helpers.zero.zero_resume import SaveAfterTen, SaveAtOnce, tensors
 from torch import Tensor
-from zero_cases import Wide, strategy
-from zero_resume import SaveAfterTen, SaveAtOnce, tensors
 
 from trainkit.checkpoint import open_checkpoint
 from trainkit.state.slots import count_slots

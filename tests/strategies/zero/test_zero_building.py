@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, Noisy, RegressionModule, train, trained
+from helpers.runs.parity import Case, Noisy, RegressionModule, train, trained
+from helpers.worlds.worlds import run_world
+from helpers.zero.zero_cases import Wide, strategy
+from helpers.zero.zero_resume import ADAMW, assert_portable, case, save, tensors
 from torch import nn
 from torch.utils.data import DataLoader
-from worlds import run_world
-from zero_cases import Wide, strategy
-from zero_resume import ADAMW, assert_portable, case, save, tensors
 
 from trainkit import Callback, Trainer
 from trainkit.errors import ConfigurationError, ModuleError

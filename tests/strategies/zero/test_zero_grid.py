@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from elastic import killed, parameters, resumed, undisturbed
-from parity import Case, RegressionModule
-from replicas import together
-from zero_cases import NVME, STAGES, Calm, Wide, strategy
-from zero_parity import assert_parity
-from zero_resume import ADAMW, assert_portable, case, save
+from helpers.resume.elastic import killed, parameters, resumed, undisturbed
+from helpers.runs.parity import Case, RegressionModule
+from helpers.runs.replicas import together
+from helpers.zero.zero_cases import NVME, STAGES, Calm, Wide, strategy
+from helpers.zero.zero_parity import assert_parity
+from helpers.zero.zero_resume import ADAMW, assert_portable, case, save
 
 pytestmark = pytest.mark.zero
 

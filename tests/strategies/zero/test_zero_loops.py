@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Noisy, RegressionModule
+from helpers.runs.parity import Noisy, RegressionModule
+from helpers.worlds.worlds import run_world, start_world
+from helpers.zero.zero_cases import STAGES, strategy
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from worlds import run_world, start_world
-from zero_cases import STAGES, strategy
 
 import trainkit
 from trainkit import Accelerator, Trainer, TrainModule

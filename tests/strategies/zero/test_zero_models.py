@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, Noisy, RegressionModule, trained
-from replicas import together
+from helpers.runs.parity import Case, Noisy, RegressionModule, trained
+from helpers.runs.replicas import together
+from helpers.worlds.worlds import run_world
+from helpers.zero.zero_cases import strategy
+from helpers.zero.zero_resume import assert_portable, case, save, tensors
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from worlds import run_world
-from zero_cases import strategy
-from zero_resume import assert_portable, case, save, tensors
 
 from trainkit import Trainer
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, Noisy, train, trained
+from helpers.runs.parity import Case, Noisy, train, trained
+from helpers.worlds.worlds import run_world
+from helpers.zero.zero_cases import NVME, Wide, strategy
 from torch import nn
 from torch.utils.data import DataLoader
-from worlds import run_world
-from zero_cases import NVME, Wide, strategy
 
 import trainkit
 from trainkit import Accelerator, Callback, Trainer

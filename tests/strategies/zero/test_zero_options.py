@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, Record, RegressionModule, train
-from replicas import together
+from helpers.runs.parity import Case, Record, RegressionModule, train
+from helpers.runs.replicas import together
+from helpers.worlds.worlds import run_world
+from helpers.zero.zero_cases import Calm, strategy
+from helpers.zero.zero_parity import assert_same, expected, run
 from safetensors.torch import load_file
 from torch import Tensor
-from worlds import run_world
-from zero_cases import Calm, strategy
-from zero_parity import assert_same, expected, run
 
 from trainkit import Accelerator, Precision
 from trainkit.console import TrainkitWarning

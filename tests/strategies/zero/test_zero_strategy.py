@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, RegressionModule, train, trained
+from helpers.runs.parity import Case, RegressionModule, train, trained
+from helpers.worlds.worlds import run_world
+from helpers.zero.zero_cases import STAGES, NoLosses, Sometimes, Weighted, strategy
+from helpers.zero.zero_parity import LIMITS, assert_parity, assert_same, expected
 from torch import nn
-from worlds import run_world
-from zero_cases import STAGES, NoLosses, Sometimes, Weighted, strategy
-from zero_parity import LIMITS, assert_parity, assert_same, expected
 
 from trainkit import Precision, Trainer
 from trainkit.errors import ConfigurationError, OptimizerError
@@ -127,7 +127,7 @@ def test_the_modules_are_given_back(kind: str) -> None:
 
 
 def trained_here(module: Any, kind: str, **arguments: Any) -> Trainer:
-    from parity import Noisy
+    from helpers.runs.parity import Noisy
     from torch.utils.data import DataLoader
 
     trainer = Trainer(

@@ -1,0 +1,127 @@
+"""Agents in tests: ``start_agent`` runs ``run_job`` in a process of its own, with a small script as its workers.
+
+The agent's process is forked from the server of ``worlds.py``, so that it costs no start of an interpreter; the workers are
+plain Python scripts, which import torch only if they say so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from helpers.patience import PATIENCE
+from helpers.worlds.worlds import World, start_world
+
+__all__ = ["Agent", "alive", "start_agent", "wait_until"]
+
+# What each worker's script begins with: ``ready`` tells that it is there, and which processes it has started; ``say`` writes a
+# line that those of others do not get into.
+HEAD = """\
+import os, signal, subprocess, sys, time
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+rank, restart, folder = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["FOLDER"]
+def ready(*pids):
+    with open(f"{folder}/new-{restart}-{rank}", "w") as file:
+        file.write(" ".join(map(str, (os.getpid(), *pids))))
+    os.rename(f"{folder}/new-{restart}-{rank}", f"{folder}/ready-{restart}-{rank}")
+"""
+
+
+class Agent:
+    """An agent that runs.
+
+    Attributes:
+        process: the agent's process id.
+        folder: where its workers leave files.
+    """
+
+    def __init__(self, world: World, folder: Path, count: int) -> None:
+        self._world, self.folder, self._count = world, folder, count
+        pid = world.processes[0].pid
+        assert pid is not None
+        self.process: int = pid
+
+    def ready(self, restart: int = 0) -> list[list[int]]:
+        """When all workers have called ``ready``: for each its process id and those that it gave."""
+        files = [self.folder / f"ready-{restart}-{rank}" for rank in range(self._count)]
+        wait_until(lambda: all(file.exists() for file in files))
+        return [[int(pid) for pid in file.read_text().split()] for file in files]
+
+    def signal(self, number: int) -> None:
+        """Send the agent a signal."""
+        os.kill(self.process, number)
+
+    def code(self) -> int:
+        """Its exit code, when it has ended."""
+        (code,) = self._world.results()
+        assert isinstance(code, int)
+        return code
+
+    def killed(self) -> str:
+        """How it ended, if it was killed."""
+        ((fine, text),) = self._world.ends()
+        assert not fine
+        return str(text)
+
+    @property
+    def output(self) -> str:
+        """What it and its workers have printed."""
+        return (self.folder / "output").read_text()
+
+
+def start_agent(
+    script: str, folder: Path, count: int = 2, number: int = 0, limits: dict[str, Any] | None = None, **options: Any
+) -> Agent:
+    """Start an agent with so many workers, each of which runs a script that begins with :data:`HEAD`.
+
+    Args:
+        script: of the workers.
+        folder: where the script, the output and files of the workers go.
+        count: workers.
+        number: tells several agents apart that have the same folder.
+        limits: what is to be otherwise in the agent's module: its constants, in seconds, or a class.
+        options: of the ``Job``.
+    """
+    (folder / "script.py").write_text(HEAD + script)
+    world = start_world(1, _agent, str(folder), count, f"output{number or ''}", limits or {}, options)
+    return Agent(world, folder, count)
+
+
+def _agent(folder: str, count: int, output: str, limits: dict[str, Any], options: dict[str, Any]) -> int:
+    from trainkit.launch import agent
+    from trainkit.launch.agent import Job, run_job
+
+    vars(agent).update(limits)
+    os.setsid()  # so that nothing that is sent to its process group reaches anybody else
+    file = os.open(f"{folder}/{output}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in own} | {"FOLDER": folder}
+    options = {"max_restarts": 0, **options}
+    return run_job(Job((sys.executable, f"{folder}/script.py"), environment, count, **options))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
+    """Wait for something that must come."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.01)

@@ -1,0 +1,209 @@
+"""Two machines in one: ``Hosts`` has two network namespaces with a cable between them, and starts programs on either side.
+
+Each host has a network, a name and processes of its own; the file system is the same, as on machines with a shared folder,
+but for what a program is not to see of it. All lives in namespaces of one small process that reads from a pipe: when the
+pipe is closed, also because the test process was killed, the kernel ends every process in them and removes the rest. Nothing
+has a name outside, so that any number of tests can run at a time. With user namespaces no root is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic, sleep
+from types import TracebackType
+
+import pytest
+from helpers.patience import PATIENCE
+
+__all__ = ["ADDRESSES", "Hosts", "Program"]
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_ADMIN = ":/usr/sbin:/sbin"  # where some of the tools are, and which users do not search
+_TOOLS = ("unshare", "nsenter", "ip", "mount", "hostname")
+_NAMES = ("host-0", "host-1")
+_NOWHERE = "02:00:00:00:00:99"  # a hardware address that nobody has
+
+# ``ip netns`` keeps names in /var/run/netns, here in one that only these processes see.
+_SET_UP = f"""
+mkdir -p /var/run/netns 2> /dev/null || {{ mount -t tmpfs none /run; mkdir -p /var/run/netns; }}
+mount -t tmpfs none /var/run/netns
+for host in {" ".join(_NAMES)}; do ip netns add $host; done
+ip link add eth0 netns {_NAMES[0]} type veth peer name eth0 netns {_NAMES[1]}
+ip -n {_NAMES[0]} addr add {ADDRESSES[0]}/24 dev eth0
+ip -n {_NAMES[1]} addr add {ADDRESSES[1]}/24 dev eth0
+for host in {" ".join(_NAMES)}; do ip -n $host link set lo up; ip -n $host link set eth0 up; done
+echo ready
+cat
+"""
+
+# $1: the name of the host, $2: where to go, $3 and $4: what is to be seen in the place of what; the rest is the program.
+_ENTER = 'hostname "$1"; [ -z "$3" ] || mount --bind "$3" "$4"; cd "$2"; shift 4; exec "$@"'
+
+
+class Program:
+    """A program that runs on a host.
+
+    Attributes:
+        process: it, from outside.
+        file: what it prints goes there.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], file: Path) -> None:
+        self.process, self.file = process, file
+
+    @property
+    def output(self) -> str:
+        """What it has printed."""
+        return self.file.read_text()
+
+    def code(self, patience: float = PATIENCE) -> int:
+        """Its exit code, negative for a signal, when it has ended; it must within ``patience`` seconds."""
+        try:
+            return self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it has not ended within {patience} s:\n{self.output}") from None
+
+
+class Hosts:
+    """Two hosts, 0 and 1, with the addresses :data:`ADDRESSES`; to be used in a ``with``.
+
+    The test is skipped where the tools are missing or the system allows no such namespaces.
+
+    Args:
+        folder: for files with what programs print.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        missing = [tool for tool in _TOOLS if shutil.which(tool, path=os.environ["PATH"] + _ADMIN) is None]
+        if missing:
+            pytest.skip(f"network namespaces need {', '.join(missing)} (of iproute2 and util-linux)")
+        self._folder = folder
+        self._programs: list[Program] = []
+        reasons = []
+        for self._as_root in [True, False] if os.geteuid() == 0 else [False]:
+            self._keeper = self._keep()
+            assert self._keeper.stdout is not None
+            if self._keeper.stdout.readline() == "ready\n":
+                break
+            reasons.append(self._keeper.communicate()[1].strip())
+        else:
+            pytest.skip(f"the system allows no network namespaces: {'; '.join(reasons)}")
+        self._first = _child_of(self._keeper.pid)
+
+    def _keep(self) -> subprocess.Popen[str]:
+        """The process that all lives in."""
+        user = [] if self._as_root else ["--user", "--map-root-user"]
+        return subprocess.Popen(
+            ["unshare", *user, "--mount", "--net", "--pid", "--fork", "--mount-proc", "sh", "-ec", _SET_UP],
+            env=_with_tools(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()  # by which all processes are ended; it is the last one, and waits for the others
+        self._keeper.stdin = None
+        for program in self._programs:
+            program.code()
+        self._keeper.communicate()
+
+    def start(
+        self,
+        host: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        instead: tuple[Path, Path] | None = None,
+    ) -> Program:
+        """Start a program on a host.
+
+        Args:
+            host: 0 or 1.
+            command: of the program.
+            env: all its variables.
+            instead: ``(this, that)``: at the path ``that`` it sees the folder ``this``.
+        """
+        file = self._folder / f"host-{host}-{len(self._programs)}.txt"
+        this, that = map(str, instead or ("", ""))
+        enter = ["sh", "-ec", _ENTER, "sh", _NAMES[host], os.getcwd(), this, that]
+        with file.open("wb") as output:
+            process = subprocess.Popen(
+                [*self._inside, "ip", "netns", "exec", _NAMES[host], "unshare", "--uts", *enter, *command],
+                env=_with_tools(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._programs.append(Program(process, file))
+        return self._programs[-1]
+
+    def cut(self) -> None:
+        """From now on what one host sends does not get to the other, and neither is told."""
+        for host, other in ((0, 1), (1, 0)):
+            self._ip(host, "neigh", "replace", ADDRESSES[other], "lladdr", _NOWHERE, "dev", "eth0", "nud", "permanent")
+
+    def mend(self) -> None:
+        """Undo :meth:`cut`."""
+        for host, other in ((0, 1), (1, 0)):
+            self._ip(host, "neigh", "del", ADDRESSES[other], "dev", "eth0")
+
+    def unplug(self, host: int) -> None:
+        """Pull the cable out of a host."""
+        self._ip(host, "link", "set", "eth0", "down")
+
+    def plug_in(self, host: int) -> None:
+        """Undo :meth:`unplug`."""
+        self._ip(host, "link", "set", "eth0", "up")
+
+    def kill(self, host: int) -> None:
+        """SIGKILL to all processes of a host."""
+        self._run("sh", "-c", f"kill -9 $(ip netns pids {_NAMES[host]})")
+
+    def processes(self, host: int) -> int:
+        """How many processes a host has."""
+        return len(self._run("ip", "netns", "pids", _NAMES[host]).split())
+
+    @property
+    def _inside(self) -> list[str]:
+        user = [] if self._as_root else ["--user", "--preserve-credentials"]
+        return ["nsenter", f"--target={self._first}", *user, "--mount", "--net", "--pid"]
+
+    def _ip(self, host: int, *command: str) -> None:
+        self._run("ip", "-n", _NAMES[host], *command)
+
+    def _run(self, *command: str) -> str:
+        done = subprocess.run(
+            [*self._inside, *command], env=_with_tools(os.environ), capture_output=True, text=True, timeout=30
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+
+def _with_tools(env: Mapping[str, str]) -> dict[str, str]:
+    return {**env, "PATH": env["PATH"] + _ADMIN}
+
+
+def _child_of(parent: int) -> int:
+    """The process id of a process's first child."""
+    deadline = monotonic() + 10
+    while monotonic() < deadline:
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                found = int(file.read_text().rpartition(")")[2].split()[1])
+            except OSError:  # it has ended
+                continue
+            if found == parent:
+                return int(file.parent.name)
+        sleep(0.01)
+    raise AssertionError("unshare has started nothing")

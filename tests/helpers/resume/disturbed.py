@@ -1,0 +1,342 @@
+"""A training on several processes that tests signal and kill at drawn moments, and that goes on each time.
+
+It is also a script, for ``trainkit launch``: ``disturbed.py '{"folder": "runs", "workers": 2}'``, the fields of
+:class:`Training`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.launch.members import as_script
+from helpers.patience import PATIENCE
+from helpers.resume.elastic import Journal
+from helpers.runs.parity import Noisy, RegressionModule
+from helpers.worlds.worlds import World, start_world
+from torch import nn
+from torch.utils.data import DataLoader
+
+from trainkit import Callback, Trainer
+from trainkit.callbacks import ModelCheckpoint
+from trainkit.checkpoint.folder import candidates, folders_below, list_checkpoints
+from trainkit.checkpoint.lock import LOCK
+from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
+from trainkit.loggers import JSONLLogger
+
+__all__ = [
+    "EPOCHS",
+    "MICRO_BATCHES",
+    "SCRIPT",
+    "Signal",
+    "Started",
+    "Training",
+    "drawn_moments",
+    "end_of",
+    "lines",
+    "logged",
+    "newest",
+    "started",
+    "wait_until",
+]
+
+EPOCHS, SAMPLES, BATCH = 3, 98, 4
+MICRO_BATCHES = 25  # in an epoch: in its last window only one process has one
+SCRIPT = str(Path(__file__).absolute())
+
+
+class Normed(RegressionModule):
+    """With BatchNorm, whose buffers are the main process's, and validation data of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw", schedule=True)
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("validated", batch["x"].mean(), on_step=True)  # a validation that is repeated could write a row twice
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Noisy(27), BATCH)
+
+
+class Diary(Journal):
+    """Also tells the time after each micro-batch of the main process, and what it comes to in the end."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        self._tell_time(trainer)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        super().on_train_end(trainer, module)
+        state = {name: value.double().tolist() for name, value in module.state_dict().items()}
+        metrics = {name: float(value).hex() for name, value in trainer.callback_metrics.items()}
+        end = {"state": state, "metrics": metrics, "step": trainer.global_step}
+        (self.folder / f"end-{trainer.global_rank}.json").write_text(json.dumps(end))
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self._tell_time(trainer)
+
+    def _tell_time(self, trainer: Any) -> None:
+        if trainer.is_global_zero:
+            with (self.folder / "clock").open("a") as clock:
+                clock.write(f"{time.monotonic()}\n")
+
+
+class Ballast(Callback):
+    """A state that makes each save take a while."""
+
+    def __init__(self, numbers: int = 2_000_000) -> None:
+        self.numbers = torch.arange(numbers, dtype=torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numbers": self.numbers}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict["numbers"].equal(self.numbers)
+
+
+class Signal(Callback):
+    """One process sends itself a signal in a hook, once.
+
+    Args:
+        hook: the name of the hook.
+        rank: of the process.
+        number: of the signal.
+        received: not before another process has got one.
+    """
+
+    def __init__(self, hook: str, rank: int, number: int, *, received: bool = False) -> None:
+        self.hook, self.rank, self.number, self.received = hook, rank, number, received
+        self.__setstate__({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != self.hook}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        setattr(self, self.hook, self._send)
+
+    def _send(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == self.rank and self.number and bool(trainer._signals.received) == self.received:
+            number, self.number = self.number, 0
+            os.kill(os.getpid(), number)
+
+
+@dataclass
+class Training:
+    """A training that goes on from the newest checkpoint in its folder.
+
+    Attributes:
+        folder: of all that it writes.
+        workers: of its loaders.
+        window: micro-batches in an update, over all processes.
+        keep: checkpoints that are kept.
+        ckpt_path: as of ``fit``.
+        devices: processes that the script starts, if nobody else does.
+        attempt: of the script: the number of its first start.
+    """
+
+    folder: str
+    workers: int = 0
+    window: int = 4
+    keep: int = 2
+    ckpt_path: str | None = "auto"
+    devices: int | str = "auto"
+    attempt: int = 0
+
+    def go(self, attempt: int, *more: Any) -> None:
+        """Train, in this process, which may be one of several.
+
+        Args:
+            attempt: the number of the start.
+            more: callbacks.
+        """
+        trainer = Trainer(
+            accelerator="cpu",
+            precision="64-true",
+            seed=5,
+            max_epochs=EPOCHS,
+            global_batch_size=BATCH * self.window,
+            gradient_clip_val=1.0,
+            val_every_n_steps=3,
+            default_root_dir=self.folder,
+            logger=JSONLLogger(f"{self.folder}/logs"),
+            log_every_n_steps=1,
+            callbacks=[
+                Diary(Path(self.folder), attempt),
+                Ballast(),
+                ModelCheckpoint(every_n_train_steps=1, keep_last=self.keep),
+                ModelCheckpoint(monitor="val_loss", every_n_epochs=1, keep_last=1),
+                *more,
+            ],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=1,
+            devices=self.devices,
+        )
+        loader = DataLoader(Noisy(SAMPLES), BATCH, shuffle=True, num_workers=self.workers)
+        trainer.fit(Normed(), loader, ckpt_path=self.ckpt_path)
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+
+# -------------------------------------------------------------------------------------------------------- what it left
+
+
+def lines(folder: str | Path, rank: int = 0) -> int:
+    """How many micro-batches a process has written down, in all attempts."""
+    return sum(path.read_bytes().count(b"\n") for path in Path(folder).glob(f"journal-*-{rank}.jsonl"))
+
+
+def end_of(folder: str | Path, size: int = 2) -> dict[str, Any]:
+    """What the training has come to: the same on all processes."""
+    ends = [json.loads((Path(folder) / f"end-{rank}.json").read_text()) for rank in range(size)]
+    assert all(end == ends[0] for end in ends), "the processes have drifted apart"
+    return ends[0]
+
+
+def logged(folder: str | Path) -> list[dict[str, Any]]:
+    """What the logger has written; a start that was killed before its first checkpoint was another run."""
+    files = sorted(Path(folder).rglob("metrics.jsonl"), key=lambda path: int(path.parent.name.split("_")[1]))
+    return [json.loads(line) for line in files[-1].read_text().splitlines()]
+
+
+def newest(folder: str | Path) -> Checkpoint:
+    """The newest checkpoint; all of them must be good, and nothing else be there."""
+    folder = candidates(*folders_below(folder))[0].path.parent
+    found = list_checkpoints(folder)
+    assert not [one.problem for one in found if one.problem is not None]
+    left = [name for name in os.listdir(folder) if name.startswith(".") and name != LOCK]
+    assert not left, left
+    assert (folder / LOCK).read_bytes() == b"", "somebody still holds the folder"
+    assert found, "no checkpoint at all"
+    checkpoint = open_checkpoint(found[0].path)
+    checkpoint.verify()
+    return checkpoint
+
+
+def drawn_moments(draw: random.Random, folder: str | Path, number: int, rows: int) -> list[tuple[int, float]]:
+    """Moments drawn uniformly from the first update of an undisturbed training to its end.
+
+    Args:
+        draw: the generator.
+        folder: of that training.
+        number: of moments.
+        rows: micro-batches of a process in an update.
+
+    Returns:
+        For each the micro-batches that the main process had done, and the seconds that have passed since then, in order.
+    """
+    clock = [float(line) for line in (Path(folder) / "clock").read_text().splitlines()]
+    moments = sorted(draw.uniform(clock[rows - 1], clock[-1]) for _ in range(number))
+    done = [sum(then <= moment for then in clock) for moment in moments]
+    return [(batches, moment - clock[batches - 1]) for batches, moment in zip(done, moments, strict=True)]
+
+
+# ----------------------------------------------------------------------------------------- processes started by a test
+
+
+def _go(training: Training, attempt: int, more: Sequence[Any]) -> None:
+    """In a process of a world: as a script, in a session of its own."""
+    os.setsid()
+    training.folder = os.path.abspath(training.folder)
+    os.chdir(training.folder)
+    as_script(_body, training, attempt, more)
+
+
+def _body(training: Training, attempt: int, more: Sequence[Any]) -> None:
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        training.go(attempt, *more)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+class Started:
+    """Two or more processes that train.
+
+    Attributes:
+        world: the processes.
+        pids: their numbers.
+    """
+
+    def __init__(self, training: Training, attempt: int, size: int, more: Sequence[Any]) -> None:
+        self.folder, self.size = Path(training.folder), size
+        self.world: World = start_world(size, _go, training, attempt, list(more))
+        self.pids = [process.pid or 0 for process in self.world.processes]
+
+    @property
+    def output(self) -> str:
+        """What they have printed, in all attempts."""
+        return (self.folder / "terminal.txt").read_text()
+
+    def ended(self) -> bool:
+        """Whether one has."""
+        return any(not process.is_alive() for process in self.world.processes)
+
+    def signal(self, rank: int, number: int, group: bool = False) -> None:
+        """Send a signal to one of them, or to it and its loader's workers."""
+        with contextlib.suppress(ProcessLookupError):
+            (os.killpg if group else os.kill)(self.pids[rank], number)
+
+    def codes(self, seconds: float = PATIENCE) -> list[int]:
+        """Their exit codes, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        for process in self.world.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(self.world.processes) if process.is_alive()]
+        if hung:
+            for rank in hung:
+                self.signal(rank, signal.SIGUSR2)  # prints its stacks
+            time.sleep(1.0)
+        assert not hung, f"ranks {hung} have not ended after {seconds} s:\n{self.output}"
+        return [process.exitcode or 0 for process in self.world.processes]
+
+
+@contextlib.contextmanager
+def started(training: Training, attempt: int = 0, size: int = 2, more: Sequence[Any] = ()) -> Iterator[Started]:
+    """So many processes that train; what is left of them at the end is killed."""
+    Path(training.folder).mkdir(exist_ok=True)
+    running = Started(training, attempt, size, more)
+    try:
+        yield running
+    finally:
+        running.world.kill()
+
+
+def wait_until(condition: Callable[[], Any], what: Callable[[], str], seconds: float = PATIENCE) -> Any:
+    """Wait for something that must come; returns what the condition did."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.002)
+    return found
+
+
+def main(text: str) -> None:
+    """The script."""
+    training = Training(**json.loads(text))
+    attempt = training.attempt + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if "RANK" in os.environ:
+        new = Path(training.folder) / f"new-{attempt}-{os.environ['RANK']}"
+        new.write_text(str(os.getpid()))
+        new.rename(new.with_name(f"pid-{attempt}-{os.environ['RANK']}"))
+    training.go(attempt)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

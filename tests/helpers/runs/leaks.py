@@ -1,0 +1,81 @@
+"""What a leak of runs would be made of, and ways of making many runs: ``from helpers.runs.leaks import counted, fits_with_one_trainer``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.runs.tiny import TinyModule, tiny_loader
+from torch import Tensor
+
+from trainkit import Callback, Trainer, TrainModule
+from trainkit.callbacks import EarlyStopping
+from trainkit.loggers import CSVLogger
+
+
+def counted() -> dict[str, int]:
+    """What a leak would be made of."""
+    gc.collect()
+    kinds = {"trainers": Trainer, "modules": TrainModule, "tensors": Tensor, "callbacks": Callback}
+    kinds |= {"optimizers": torch.optim.Optimizer, "loaders": torch.utils.data.DataLoader}
+    types = [type(o) for o in gc.get_objects()]  # not isinstance, which asks the object for its __class__
+    counts = {name: sum(issubclass(t, kind) for t in types) for name, kind in kinds.items()}
+    counts["threads"] = threading.active_count()
+    if os.path.isdir("/proc/self/fd"):
+        counts["descriptors"] = len(os.listdir("/proc/self/fd"))
+    return counts
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGABRT)]
+
+
+def everything(root: Path) -> dict[str, Any]:
+    """Arguments of a Trainer with as much attached as a run can have."""
+    return {
+        "logger": CSVLogger(root),
+        "callbacks": [EarlyStopping("val_loss", patience=100)],
+        "enable_progress_bar": True,
+        "enable_model_summary": True,
+        "num_sanity_val_steps": 1,
+        "gradient_clip_val": 1.0,
+        "max_time": "01:00:00:00",
+        "log_every_n_steps": 1,
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "default_root_dir": root,
+        "seed": 1,
+    }
+
+
+def fits_with_one_trainer(root: Path) -> Callable[[], None]:
+    trainer = Trainer(**everything(root))
+    module = TinyModule()
+    return lambda: trainer.fit(module, tiny_loader(8), tiny_loader(4))
+
+
+def fits_with_one_trainer_and_new_modules(root: Path) -> Callable[[], None]:
+    trainer = Trainer(**everything(root))
+    return lambda: trainer.fit(TinyModule(), tiny_loader(8), tiny_loader(4))
+
+
+def fits_with_new_trainers(root: Path) -> Callable[[], None]:
+    module = TinyModule()
+    return lambda: Trainer(**everything(root)).fit(module, tiny_loader(8), tiny_loader(4))
+
+
+def evaluations(root: Path) -> Callable[[], None]:
+    trainer, module = Trainer(**everything(root)), TinyModule()
+
+    def run() -> None:
+        trainer.validate(module, tiny_loader(8), verbose=False)
+        trainer.test(module, tiny_loader(8), verbose=False)
+        trainer.predict(module, tiny_loader(8))
+
+    return run

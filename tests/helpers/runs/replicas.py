@@ -1,0 +1,194 @@
+"""Training over a strategy's verbs on several processes, as ``Trainer`` and own loops do it, and the same by hand on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from helpers.worlds.worlds import run_world
+from torch import Tensor, nn
+
+from trainkit.data.window import NOTHING, Window
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.strategies import DDPStrategy
+
+__all__ = ["Net", "NoLoss", "Plan", "by_hand", "flat", "joined", "over_strategy", "own_loop"]
+
+
+class NoLoss:
+    """In a plan: a micro-batch whose step returns no loss."""
+
+
+Plan = Sequence[Sequence[Any]]
+"""The windows of a training, each a list of micro-batches in their global order.
+
+A micro-batch is the seed of its inputs, ``NoLoss``, or the negative of a seed: it counts for nothing, and its loss is NaN.
+"""
+
+
+class Net(nn.Module):
+    """A small network as a ``TrainModule`` has it; its buffer counts the forwards of its process."""
+
+    automatic_optimization = True
+
+    def __init__(self, width: int = 8, seed: int = 1) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 1)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.last(self.first(x).tanh())
+
+    def training_step(self, item: Any, batch_idx: int) -> Tensor | None:
+        if item is NoLoss:
+            return None
+        loss = self(inputs(abs(item), self.first.weight.dtype)).square().mean()
+        return loss * torch.nan if item < 0 else loss
+
+
+def together(size: int, jobs: Mapping[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
+    """What functions return on each of ``size`` processes, which call one after the other.
+
+    Args:
+        size: number of processes.
+        jobs: a function and its arguments, by a name for it.
+    """
+    by_rank = run_world(size, _work, [*jobs.values()])
+    return {name: [results[i] for results in by_rank] for i, name in enumerate(jobs)}
+
+
+def _work(jobs: list[tuple[Any, ...]]) -> list[Any]:
+    return [function(*arguments) for function, *arguments in jobs]
+
+
+def inputs(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def flat(module: nn.Module) -> list[float]:
+    """All parameters as numbers: exact, and easily sent from a process."""
+    values = [p.detach() for p in module.parameters()]
+    return [x for p in values for x in (torch.view_as_real(p) if p.is_complex() else p).double().flatten().tolist()]
+
+
+def joined(accumulation: int = 1, **options: Any) -> DDPStrategy:
+    """A strategy in this process, which is one of several."""
+    strategy = DDPStrategy(**{"timeout": timedelta(seconds=60), **options})
+    strategy.join(Wanted("cpu"))
+    strategy.window = Window(accumulation)
+    return strategy
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def weight(item: Any) -> float:
+    return 0.0 if item is not NoLoss and item < 0 else 1.0
+
+
+def by_hand(
+    plan: Plan,
+    module: nn.Module,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    before: Callable[[nn.Module, int], None] = lambda module, window: None,
+) -> nn.Module:
+    """On one process: the gradient is the mean over the window, and a window without any loss makes no update."""
+    optimizer = make(module)
+    for number, window in enumerate(plan):
+        before(module, number)
+        optimizer.zero_grad()
+        total = sum(map(weight, window))
+        losses = [(module.training_step(item, 0), item) for item in window]
+        for loss, item in losses:
+            if loss is not None and weight(item):
+                (loss / total).backward()
+        if total and any(loss is not None for loss, _ in losses):
+            optimizer.step()
+    return module
+
+
+def dealt(window: Window, items: Sequence[Any], rank: int, size: int) -> Iterator[Any]:
+    """This process's micro-batches of a window, which is told of each as a loader does."""
+    mine, total = items[rank::size], sum(map(weight, items))
+    state = {"empty": total == 0, "uneven": len(items) % size != 0, "filler": not mine}
+    if not mine:
+        window.deal(True, True, 0.0, **state)
+        yield NOTHING
+    for i, item in enumerate(mine):
+        window.deal(i == 0, i == len(mine) - 1, size * weight(item) / total if total else 0.0, **state)
+        yield item
+
+
+def over_strategy(
+    strategy: DDPStrategy,
+    plan: Plan,
+    module: nn.Module,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    before: Callable[[nn.Module, int], None] = lambda module, window: None,
+    compiler: Any = None,
+) -> nn.Module:
+    """As the ``Trainer`` does it: ``training_step`` in the strategy's hands."""
+    window, rank, size = strategy.window, strategy.rank, strategy.world_size
+    assert window is not None
+    step = strategy.step_function(strategy.prepare_module(module), module, "training_step", compiler)
+    optimizer = make(module)
+    for number, items in enumerate(plan):
+        before(module, number)
+        optimizer.zero_grad()
+        had_loss = False
+        for item in dealt(window, items, rank, size):
+            loss = None if item is NOTHING else step(item, 0)
+            if loss is None or window.share == 0.0:
+                strategy.skip_backward(loss)
+            else:
+                strategy.backward(loss * window.share)
+            had_loss = had_loss or loss is not None
+        if window.uneven:
+            strategy.reduce_gradients(module.parameters())
+        if not window.empty and strategy.any_loss(had_loss):
+            strategy.optimizer_step(optimizer)
+    return module
+
+
+def own_loop(
+    strategy: DDPStrategy,
+    plan: Plan,
+    module: Net,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    hold: bool = False,
+) -> nn.Module:
+    """As a loop of one's own does it: it calls the model; a process without a micro-batch repeats one.
+
+    Args:
+        strategy: joined.
+        plan: without ``NoLoss``.
+        module: the user's.
+        make: its optimizer.
+        hold: keep the gradients in by ``no_sync`` inside windows, of which the strategy knows nothing.
+    """
+    window, rank, size = Window(1) if hold else strategy.window, strategy.rank, strategy.world_size
+    assert window is not None
+    model: Any = strategy.wrap(strategy.prepare_module(module))
+    optimizer = make(model)
+    for items in plan:
+        optimizer.zero_grad()
+        for given in dealt(window, items, rank, size):
+            item = 1 if given is NOTHING else abs(given)
+            with model.no_sync() if hold and not window.full else nullcontext():
+                loss = model(inputs(item, module.first.weight.dtype)).square().mean()
+                if window.share == 0.0:
+                    strategy.skip_backward(torch.zeros(()))
+                else:
+                    strategy.backward(loss * window.share)
+        if window.uneven:
+            strategy.reduce_gradients(model.parameters())
+        strategy.optimizer_step(optimizer)
+    return module

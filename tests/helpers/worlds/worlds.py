@@ -1,0 +1,278 @@
+"""Tests on several real processes.
+
+``@pytest.mark.world_size(n)`` runs the body of a test in ``n`` fresh processes, each with the variables that torchrun sets,
+so that ``Trainer(strategy="ddp")`` in it is one of ``n``. :func:`run_world` does the same for a function, and returns what
+each process returned. The processes are forked from a server that has imported torch and trainkit and done nothing else:
+about 30 ms each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from helpers.patience import PATIENCE
+
+__all__ = ["World", "WorldError", "find", "free_port", "run_world", "start_world", "where_is"]
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "numpy",
+    "trainkit",
+    "trainkit.trainer.trainer",
+    "trainkit.strategies.ddp.ddp_strategy",
+    "trainkit.strategies.zero.zero_strategy",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # which takes over a second, and is imported late
+    "pytest",
+    "tiny",
+]
+if importlib.util.find_spec("torch_xla") is not None:  # in the environment of `make test-xla`; see xla_runs.py
+    _PRELOAD += ["torch_xla", "torch_xla.core.xla_model", "torch_xla.distributed.spmd"]
+_SHOW = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # makes a process, or a child that was forked from it, write its stacks
+
+
+class WorldError(AssertionError):
+    """What went wrong in the processes of a world."""
+
+
+class World:
+    """Processes that run one function.
+
+    Args:
+        size: number of processes.
+        where: the function, as :func:`where_is` has it.
+        args: of the function.
+        env: variables that the processes get.
+        launched: they get the variables that torchrun sets too.
+        log: a file for what they print, else it goes where the tests' own output went when the first world was made.
+
+    Attributes:
+        processes: in the order of their ranks.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        where: tuple[str, str, str],
+        args: Sequence[Any],
+        env: dict[str, str],
+        *,
+        launched: bool = True,
+        log: str | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        port = free_port()
+        self.processes, self._pipes = [], []
+        self._stacks = tempfile.NamedTemporaryFile(prefix="stacks-")  # noqa: SIM115
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            torchrun = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            variables = {**(torchrun if launched else {}), "OMP_NUM_THREADS": "1", **env}
+            given = (theirs, (self._stacks.name, log), where, tuple(args), variables, os.getcwd(), sys.path)
+            process = context.Process(target=_work, args=given)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def results(self, patience: float = PATIENCE) -> list[Any]:
+        """What the function returned in each process.
+
+        Raises:
+            WorldError: it raised in one, with all tracebacks; a process ended by itself; or they hang.
+        """
+        ends = self.ends(patience)
+        bad = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(ends) if not fine]
+        if bad:
+            raise WorldError("\n".join(bad))
+        return [value for _, value in ends]
+
+    def ends(self, patience: float = PATIENCE) -> list[tuple[bool, Any]]:
+        """For each process whether it returned, and what; else the traceback, or its exit code as ``"ended with -9"``."""
+        deadline = monotonic() + patience
+        found: dict[int, tuple[bool, Any]] = {}
+        while len(found) < len(self._pipes):
+            open_ones: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
+            ready = wait(list(open_ones), max(0.0, deadline - monotonic()))
+            if not ready:
+                left = sorted(open_ones.values())
+                stacks = self._ask_for_stacks(left)
+                self.kill()
+                raise WorldError(f"ranks {left} have not ended within {patience} s; the others: {found}\n{stacks}")
+            for pipe in ready:
+                rank = open_ones[pipe]
+                found[rank] = self._read(rank, pipe)  # type: ignore[arg-type]
+        for process in self.processes:
+            process.join(max(1.0, deadline - monotonic()))
+        self.kill()
+        return [found[rank] for rank in range(len(self._pipes))]
+
+    def _read(self, rank: int, pipe: Connection) -> tuple[bool, Any]:
+        try:
+            end: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
+            return end
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(PATIENCE)
+            return False, f"ended with {self.processes[rank].exitcode}"
+
+    def _ask_for_stacks(self, ranks: list[int]) -> str:
+        """What these processes are doing, and the loader workers of each."""
+        for rank in ranks:
+            pid = self.processes[rank].pid
+            with contextlib.suppress(OSError):
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                for each in (pid, *map(int, children)):
+                    with open(self._stacks.name, "a") as file:
+                        file.write(f"\nrank {rank}, process {each}{' (a child)' if each != pid else ''}:\n")
+                    os.kill(each, _SHOW)  # type: ignore[arg-type]
+                    sleep(0.5)
+        return Path(self._stacks.name).read_text()
+
+    def kill(self) -> None:
+        """End what is left of them."""
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        self._stacks.close()
+
+    def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
+        """Send a signal to one of them."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+
+def start_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> World:
+    """Start ``function(*args)`` in so many processes. It must be one of a module's, arguments and results be picklable."""
+    return World(size, where_is(function), args, env or {})
+
+
+def run_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> list[Any]:
+    """What ``function(*args)`` returned in each of ``size`` processes; see :class:`World`."""
+    return start_world(size, function, *args, env=env).results()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses, nor is given while a test has not taken it yet.
+
+    The kernel gives connections ports above these, and each worker of pytest-xdist has some of its own.
+    """
+    while True:
+        port = _PORTS.start + next(_next_port) % len(_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as taken:
+            taken.bind(("", port))
+            return port
+
+
+def _ports() -> range:
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    return range(11_000 + 2_000 * number, 13_000 + 2_000 * number)
+
+
+_PORTS = _ports()
+_next_port = itertools.count(random.SystemRandom().randrange(len(_PORTS)))
+
+
+def where_is(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """How a process finds a function of a test module: the module's file and name, and the function's name in it."""
+    file = sys.modules[function.__module__].__file__
+    assert file is not None
+    return file, function.__module__, function.__qualname__
+
+
+def _work(
+    pipe: Connection,
+    files: tuple[str, str | None],
+    where: tuple[str, str, str],
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    folder: str,
+    path: list[str],
+) -> None:
+    stacks, log = files
+    faulthandler.register(_SHOW, file=open(stacks, "a"), all_threads=True)  # noqa: SIM115
+    if log is not None:
+        _speak_to(log)
+    os.environ.update(env)
+    os.chdir(folder)
+    sys.path[:] = path
+    multiprocessing.set_start_method("fork", force=True)  # of loader workers; it is that of this process else: seconds each
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        result = find(*where)(*args)
+        end: tuple[bool, Any] = True, result
+    except BaseException as error:
+        end = False, "".join(traceback.format_exception(error))
+        pipe.send_bytes(pickle.dumps(end))
+        if log is not None:
+            raise SystemExit(1) from None  # the log is for what the function prints
+        raise
+    # not pipe.send, which leaves tensors where they are: in memory of a process that ends now
+    pipe.send_bytes(pickle.dumps(end))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _speak_to(log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+
+
+def find(file: str, module: str, name: str) -> Any:
+    """A function of a test module, which pytest imports under names of its own."""
+    loaded: Any = sys.modules.get(module)
+    if loaded is None:
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None
+        assert spec.loader is not None
+        loaded = sys.modules[module] = importlib.util.module_from_spec(spec)
+        if "." in module and module.rpartition(".")[0] not in sys.modules:
+            sys.modules.setdefault(module.rpartition(".")[0], type(sys)(module.rpartition(".")[0]))
+        spec.loader.exec_module(loaded)
+    for part in name.split("."):
+        loaded = getattr(loaded, part)
+    return getattr(loaded, "__wrapped__", loaded)
+
+
+def run_test(function: Callable[..., Any], size: int, arguments: dict[str, Any]) -> None:
+    """The body of a test in ``size`` processes; its fixtures are made here and must be picklable."""
+    start_world(size, _call, where_is(function), arguments).results()
+
+
+def _call(where: tuple[str, str, str], arguments: dict[str, Any]) -> None:
+    find(*where)(**{k: Path(v) if isinstance(v, Path) else v for k, v in arguments.items()})

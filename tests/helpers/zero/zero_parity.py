@@ -1,0 +1,63 @@
+"""Trainings under ZeRO and the same under DDP, compared."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from helpers.runs.parity import Case, Record, RegressionModule, trained
+from helpers.zero.zero_cases import strategy
+
+__all__ = ["LIMITS", "assert_parity", "assert_same", "expected"]
+
+LIMITS = {"32-true": 2e-6, "bf16-mixed": 5e-3, "16-mixed": 5e-3}
+
+
+@cache
+def expected(size: int, window: int, clip: float | None, precision: str, make: type = RegressionModule) -> Record:
+    """The same by DDP, or on one process."""
+    return run("ddp" if size > 1 else "auto", size, window, clip, precision, make)
+
+
+def run(
+    kind: str, size: int, window: int, clip: float | None, precision: str, make: type = RegressionModule, **options: Any
+) -> Record:
+    """Two epochs of training under a strategy."""
+    arguments = {"max_epochs": 2, "precision": precision, "gradient_clip_val": clip, "log_every_n_steps": 1}
+    case = Case(samples=40, batch_size=2, window=window * size, make=make, arguments=arguments)
+    return trained(case, size, strategy=strategy(kind, **options))
+
+
+def assert_same(record: Record, other: Record, limit: float) -> None:
+    """The losses agree to a relative limit, on the same samples with the same rates."""
+    assert record.losses.keys() == other.losses.keys()
+    assert len(record.losses) >= 20
+    for key, loss in other.losses.items():
+        assert record.losses[key] == pytest.approx(loss, rel=limit, abs=1e-9), key
+    assert record.ids == other.ids
+    assert record.rates == other.rates
+
+
+def assert_parity(
+    kind: str, size: int, window: int, clip: float | None, precision: str, make: type = RegressionModule, **options: Any
+) -> None:
+    """Losses, gradient norms and parameters are those of DDP on the same global batches.
+
+    Args:
+        kind: of :func:`zero_cases.strategy`.
+        size: processes.
+        window: micro-batches of a process in an update.
+        clip: the largest norm.
+        precision: of the trainer.
+        make: the module's class.
+        **options: of the strategy.
+    """
+    record, other = run(kind, size, window, clip, precision, make, **options), expected(size, window, clip, precision, make)
+    assert_same(record, other, LIMITS[precision])
+    assert ("grad_norm" in other.metrics) == (clip is not None)
+    assert record.metrics == pytest.approx(other.metrics, rel=LIMITS[precision])
+    if precision == "32-true":
+        for mine, theirs in zip(record.parameters[-1], other.parameters[-1], strict=True):
+            assert torch.allclose(mine, theirs, rtol=5e-6, atol=1e-6)
