@@ -23,6 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPStrategy", "XLAStrategy", "ZeROStrategy"]
 
-_FILES = {"DDPStrategy": "ddp.ddp_strategy", "XLAStrategy": "xla.xla_strategy", "ZeROStrategy": "zero.zero_strategy"}
+_FILES = {"DDPStrategy": "ddp", "XLAStrategy": "xla", "ZeROStrategy": "zero"}
 
 __getattr__, __dir__ = lazily(globals(), _FILES)

@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
-from trainkit.strategies.ddp.reduction import broadcast
+from trainkit.strategies._reduction import broadcast
 
 __all__ = ["Buffers", "refuse_unlike"]
 

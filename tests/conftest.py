@@ -21,7 +21,7 @@ import numpy
 import pytest
 import torch
 from helpers.process_state import ProcessState
-from helpers.support import ROOT, STARTUP
+from helpers.support import ROOT, STARTUP, TESTS
 from helpers.worlds.worlds import run_test
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
@@ -36,7 +36,7 @@ if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_I
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A process that a test starts finds the checkout too, installed or not, whatever its working directory; and starts sooner.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(STARTUP), os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), str(STARTUP), os.environ.get("PYTHONPATH")]))
 
 hypothesis.settings.register_profile("house", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("house")

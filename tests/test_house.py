@@ -276,10 +276,10 @@ def test_public_names_pass() -> None:
 
 
 def test_blocks_of_a_document_keep_their_lines() -> None:
-    text = "Text\n\n```python\nimport trainkit.trainer.train_loop\n```\n\n* item\n\n  ```python\n  x = (\n  ```\n\n```bash\nexit\n```\n"
+    text = "Text\n\n```python\nimport trainkit.rng\n```\n\n* item\n\n  ```python\n  x = (\n  ```\n\n```bash\nexit\n```\n"
     blocks = house.python_blocks("docs/x.md", text)
     assert [c for block in blocks for c in house.private_imports(block, PUBLIC)] == [
-        "docs/x.md:4 imports trainkit.trainer.train_loop, which is not public",
+        "docs/x.md:4 imports trainkit.rng, which is not public",
         "docs/x.md:10 does not parse: '(' was never closed",
     ]
 

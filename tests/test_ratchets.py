@@ -18,13 +18,14 @@ from helpers.runs import trainers
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 
+import trainkit
 from trainkit import Accelerator, Callback, Trainer
 from trainkit.callbacks import LambdaCallback, NonFiniteGuard
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError
 from trainkit.hooks.table import HOOKS
 from trainkit.trainer.arguments import UNSUPPORTED
 
-OURS = str(Path(inspect.getfile(Trainer)).parent.parent)
+OURS = str(Path(trainkit.__file__).resolve().parents[1])
 FOLDERS = tuple(str(Path(OURS, name)) for name in ("trainkit", "callbacks", "strategies"))
 FRAMES, CALLS = 6, 25
 

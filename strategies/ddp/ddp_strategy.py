@@ -20,9 +20,9 @@ from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._gather import barrier, gathered
 from trainkit.strategies._membership import Membership
+from trainkit.strategies._reduction import average_gradients, broadcast, mean, sparse_parameters
 from trainkit.strategies.ddp.compression import Compression
 from trainkit.strategies.ddp.fixed_buckets import FixedDDP
-from trainkit.strategies.ddp.reduction import average_gradients, broadcast, mean, sparse_parameters
 from trainkit.strategies.ddp.replica import PreparedModel, Replica, TrainingStep
 from trainkit.strategies.ddp.sync_batchnorm import SyncedBatchNorms
 from trainkit.strategy import Strategy

@@ -15,8 +15,8 @@ from trainkit.accelerator.wrapped import Wrapped
 from trainkit.distributed.world import World
 from trainkit.errors import LossError, ModuleError
 from trainkit.nested import leaves
+from trainkit.strategies._reduction import no_rows, sparse_parameters
 from trainkit.strategies.ddp.fixed_buckets import FixedDDP
-from trainkit.strategies.ddp.reduction import no_rows, sparse_parameters
 
 __all__ = ["PreparedModel", "Replica", "TrainingStep"]
 

@@ -20,9 +20,8 @@ from trainkit.state.standin import StoredOptimizer
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._gather import barrier, gathered
 from trainkit.strategies._membership import Membership
-from trainkit.strategies.ddp.reduction import broadcast, mean
-from trainkit.strategies.zero import memory_plan as zero_plan
-from trainkit.strategies.zero import stored_state as zero_state
+from trainkit.strategies._reduction import broadcast, mean
+from trainkit.strategies.zero import memory_plan, stored_state
 from trainkit.strategies.zero.bare import BareEngine
 from trainkit.strategies.zero.claims import Claims
 from trainkit.strategies.zero.deepspeed_api import require
@@ -72,7 +71,7 @@ class ZeROStrategy(Strategy):
     owns_masters: ClassVar[bool] = True
     sharded_state: ClassVar[bool] = True
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-    footprint = zero_plan.footprint
+    footprint = memory_plan.footprint
 
     def __init__(
         self,
@@ -356,26 +355,26 @@ class ZeROStrategy(Strategy):
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
         """See :meth:`trainkit.Strategy.stored_weights`."""
-        return zero_state.stored_weights(module, list(self._engines.values()), self.device)
+        return stored_state.stored_weights(module, list(self._engines.values()), self.device)
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
         """See :meth:`trainkit.Strategy.exported_weights`."""
         short = self.config.zero3_save_16bit_model
-        return zero_state.working_weights(module, self.device) if short else self.stored_weights(module)
+        return stored_state.working_weights(module, self.device) if short else self.stored_weights(module)
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """See :meth:`trainkit.Strategy.load_weights`."""
-        zero_state.load_weights(values, [*self._engines.values()], self.device)
+        stored_state.load_weights(values, [*self._engines.values()], self.device)
 
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
         """See :meth:`trainkit.Strategy.stored_optimizer`."""
         if id(optimizer) not in self._engines:
             raise ConfigurationError(RUN_IS_OVER)
-        return zero_state.stored_optimizer(self._engines[id(optimizer)], self.device)
+        return stored_state.stored_optimizer(self._engines[id(optimizer)], self.device)
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
         """See :meth:`trainkit.Strategy.load_optimizer`."""
-        zero_state.load_optimizer(self._engines[id(optimizer)], stored)
+        stored_state.load_optimizer(self._engines[id(optimizer)], stored)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
         """See :meth:`trainkit.Strategy.all_gather`.

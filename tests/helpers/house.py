@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, TypeVar
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # Folder → the package it imports as. The links in trainkit/ are not followed: what they lead to is read once.
 PACKAGES = {"trainkit": "trainkit", "callbacks": "trainkit.callbacks", "strategies": "trainkit.strategies"}
@@ -29,7 +29,7 @@ LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 # Who may not import whom.
 NEVER = {
     "trainkit.callbacks": ("trainkit.strategies",),
-    "trainkit.strategies": ("trainkit.callbacks", "trainkit.trainer.train_loop", "trainkit.trainer.trainer"),
+    "trainkit.strategies": ("trainkit.callbacks", "trainkit.trainer"),
     "trainkit": ("trainkit.callbacks", "trainkit.strategies"),
 }
 

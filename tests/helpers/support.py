@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-STARTUP = ROOT / "tests" / "startup"  # on the path of every Python that a test starts
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"  # where ``helpers`` is imported from
+STARTUP = TESTS / "startup"  # on the path of every Python that a test starts
 
 _OF_GLOO = re.compile(
     r"(\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : |\s)*"
@@ -41,7 +42,8 @@ def run_python(
         timeout: seconds after which the process is ended and ``subprocess.TimeoutExpired`` raised.
     """
     arguments = ["-c", *command] if len(command) == 1 else list(command)
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed_in or ROOT), str(STARTUP)]), **(env or {})}
+    path = os.pathsep.join([str(installed_in or ROOT), str(TESTS), str(STARTUP)])
+    variables = {**os.environ, "PYTHONPATH": path, **(env or {})}
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -44,7 +44,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 def start_task(hosts: Hosts, folder: Path, task: Task) -> Program:
     """With the script of the tests on two hosts."""
     Path(task.folder).mkdir()
-    return start(hosts, folder, str(TESTS / "two_hosts.py"), json.dumps(asdict(task)))
+    return start(hosts, folder, str(TESTS / "helpers/launch/two_hosts.py"), json.dumps(asdict(task)))
 
 
 def start(hosts: Hosts, folder: Path, *script: str) -> Program:

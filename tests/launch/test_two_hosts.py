@@ -58,7 +58,7 @@ class Job:
         """Start its part on a host."""
         machines = ["--nnodes", "2", "--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", "29500"]
         processes = ["--nproc-per-node", str(per_node), "--max-restarts", str(self._restarts)]
-        script = [str(TESTS / "two_hosts.py"), json.dumps({**asdict(self._task), **task})]
+        script = [str(TESTS / "helpers/launch/two_hosts.py"), json.dumps({**asdict(self._task), **task})]
         settings = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "NCCL_", "TRAINKIT_"))}
         settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), settings["PYTHONPATH"]])
         command = [sys.executable, *self._call, "launch", *machines, *processes, *script]

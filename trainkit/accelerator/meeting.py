@@ -2,7 +2,7 @@
 
 These are the verbs of own loops and those of the ``Trainer``: ``fit``, ``validate``, ``test``, ``predict``,
 ``save_checkpoint``, ``all_gather``, ``strategy.barrier``, and the end of an epoch by -1 from ``on_train_batch_start``. What a
-``Trainer`` exchanges by itself is only counted (:class:`~trainkit.distributed.collective_tracker.Waits`): the ranks that have called a verb find
+``Trainer`` exchanges by itself is only counted (``Waits``): the ranks that have called a verb find
 out that another one has gone on without it, before a collective of theirs can meet a different one there.
 """
 

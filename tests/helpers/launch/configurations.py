@@ -1,4 +1,4 @@
-"""Configuration files as ``accelerate config`` of Accelerate 1.15 writes them: ``from helpers.launch.configurations import MULTI_GPU``.
+"""Configuration files as ``accelerate config`` of Accelerate 1.15 writes them.
 
 ``tests/config/test_accelerate.py`` holds them against Accelerate itself.
 """

@@ -1,4 +1,4 @@
-"""Processes that end in all the ways in which a process can end: ``from helpers.launch.members import Member, as_script, terminal``."""
+"""Processes that end in all the ways in which a process can end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small checkpoints that no training has made, and what is done to them: ``from helpers.resume.checkpoints import draft, make, seal``."""
+"""Small checkpoints that no training has made, and what is done to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.support import ROOT, STARTUP
+from helpers.support import ROOT, STARTUP, TESTS
 
 from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.commit import commit
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # For the environment of another process: it can import trainkit and what tests share.
-IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(STARTUP)])}
+IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS), str(STARTUP)])}
 
 
 def about(**changes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the fault tests share: processes that are watched, signalled and killed: ``from helpers.resume.faulting import Child``."""
+"""What the fault tests share: processes that are watched, signalled and killed."""
 
 from __future__ import annotations
 

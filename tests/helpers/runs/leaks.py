@@ -1,4 +1,4 @@
-"""What a leak of runs would be made of, and ways of making many runs: ``from helpers.runs.leaks import counted, fits_with_one_trainer``."""
+"""What a leak of runs would be made of, and ways of making many runs."""
 
 from __future__ import annotations
 

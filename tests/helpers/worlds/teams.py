@@ -1,4 +1,4 @@
-"""Processes that are threads: ``from helpers.worlds.teams import in_threads``. What talks only through its ``World`` cannot tell."""
+"""Processes that are threads. What talks only through its ``World`` cannot tell."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _PRELOAD = [
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which takes over a second, and is imported late
     "pytest",
-    "tiny",
+    "helpers.runs.tiny",
 ]
 if importlib.util.find_spec("torch_xla") is not None:  # in the environment of `make test-xla`; see xla_runs.py
     _PRELOAD += ["torch_xla", "torch_xla.core.xla_model", "torch_xla.distributed.spmd"]

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from helpers.patience import PATIENCE
-from helpers.support import ROOT
+from helpers.support import ROOT, TESTS
 from helpers.worlds.worlds import World, WorldError, find, where_is
 
 __all__ = ["VARIABLE", "run_main"]
@@ -60,10 +60,10 @@ def _server(python: str) -> Callable[[Any], tuple[bool, Any]]:
     ours, theirs = socket.socketpair()
     said = tempfile.TemporaryFile("w+")  # noqa: SIM115
     variables = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "XLA_FLAGS")}
-    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(TESTS)])
     process = subprocess.Popen(
         # not this file as the main module, which each process of a world would run again
-        [python, "-c", f"import main_runs; main_runs.serve({theirs.fileno()})"],
+        [python, "-c", f"from helpers.xla import main_runs; main_runs.serve({theirs.fileno()})"],
         pass_fds=[theirs.fileno()],
         env=variables,
         stdin=subprocess.DEVNULL,

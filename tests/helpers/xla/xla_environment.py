@@ -22,7 +22,7 @@ from unittest import mock
 
 __all__ = ["constraints", "make", "requirements"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 EXTRAS = ("xla", "deepspeed", "tensorboard", "dev")
 DONE, BEGUN = "made-of.txt", "being-made-of.txt"
 

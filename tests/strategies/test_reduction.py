@@ -10,7 +10,7 @@ from helpers.runs.replicas import Net, flat, joined
 from torch import Tensor, nn
 
 from trainkit.errors import ModuleError
-from trainkit.strategies.ddp.reduction import average_gradients, broadcast, mean
+from trainkit.strategies._reduction import average_gradients, broadcast, mean
 
 
 def parameters() -> list[nn.Parameter]:
