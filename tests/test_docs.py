@@ -10,7 +10,7 @@ import pytest
 from helpers.support import ROOT
 
 from trainkit import Trainer
-from trainkit.hooks.table import HOOKS
+from trainkit.hooks.names import HOOKS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [

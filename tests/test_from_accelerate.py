@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trainkit import Accelerator
-from trainkit.accelerator.facts import INSTEAD as INSTEAD_OF_ATTRIBUTES
 from trainkit.errors import UnsupportedArgumentError
+from trainkit.unsupported import ADVICE
 
 
 def listed(text: str) -> list[str]:
@@ -128,7 +128,7 @@ def test_every_attribute_is_there_or_named_with_what_to_use() -> None:
             getattr(accelerator, name)
         except AttributeError as error:
             refused[name] = str(error)
-    assert refused == {name: f"an Accelerator has no {name!r}. Use {INSTEAD_OF_ATTRIBUTES[name]}." for name in refused}
+    assert refused == {name: f"an Accelerator has no {name!r}. Use {ADVICE['accelerator'][name]}." for name in refused}
     assert len(refused) < len(ATTRIBUTES) / 2
 
 

@@ -22,8 +22,8 @@ import trainkit
 from trainkit import Accelerator, Callback, Trainer
 from trainkit.callbacks import LambdaCallback, NonFiniteGuard
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError
-from trainkit.hooks.table import HOOKS
-from trainkit.trainer.arguments import UNSUPPORTED
+from trainkit.hooks.names import HOOKS
+from trainkit.unsupported import ADVICE
 
 OURS = str(Path(trainkit.__file__).resolve().parents[1])
 FOLDERS = tuple(str(Path(OURS, name)) for name in ("trainkit", "callbacks", "strategies"))
@@ -244,19 +244,19 @@ def test_the_verbs_arguments_are_frozen() -> None:
 
 def test_lightnings_arguments_are_ours_or_refused() -> None:
     assert len(LIGHTNING) == 41, "a name that our Trainer loses must not be lost for Lightning's"
-    assert not set(UNSUPPORTED) & set(TRAINER)
-    assert set(TRAINER) | set(UNSUPPORTED) >= LIGHTNING
+    assert not set(ADVICE["Trainer"]) & set(TRAINER)
+    assert set(TRAINER) | set(ADVICE["Trainer"]) >= LIGHTNING
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(ADVICE["Trainer"]))
 def test_what_is_not_supported_is_refused_with_the_replacement(name: str) -> None:
-    with pytest.raises(UnsupportedArgumentError, match=rf"Trainer\({name}=...\): {re.escape(UNSUPPORTED[name])}"):
+    with pytest.raises(UnsupportedArgumentError, match=rf"Trainer\({name}=...\): {re.escape(ADVICE['Trainer'][name])}"):
         Trainer(**{name: 7})
     # what the message tells the user to write exists
-    for replacement in re.findall(r"\b([a-z_]+)=", UNSUPPORTED[name]):
+    for replacement in re.findall(r"\b([a-z_]+)=", ADVICE["Trainer"][name]):
         known = {*TRAINER, "action", "mode", "max_depth", "process_position", "refresh_rate", "logger"}
         known |= {"flush_logs_every_n_steps"}
-        assert replacement in known, f"{name}: {UNSUPPORTED[name]}"
+        assert replacement in known, f"{name}: {ADVICE['Trainer'][name]}"
 
 
 @pytest.mark.parametrize(

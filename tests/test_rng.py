@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +29,6 @@ from trainkit.rng import (
     resolve_seed,
     seed_everything,
     seed_generators,
-    set_seed,
 )
 
 LAST = (1 << 64) - 1
@@ -326,28 +324,6 @@ def test_the_seeds_at_the_ends_are_taken(seed: int) -> None:
 def test_an_integer_of_numpy_is_a_seed() -> None:
     assert resolve_seed(np.int64(7)) == 7
     assert type(resolve_seed(np.uint64(LAST))) is int
-
-
-def test_set_seed_is_seed_everything() -> None:
-    assert set_seed(8) is None
-    assert resolve_seed(None) == 8
-
-
-def test_set_seed_takes_what_accelerates_does() -> None:
-    set_seed(8, device_specific=True)
-    assert resolve_seed(None) == 8, "one seed for all processes"
-    assert torch.initial_seed() == 8, "of the only process, which is the first"
-    assert not torch.are_deterministic_algorithms_enabled()
-    set_seed(8, deterministic=True)
-    assert torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-
-
-def test_set_seed_goes_by_the_launcher_before_the_processes_have_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.accelerator.current.read_place", lambda env: SimpleNamespace(rank=3, size=4))
-    monkeypatch.setattr("trainkit.accelerator.current.latest", lambda: None)
-    set_seed(LAST, device_specific=True)
-    assert (resolve_seed(None), torch.initial_seed()) == (LAST, 2), "taken modulo 2 to the 64"
 
 
 def test_which_seed_counts() -> None:

@@ -18,19 +18,10 @@ if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
     from trainkit.accelerator.skipping import skip_first_batches
     from trainkit.callback import Callback
-    from trainkit.config.write import write_basic_config
-    from trainkit.data.combined import CombinedLoader
-    from trainkit.launch.notebook import notebook_launcher
-    from trainkit.module.data_module import DataModule
-    from trainkit.module.train_module import TrainModule
-    from trainkit.precision import Precision
-    from trainkit.rng import seed_everything, set_seed
-    from trainkit.strategy import Strategy
-    from trainkit.trainer.trainer import Trainer
-    from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-    from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
-    from trainkit.utils.distributed_type import DistributedType
-    from trainkit.utils.handlers import (
+    from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+    from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
+    from trainkit.config.distributed_type import DistributedType
+    from trainkit.config.kwargs_handlers import (
         AutocastKwargs,
         DDPCommunicationHookType,
         DistributedDataParallelKwargs,
@@ -38,8 +29,18 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         ProfileKwargs,
     )
+    from trainkit.config.write import write_basic_config
+    from trainkit.data.combined import CombinedLoader
+    from trainkit.launch.notebook import notebook_launcher
+    from trainkit.module.data_module import DataModule
+    from trainkit.module.train_module import TrainModule
+    from trainkit.precision import Precision
+    from trainkit.rng import seed_everything
+    from trainkit.strategy import Strategy
+    from trainkit.trainer.trainer import Trainer
     from trainkit.utils.memory import find_executable_batch_size
     from trainkit.utils.modeling import load_checkpoint_in_model
+    from trainkit.utils.seeding import set_seed
 
 __all__ = [
     "Accelerator",
@@ -74,21 +75,21 @@ __all__ = [
 
 _PLACES = {
     "Accelerator": "trainkit.accelerator",
-    "AutocastKwargs": "trainkit.utils.handlers",
+    "AutocastKwargs": "trainkit.config.kwargs_handlers",
     "Callback": "trainkit.callback",
     "CombinedLoader": "trainkit.data.combined",
-    "DDPCommunicationHookType": "trainkit.utils.handlers",
-    "DataLoaderConfiguration": "trainkit.utils.configurations",
+    "DDPCommunicationHookType": "trainkit.config.kwargs_handlers",
+    "DataLoaderConfiguration": "trainkit.config.configurations",
     "DataModule": "trainkit.module.data_module",
-    "DeepSpeedPlugin": "trainkit.utils.deepspeed_plugin",
-    "DistributedDataParallelKwargs": "trainkit.utils.handlers",
-    "DistributedType": "trainkit.utils.distributed_type",
-    "GradScalerKwargs": "trainkit.utils.handlers",
-    "GradientAccumulationPlugin": "trainkit.utils.configurations",
-    "InitProcessGroupKwargs": "trainkit.utils.handlers",
+    "DeepSpeedPlugin": "trainkit.config.deepspeed_plugin",
+    "DistributedDataParallelKwargs": "trainkit.config.kwargs_handlers",
+    "DistributedType": "trainkit.config.distributed_type",
+    "GradScalerKwargs": "trainkit.config.kwargs_handlers",
+    "GradientAccumulationPlugin": "trainkit.config.configurations",
+    "InitProcessGroupKwargs": "trainkit.config.kwargs_handlers",
     "Precision": "trainkit.precision",
-    "ProfileKwargs": "trainkit.utils.handlers",
-    "ProjectConfiguration": "trainkit.utils.configurations",
+    "ProfileKwargs": "trainkit.config.kwargs_handlers",
+    "ProjectConfiguration": "trainkit.config.configurations",
     "Strategy": "trainkit.strategy",
     "TrainModule": "trainkit.module.train_module",
     "Trainer": "trainkit.trainer.trainer",
@@ -96,7 +97,7 @@ _PLACES = {
     "load_checkpoint_in_model": "trainkit.utils.modeling",
     "notebook_launcher": "trainkit.launch.notebook",
     "seed_everything": "trainkit.rng",
-    "set_seed": "trainkit.rng",
+    "set_seed": "trainkit.utils.seeding",
     "skip_first_batches": "trainkit.accelerator.skipping",
     "write_basic_config": "trainkit.config.write",
 }
@@ -113,9 +114,9 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(import_module(_PLACES[name]), name)
         return value
     from trainkit.lazy import absent
-    from trainkit.utils.instead import refuse
+    from trainkit.unsupported import refuse_import
 
-    refuse(name)
+    refuse_import(name)
     raise absent("trainkit", name, __all__)
 
 

@@ -29,8 +29,8 @@ __all__ = [
     "resolve_seed",
     "seed_everything",
     "seed_generators",
+    "seed_process",
     "seed_was_given",
-    "set_seed",
 ]
 
 KEY_VERSION = 1
@@ -179,34 +179,22 @@ def seed_everything(seed: int | None = None, *, workers: bool = True, verbose: b
         )
     chosen = int.from_bytes(random.SystemRandom().randbytes(4), "little") if seed is None else _checked(seed)
     _process_seed = chosen
-    _seed_global(chosen)
+    seed_process(chosen)
     if verbose:
         print(f"trainkit: seed {chosen}")
     return chosen
 
 
-def _seed_global(seed: int) -> None:
+def seed_process(seed: int) -> None:
+    """Seed the global generators of this process: those of torch, numpy and ``random``.
+
+    Args:
+        seed: 0 to 2**64 - 1; a larger one wraps around.
+    """
+    seed &= _MASK
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
     random.seed(seed)
-
-
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Accelerate's name for :func:`seed_everything`.
-
-    Args:
-        seed: as of it; the same on all processes.
-        device_specific: the global generators of process r are seeded with ``seed + r``, so that random numbers differ between
-            processes. Prepared loaders go by ``seed`` all the same: there each micro-batch has random numbers of its own.
-        deterministic: ``torch.use_deterministic_algorithms(True)``.
-    """
-    seed_everything(seed)
-    if device_specific:
-        from trainkit.accelerator.current import place
-
-        _seed_global((seed + place()[0]) & _MASK)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
 
 
 def resolve_seed(seed: int | None) -> int:

@@ -16,11 +16,11 @@ from trainkit.distributed.placement import move_module, note_other_dtypes, refus
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.memory.footprint import Contents, Footprint, undivided
+from trainkit.footprint import Contents, Footprint, undivided
 from trainkit.nested import move
 from trainkit.optim.gradient_norm import total_norm
+from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import PRECISIONS, Precision
-from trainkit.state.standin import StoredOptimizer
 
 if TYPE_CHECKING:
     from trainkit.trainer.arguments import TrainerArguments

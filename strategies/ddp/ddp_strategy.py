@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, ModuleError
-from trainkit.memory.footprint import Contents, Footprint, Moment
+from trainkit.footprint import Contents, Footprint, Moment
 from trainkit.nested import leaves
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, refuse_unlike

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.accelerator.wrapped import Wrapped
 from trainkit.errors import ConfigurationError
-from trainkit.memory.footprint import Contents, Footprint, Held, Moment
+from trainkit.footprint import Contents, Footprint, Held, Moment
 from trainkit.nested import leaves
 
 __all__ = ["ShardedModel", "divide_state", "divided", "make_mesh", "share_of"]

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, LossError
-from trainkit.memory.footprint import Contents, Footprint
+from trainkit.footprint import Contents, Footprint
 from trainkit.metrics.values import TO_HOST
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, refuse_unlike

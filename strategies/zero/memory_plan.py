@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainkit.memory.footprint import Contents, Footprint, Held, Moment
+from trainkit.footprint import Contents, Footprint, Held, Moment
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
 from trainkit.strategies.zero.optimizer_adapter import refuse_optimizer
 

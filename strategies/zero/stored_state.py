@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.scattered import Scattered
 from trainkit.errors import StateMismatchError
-from trainkit.state.standin import StoredOptimizer, standin_of
+from trainkit.optim.stored_optimizer import StoredOptimizer, standin_of
 from trainkit.strategies.zero.engine import Engine
 from trainkit.strategies.zero.partitions import is_sharded
 from trainkit.strategies.zero.swap import Part, partition

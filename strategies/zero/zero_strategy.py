@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
-from trainkit.state.standin import StoredOptimizer
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._gather import barrier, gathered
 from trainkit.strategies._membership import Membership

@@ -12,8 +12,8 @@ from helpers.worlds.worlds import run_world
 from torch import nn
 
 from trainkit import Accelerator
+from trainkit.config.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from trainkit.errors import ConfigurationError
-from trainkit.utils.handlers import AutocastKwargs, ProfileKwargs
 
 
 def test_autocast() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trainkit import Accelerator
+from trainkit.config.distributed_type import DistributedType
 from trainkit.strategies import ZeROStrategy
-from trainkit.utils.distributed_type import DistributedType
 
 
 def test_one_process() -> None:

@@ -14,16 +14,16 @@ from torch import nn
 
 from trainkit import Accelerator, Precision, Strategy, Trainer
 from trainkit.config.carried import Settings, carry
-from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
-from trainkit.strategies import DDPStrategy
-from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from trainkit.utils.handlers import (
+from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from trainkit.config.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
+from trainkit.strategies import DDPStrategy
 
 
 def refused(error: type[Exception], **arguments: Any) -> str:
@@ -85,7 +85,7 @@ def test_where_it_runs() -> None:
 
 
 def _plugin(**options: Any) -> Any:
-    from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
+    from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 
     return DeepSpeedPlugin(**options)
 

@@ -14,9 +14,9 @@ from helpers.worlds.worlds import run_world
 from torch import Tensor
 
 from trainkit import Accelerator, Strategy
+from trainkit.config.distributed_type import DistributedType
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.utils.distributed_type import DistributedType
 
 
 class Placed(Strategy):

@@ -29,6 +29,7 @@ from helpers.runs.trackers import (  # noqa: F401  fixtures
 
 from trainkit import Accelerator
 from trainkit.accelerator.tracking import TrackerVerbs, check_trackers
+from trainkit.config.configurations import ProjectConfiguration
 from trainkit.console import TrainkitWarning
 from trainkit.errors import (
     ConfigurationError,
@@ -40,7 +41,6 @@ from trainkit.errors import (
 from trainkit.loggers import CSVLogger, Logger
 from trainkit.loggers.reader import read_metrics
 from trainkit.tracking import GeneralTracker, on_main_process
-from trainkit.utils.configurations import ProjectConfiguration
 
 STEP = "trainer/global_step"
 

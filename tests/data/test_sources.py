@@ -13,8 +13,8 @@ from helpers.data.samples import Drawing, DrawingStream
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from trainkit import CombinedLoader, DataModule, TrainModule
-from trainkit.data.sources import batch_size_of, evaluation_sources, find_source, training_source
+from trainkit import CombinedLoader
+from trainkit.data.sources import batch_size_of, evaluation_sources, training_source
 from trainkit.errors import ConfigurationError, DataError
 
 A, B = DataLoader(Drawing(8), batch_size=2), DataLoader(Drawing(8), batch_size=3)
@@ -41,47 +41,6 @@ class Graph:
 
     def to(self, device: Any) -> Graph:
         return self
-
-
-# --------------------------------------------------------------------------------------------------------- find_source
-
-
-class Module(TrainModule):
-    def train_dataloader(self) -> Any:
-        return "module's"
-
-
-class Data(DataModule):
-    def train_dataloader(self) -> Any:
-        return "data module's"
-
-
-@pytest.mark.parametrize(
-    "given, datamodule, module, found",
-    [
-        ("given", Data(), Module(), "given"),
-        (None, Data(), Module(), "data module's"),
-        (None, DataModule(), Module(), "module's"),
-        (None, None, Module(), "module's"),
-        (None, None, TrainModule(), None),
-        (None, DataModule(), TrainModule(), None),
-        ([], None, Module(), []),
-    ],
-)
-def test_the_nearest_source_counts(given: Any, datamodule: Any, module: Any, found: Any) -> None:
-    assert find_source("train_dataloader", given, datamodule, module) == found
-
-
-def test_each_stage_has_a_method_of_its_own() -> None:
-    for method in ("val_dataloader", "test_dataloader", "predict_dataloader"):
-        assert find_source(method, None, Data(), Module()) is None
-
-
-def test_a_method_of_the_class_above_counts() -> None:
-    class Further(Data):
-        pass
-
-    assert find_source("train_dataloader", None, Further(), Module()) == "data module's"
 
 
 # ----------------------------------------------------------------------------------------------------- training_source

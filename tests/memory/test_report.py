@@ -16,9 +16,10 @@ from torch import nn
 
 from trainkit import TrainModule
 from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError, OptimizerError
-from trainkit.memory.inventory import contents_of_module, parse_bytes, twin_of
+from trainkit.memory.inventory import parse_bytes, twin_of
 from trainkit.memory.report import MemoryPlan, Row
 from trainkit.strategies import DDPStrategy
+from trainkit.trainer.memory_plan import contents_of_module
 
 T, FROZEN = 3_128_327, 262_656  # elements of Planned
 

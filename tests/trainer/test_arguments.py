@@ -26,7 +26,8 @@ from trainkit.errors import (
     UnknownNameError,
     UnsupportedArgumentError,
 )
-from trainkit.trainer.arguments import UNSUPPORTED, limited
+from trainkit.trainer.arguments import limited
+from trainkit.unsupported import ADVICE
 
 # Every argument of Lightning's Trainer, of version 2 and of those before.
 LIGHTNING_2 = """
@@ -92,18 +93,18 @@ def refused(**arguments: Any) -> str:
 
 
 def test_every_argument_of_lightning_is_taken_or_refused_with_its_replacement() -> None:
-    assert {*LIGHTNING_2, *LIGHTNING_1} <= {*OURS, *UNSUPPORTED}
-    assert not set(OURS) & set(UNSUPPORTED)
+    assert {*LIGHTNING_2, *LIGHTNING_1} <= {*OURS, *ADVICE["Trainer"]}
+    assert not set(OURS) & set(ADVICE["Trainer"])
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(ADVICE["Trainer"]))
 @pytest.mark.parametrize("value", ["x", 7, 0.0])
 def test_an_argument_of_lightning_that_is_not_offered(name: str, value: Any) -> None:
     """Whatever it asks for: what is accepted must do something."""
     with pytest.raises(UnsupportedArgumentError) as caught:
         make_trainer(**{name: value})
-    assert str(caught.value) == f"Trainer({name}=...): {UNSUPPORTED[name]}."
-    assert len(UNSUPPORTED[name]) > 15
+    assert str(caught.value) == f"Trainer({name}=...): {ADVICE['Trainer'][name]}."
+    assert len(ADVICE["Trainer"][name]) > 15
 
 
 def test_lightnings_defaults_are_accepted() -> None:
@@ -149,17 +150,17 @@ def test_a_default_of_lightning_asks_for_nothing(name: str, value: Any) -> None:
     ],
 )
 def test_what_is_almost_a_default_asks_for_something(name: str, value: Any) -> None:
-    assert refused(**{name: value}) == f"Trainer({name}=...): {UNSUPPORTED[name]}."
+    assert refused(**{name: value}) == f"Trainer({name}=...): {ADVICE['Trainer'][name]}."
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(ADVICE["Trainer"]))
 def test_a_replacement_that_is_named_exists(name: str) -> None:
-    words = UNSUPPORTED[name].replace("=", " = ").replace("(", " ").split()
+    words = ADVICE["Trainer"][name].replace("=", " = ").replace("(", " ").split()
     for word, following in itertools.pairwise(words):
         known = ("save_dir", "process_position", "refresh_rate", "max_depth", "mode", "logger", "batch_size", "action")
         known += ("flush_logs_every_n_steps",)
         if following == "=" and word.isidentifier():
-            assert word in (*OURS, *known), f"{word} in: {UNSUPPORTED[name]}"
+            assert word in (*OURS, *known), f"{word} in: {ADVICE['Trainer'][name]}"
 
 
 def test_an_argument_that_nobody_knows() -> None:
@@ -444,9 +445,11 @@ def test_a_gpu_that_is_not_there() -> None:
     assert "Use accelerator='cpu'" in refused(accelerator="cuda")
 
 
-@pytest.mark.parametrize("name", sorted(name for name, fix in UNSUPPORTED.items() if "callbacks=[" in fix))
+@pytest.mark.parametrize("name", sorted(name for name, fix in ADVICE["Trainer"].items() if "callbacks=[" in fix))
 def test_a_callback_that_is_named_as_the_replacement_can_be_made(name: str) -> None:
-    made = ast.parse(UNSUPPORTED[name].partition("callbacks=[")[2].partition("]")[0].replace("...", "1"), mode="eval").body
+    made = ast.parse(
+        ADVICE["Trainer"][name].partition("callbacks=[")[2].partition("]")[0].replace("...", "1"), mode="eval"
+    ).body
     assert isinstance(made, ast.Call)
     assert isinstance(made.func, ast.Name)
     signature = inspect.signature(getattr(trainkit.callbacks, made.func.id))
@@ -456,5 +459,5 @@ def test_a_callback_that_is_named_as_the_replacement_can_be_made(name: str) -> N
 def test_the_replacement_of_track_grad_norm_logs_the_norm() -> None:
     trainer = make_trainer(trainkit.callbacks.GradientClipping(float("inf")), log_every_n_steps=1)
     trainer.fit(TinyModule(), tiny_loader())
-    assert "GradientClipping(float('inf'))" in UNSUPPORTED["track_grad_norm"]
+    assert "GradientClipping(float('inf'))" in ADVICE["Trainer"]["track_grad_norm"]
     assert trainer.callback_metrics["grad_norm"].item() > 0

@@ -11,7 +11,7 @@ import pytest
 
 import trainkit
 from trainkit import utils
-from trainkit.utils.instead import INSTEAD
+from trainkit.unsupported import ADVICE
 
 # Arguments and their defaults, in Accelerate's order.
 SIGNATURES: dict[str, dict[str, Any]] = {
@@ -152,8 +152,8 @@ def test_what_the_type_checker_sees() -> None:
 
 @pytest.mark.parametrize("package", ["trainkit", "trainkit.utils", "trainkit.state"])
 def test_what_is_not_there_says_what_to_use(package: str) -> None:
-    assert not {*INSTEAD} & {*utils.__all__, *trainkit.__all__}
-    for name, use in INSTEAD.items():
+    assert not {*ADVICE["trainkit"]} & {*utils.__all__, *trainkit.__all__}
+    for name, use in ADVICE["trainkit"].items():
         with pytest.raises(ImportError) as raised:
             exec(f"from {package} import {name}")
         assert str(raised.value) == f"trainkit has no {name}. Use: {use}"

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from trainkit.accelerator.options import Options
+from trainkit.config.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from trainkit.data.window import Window
 from trainkit.strategy import Strategy
-from trainkit.utils.handlers import AutocastKwargs, ProfileKwargs
 
 __all__ = ["ContextVerbs"]
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from trainkit.accelerator.options import Options, mixed_name
+from trainkit.config.configurations import ProjectConfiguration
+from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
+from trainkit.config.distributed_type import DistributedType
 from trainkit.console import notice
 from trainkit.errors import nearest
 from trainkit.strategy import Strategy
-from trainkit.utils.configurations import ProjectConfiguration
-from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.utils.distributed_type import DistributedType
+from trainkit.unsupported import advice
 
 __all__ = ["AcceleratorState", "FactVerbs"]
 
@@ -126,63 +127,7 @@ class FactVerbs:
         self._even = even
 
     def __getattr__(self, name: str) -> Any:
-        fix = INSTEAD.get(name)
+        fix = advice("accelerator", name)
         text = f" Use {fix}." if fix else nearest(name, [one for one in dir(type(self)) if not one.startswith("_")])
         # Python would add another "Did you mean", if it knew the object
         raise AttributeError(f"an Accelerator has no {name!r}.{text}", name=name, obj=None)
-
-
-_ONLY_ZERO = "ZeRO-3: Accelerator(strategy='zero3'); parameters are divided in no other way, and sequences are not"
-_NO_FP8 = "mixed_precision='bf16': FP8 is not offered"
-_OPTIONS = "accelerator.options, which has what the accelerator was made with"
-_YOURS = "the object that you have given in kwargs_handlers"
-
-# What Accelerate's has and ours has not, with what to use.
-INSTEAD = {
-    "ao_recipe_handler": _NO_FP8,
-    "autocast_handler": _YOURS,
-    "context_parallel_rank": _ONLY_ZERO,
-    "data_parallel_rank": "accelerator.process_index",
-    "data_parallel_shard_rank": "accelerator.process_index",
-    "dataloader_config": "accelerator.even_batches, accelerator.split_batches, or the object that you have given",
-    "ddp_handler": _YOURS,
-    "deepspeed_ulysses_dl_adapter": _ONLY_ZERO,
-    "delayed_fp8_autocast": _NO_FP8,
-    "device_placement": _OPTIONS,
-    "dispatch_batches": "nothing: each process reads what it works on, which is dispatch_batches=False",
-    "flag_tensor": "accelerator.check_trigger()",
-    "fp8_backend": _NO_FP8,
-    "fp8_enabled": _NO_FP8,
-    "fp8_recipe_handler": _NO_FP8,
-    "fsdp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
-    "gradient_state": "accelerator.sync_gradients",
-    "has_fp8_handler": _NO_FP8,
-    "has_lomo_optimizer": "an optimizer of torch's",
-    "init_handler": _YOURS,
-    "is_composable_parallelism_enabled": "accelerator.distributed_type",
-    "is_fsdp2": "accelerator.distributed_type, which never is FSDP",
-    "log_with": "accelerator.trackers",
-    "lomo_backward": "accelerator.backward(loss) and an optimizer of torch's",
-    "maybe_context_parallel": _ONLY_ZERO,
-    "msamp_recipe_handler": _NO_FP8,
-    "multi_device": "accelerator.num_processes > 1",
-    "non_blocking": "nothing: copies out of pinned memory never wait",
-    "parallelism_config": _ONLY_ZERO,
-    "pipeline_parallel_rank": _ONLY_ZERO,
-    "profile_handler": _YOURS,
-    "register_load_state_pre_hook": "accelerator.register_for_checkpointing(object), or load_state(folder, restore={'model'})",
-    "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object), or save_model(model, folder)",
-    "rng_types": "nothing: all generators are seeded, for each micro-batch by a key, on all processes",
-    "scaler": "accelerator.strategy.precision.scaler",
-    "scaler_handler": _YOURS,
-    "should_save_model": "nothing: save_state always writes the model",
-    "step_scheduler_with_optimizer": _OPTIONS,
-    "te_recipe_handler": _NO_FP8,
-    "tensor_parallel_rank": _ONLY_ZERO,
-    "torch_device_mesh": _ONLY_ZERO,
-    "torch_tp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
-    "trigger_sync_in_backward": "accelerator.accumulate(model), where the last micro-batch of a window lets gradients travel",
-    "use_seedable_sampler": "nothing: the order of an epoch always is a function of the seed and its number",
-    "use_stateful_dataloader": "load_state(folder, resume_loaders=True), which continues each prepared loader where it was",
-    "verify_device_map": "nothing: a model is on one device in each process, or divided by ZeRO-3",
-}

@@ -13,10 +13,10 @@ from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.place import is_checkpoint
 from trainkit.checkpoint.reader import look_at
 from trainkit.checkpoint.together import together
+from trainkit.config.configurations import ProjectConfiguration
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, ConfigurationError
-from trainkit.utils.configurations import ProjectConfiguration
 
 __all__ = ["check_place", "folder_of", "newest_first", "next_place", "number_after", "rotate"]
 

@@ -9,17 +9,9 @@ from typing import Any
 from trainkit.accelerator.tracking import check_trackers
 from trainkit.config.carried import Settings, carried, debugging
 from trainkit.config.compiling import known_backend, refuse_compiled
-from trainkit.distributed.device import find_device
-from trainkit.distributed.requested_devices import Wanted
-from trainkit.errors import ConfigurationError, UnsupportedArgumentError
-from trainkit.launch.resolve import chosen_strategy
-from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
-from trainkit.registry import load_strategy, make_strategy
-from trainkit.strategy import Strategy
-from trainkit.trainer.arguments import refuse_unknown
-from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.utils.handlers import (
+from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
+from trainkit.config.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
@@ -27,6 +19,14 @@ from trainkit.utils.handlers import (
     ProfileKwargs,
     sorted_handlers,
 )
+from trainkit.distributed.device import find_device
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.launch.resolve import chosen_strategy
+from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
+from trainkit.registry import load_strategy, make_strategy
+from trainkit.strategy import Strategy
+from trainkit.unsupported import refuse_unknown
 
 __all__ = ["Options", "check_steps", "mixed_name", "resolve"]
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from trainkit.accelerator.meeting import Meeting
+from trainkit.config.distributed_type import DistributedType, distributed_type
 from trainkit.errors import ConfigurationError
 from trainkit.nested import rebuild
 from trainkit.strategy import Strategy
-from trainkit.utils.distributed_type import DistributedType, distributed_type
 
 __all__ = ["ProcessVerbs"]
 

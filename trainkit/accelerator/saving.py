@@ -17,10 +17,10 @@ from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointWriteError, ConfigurationError
+from trainkit.optim.parameter_names import without_checkpoint_wrapper
 from trainkit.paths import local_path
 from trainkit.state.adapters import adapter_folders
 from trainkit.state.model import capture_model, clean_names
-from trainkit.state.names import without_checkpoint_wrapper
 from trainkit.state.parts import configurations
 from trainkit.state.single_file import write_object
 

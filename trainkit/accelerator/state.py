@@ -15,6 +15,7 @@ from trainkit.checkpoint.folder import next_counter
 from trainkit.checkpoint.reader import Loaded
 from trainkit.checkpoint.shared_reading import read_together
 from trainkit.checkpoint.together import together
+from trainkit.config.configurations import ProjectConfiguration
 from trainkit.console import notice, warn
 from trainkit.errors import (
     CheckpointError,
@@ -26,8 +27,7 @@ from trainkit.errors import (
 from trainkit.paths import local_path
 from trainkit.state.model import has_adapters
 from trainkit.state.parts import Parts, SaveMode, about, capture, check_names, restore
-from trainkit.trainer.arguments import refuse_unknown
-from trainkit.utils.configurations import ProjectConfiguration
+from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator

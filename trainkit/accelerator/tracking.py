@@ -11,7 +11,7 @@ from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArg
 from trainkit.strategy import Strategy
 
 if TYPE_CHECKING:
-    from trainkit.utils.configurations import ProjectConfiguration
+    from trainkit.config.configurations import ProjectConfiguration
 
 __all__ = ["TrackerVerbs", "check_trackers"]
 

@@ -20,7 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainkit.accelerator import Accelerator
 from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.memory.inventory import contents_of, parse_bytes
-from trainkit.memory.report import PROCESSES, MemoryPlan, make_plan, plan_contents
+from trainkit.memory.report import PROCESSES, MemoryPlan, plan_contents
+from trainkit.trainer.memory_plan import make_plan
 from trainkit.trainer.trainer import Trainer
 
 __all__ = ["add_arguments", "run"]

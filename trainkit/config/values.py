@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
+    from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 
 __all__ = ["Settings"]
 
@@ -132,7 +132,7 @@ class Settings:
         """
         if self.values.get("distributed_type") != "DEEPSPEED":
             return None
-        from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
+        from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 
         told = {name: value for name, value in self.deepspeed.items() if name not in _NOT_OF_PLUGIN and value != "auto"}
         file = self.deepspeed.get("deepspeed_config_file")

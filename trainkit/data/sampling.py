@@ -28,9 +28,9 @@ from trainkit.console import notice, warn
 from trainkit.data.agreement import lengths_of_parts, put_back
 from trainkit.data.digest import digest
 from trainkit.data.order import Permutation
+from trainkit.data.worker_signals import outlast_the_step
 from trainkit.distributed.world import World
 from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
-from trainkit.trainer.signals import outlast_the_step
 
 __all__ = ["KeyedBatches", "KeyedDataset", "KeyedSlots", "UserWorkerInit", "is_distributed", "keyed_batches", "user_epoch"]
 

@@ -11,19 +11,8 @@ from torch.utils.data import DataLoader
 
 from trainkit.data.combined import CombinedLoader
 from trainkit.errors import ConfigurationError, DataError
-from trainkit.module.overridable_hooks import DataHooks, is_overridden
 
-__all__ = ["batch_size_of", "evaluation_sources", "find_source", "training_source"]
-
-
-def find_source(method: str, given: Any, datamodule: Any, module: Any) -> Any:
-    """The loader of a stage, or ``None``: the argument, else what ``method`` of the data module or the module returns."""
-    if given is not None:
-        return given
-    for owner in (datamodule, module):
-        if owner is not None and is_overridden(owner, method, DataHooks):
-            return getattr(owner, method)()
-    return None
+__all__ = ["batch_size_of", "evaluation_sources", "training_source"]
 
 
 def training_source(source: Any) -> Any:

@@ -11,8 +11,8 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import notice
+from trainkit.data.worker_signals import signals_held_back
 from trainkit.errors import DataError
-from trainkit.trainer.signals import held_back
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -41,7 +41,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
         chosen = loader.multiprocessing_context or multiprocessing.get_context()
         if type(chosen) is multiprocessing.context.ForkContext:  # not somebody's own
             loader.multiprocessing_context = _Context()
-    with held_back():  # signals to the whole process group: workers take care of them once they are there
+    with signals_held_back():  # signals to the whole process group: workers take care of them once they are there
         return iter(loader)
 
 

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError, OptimizerError
-from trainkit.memory.footprint import Contents, Weight
-from trainkit.module.train_module import TrainModule
-from trainkit.optim.optimizer_config import read_optimizers
-from trainkit.precision import Precision
+from trainkit.errors import ConfigurationError, OptimizerError
+from trainkit.footprint import Contents, Weight
 from trainkit.state.configs import has_adapters
 from trainkit.state.slots import count_slots, state_bytes
-from trainkit.trainer.setup import overrides
 
-if TYPE_CHECKING:
-    from trainkit.trainer.trainer import Trainer
-
-__all__ = ["contents_of", "contents_of_module", "parse_bytes", "twin_of"]
-
-_UPDATES = 1000
+__all__ = ["contents_of", "parse_bytes", "twin_of"]
 
 
 def twin_of(module: nn.Module) -> nn.Module:
@@ -53,40 +44,6 @@ def twin_of(module: nn.Module) -> nn.Module:
     twin: nn.Module = part(module)
     vars(twin)["_twins"] = made  # by the id of what is the module's own
     return twin
-
-
-def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
-    """What a trainer's run of a module has to keep; the module is not changed, and nothing of its size is made.
-
-    Raises:
-        ModuleError: it is no TrainModule, or has no parameters.
-        MissingMethodError: it has no ``configure_optimizers``.
-        OptimizerError: what that returns is wrong.
-    """
-    module = getattr(module, "_orig_mod", module)
-    if not isinstance(module, TrainModule):
-        hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
-        raise ModuleError(f"expected a TrainModule, received {type(module).__name__}.{hint}")
-    if not (overrides(module, "configure_optimizers") or trainer.strategy.has_optimizer):
-        raise MissingMethodError(
-            f"{type(module).__name__} has no configure_optimizers, so it is not known what is kept for its parameters. Define: "
-            "def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)   (or return None)"
-        )
-    twin: Any = twin_of(module)
-    twin._trainer = _Planning(trainer)
-    precision: Precision = trainer.precision
-    if overrides(module, "configure_model") and not vars(module).get("_built", False):
-        with torch.device("meta"), precision.init_context():
-            twin.configure_model()
-    if next(twin.parameters(), None) is None:
-        raise ModuleError(
-            f"{type(module).__name__} has no parameters, so there is nothing to plan. Make its layers in __init__ or in "
-            "configure_model; setup() is not called for a plan."
-        )
-    precision.convert_module(twin)
-    returned = trainer.strategy.configure_optimizers(twin)
-    optimizers, _ = read_optimizers(_own(returned, twin), twin, automatic=twin.automatic_optimization)
-    return contents_of([twin], optimizers, trainer._arguments.accumulate_grad_batches)
 
 
 def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], window: int) -> Contents:
@@ -137,35 +94,6 @@ def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], w
 
 def _parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [part for module in modules for part in module.modules()]
-
-
-def _own(returned: Any, twin: nn.Module) -> Any:
-    """What ``configure_optimizers`` returned, over the twin's parameters where it took the module's from a list."""
-    made = vars(twin)["_twins"]
-    found = returned if isinstance(returned, list | tuple) else [returned]
-    for one in found:
-        optimizer = one.get("optimizer") if isinstance(one, dict) else one
-        for inner in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
-            if isinstance(inner, Optimizer):
-                for group in inner.param_groups:
-                    group["params"] = [made.get(id(p), p) for p in group["params"]]
-    return returned
-
-
-class _Planning:
-    """The trainer, as a module sees it that is only planned: no data is asked for."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._planned = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planned, name)
-
-    @property
-    def estimated_stepping_batches(self) -> int:
-        """For schedules, which take no memory."""
-        steps = self._planned._arguments.max_steps
-        return steps if steps > 0 else _UPDATES
 
 
 def parse_bytes(text: str) -> int:

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.errors import ConfigurationError, TrainkitError
-from trainkit.memory.footprint import Contents, Footprint, Held
-from trainkit.memory.inventory import contents_of_module, parse_bytes
+from trainkit.footprint import Contents, Footprint, Held
+from trainkit.memory.inventory import parse_bytes
 from trainkit.registry import load_footprints
 
 if TYPE_CHECKING:
-    from trainkit.module.train_module import TrainModule
     from trainkit.strategy import Strategy
-    from trainkit.trainer.trainer import Trainer
 
-__all__ = ["PROCESSES", "MemoryPlan", "Row", "make_plan", "plan_contents"]
+__all__ = ["PROCESSES", "MemoryPlan", "Row", "plan_contents"]
 
 PROCESSES = (1, 2, 4, 8)
 _HEADS = [part.name for part in fields(Held)]
@@ -96,21 +94,6 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
-
-
-def make_plan(
-    trainer: Trainer,
-    module: TrainModule,
-    processes: Sequence[int],
-    per_host: int | None,
-    device_memory: int | str | None,
-    host_memory: int | str | None,
-) -> MemoryPlan:
-    """As of :meth:`trainkit.Trainer.plan`."""
-    contents = contents_of_module(trainer, module)
-    late = next(module.parameters(), None) is None
-    start = sum(p.nbytes for p in (contents.weights if late else module.parameters()))
-    return plan_contents(trainer.strategy, contents, start, late, processes, per_host, device_memory, host_memory)
 
 
 def plan_contents(

@@ -16,7 +16,7 @@ from trainkit.nested import move
 if TYPE_CHECKING:
     from trainkit.callback import Callback
 
-__all__ = ["DataHooks", "ModuleHooks", "is_overridden"]
+__all__ = ["DataHooks", "ModuleHooks", "find_source", "is_overridden"]
 
 
 def is_overridden(owner: object, name: str, base: type) -> bool:
@@ -235,3 +235,13 @@ class ModuleHooks(DataHooks):
             scheduler.step()
         else:
             scheduler.step(metric)
+
+
+def find_source(method: str, given: Any, datamodule: Any, module: Any) -> Any:
+    """The loader of a stage, or ``None``: the argument, else what ``method`` of the data module or the module returns."""
+    if given is not None:
+        return given
+    for owner in (datamodule, module):
+        if owner is not None and is_overridden(owner, method, DataHooks):
+            return getattr(owner, method)()
+    return None

@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 def __getattr__(name: str) -> Any:
     """Say what to use to who imports from here what Accelerate has in its ``state``."""
-    from trainkit.utils.instead import refuse
+    from trainkit.unsupported import refuse_import
 
-    refuse(name)
+    refuse_import(name)
     raise AttributeError(f"module 'trainkit.state' has no attribute {name!r}")

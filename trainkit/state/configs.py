@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.console import with_article
 from trainkit.errors import UnsavableError
-from trainkit.state.names import cleaned
+from trainkit.optim.parameter_names import cleaned
 
 __all__ = ["has_adapters", "model_configs"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.errors import CorruptCheckpointError
-from trainkit.state.names import without_checkpoint_wrapper
+from trainkit.optim.parameter_names import without_checkpoint_wrapper
 
 __all__ = ["Described", "StoredSlots", "copied"]
 

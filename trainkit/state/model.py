@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 from trainkit.checkpoint.scattered import Scattered
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
+from trainkit.optim.parameter_names import clean_names, cleaned, parameter_names, without_checkpoint_wrapper
 from trainkit.state.configs import has_adapters, model_configs
 from trainkit.state.described import copied
 from trainkit.state.fit import Fit, place_of
-from trainkit.state.names import clean_names, cleaned, parameter_names, without_checkpoint_wrapper
 
 __all__ = [
     "ModelState",

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from trainkit.console import notice
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
+from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
 from trainkit.rng import KEY_VERSION
 from trainkit.state.lenient import same_groups
 from trainkit.state.model import ModelState, capture_model, parameter_names, plan_model
 from trainkit.state.optimizer import capture_optimizer, plan_optimizer
 from trainkit.state.scheduler import capture_scheduler, check_scheduler, restore_scheduler
-from trainkit.state.standin import StoredOptimizer
 from trainkit.strategy import Strategy
 
 __all__ = [

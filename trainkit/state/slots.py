@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.state.standin import twin
+from trainkit.optim.stored_optimizer import twin
 
 __all__ = ["bare_copy", "count_slots", "state_bytes"]
 

@@ -1,10 +1,10 @@
-"""The arguments of ``Trainer``: what each may be, which contradict each other, and what Lightning's others are here."""
+"""The arguments of ``Trainer``: what each may be, and which contradict each other."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from numbers import Integral
@@ -12,138 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.console import counted
-from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.paths import local_path
 
-__all__ = ["UNSUPPORTED", "TrainerArguments", "limited", "refuse_unknown"]
-
-# Arguments of Lightning's Trainer, of this and earlier versions, and what to use here.
-UNSUPPORTED: dict[str, str] = {
-    "amp_backend": "use precision='16-mixed' or 'bf16-mixed'",
-    "amp_level": "use precision='16-mixed' or 'bf16-mixed'",
-    "auto_lr_find": "choose the learning rate in configure_optimizers",
-    "auto_scale_batch_size": "choose batch_size in the DataLoader",
-    "auto_select_gpus": "use devices=[index]",
-    "automatic_optimization": "set self.automatic_optimization in __init__ of the TrainModule",
-    "barebones": "leave it out: what is not attached costs nothing here; turn off the rest with logger=False, "
-    "enable_progress_bar=False, enable_model_summary=False",
-    "checkpoint_callback": "use enable_checkpointing, or callbacks=[ModelCheckpoint(...)]",
-    "distributed_backend": "use strategy= to choose it",
-    "early_stop_callback": "use callbacks=[EarlyStopping('val_loss')]",
-    "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
-    "flush_logs_every_n_steps": "use logger=CSVLogger(flush_logs_every_n_steps=...)",
-    "gpus": "use accelerator='gpu', devices=1",
-    "ipus": "IPUs are not supported",
-    "log_gpu_memory": "use callbacks=[MemoryMonitor()]",
-    "log_save_interval": "use log_every_n_steps, and an argument of the logger",
-    "model_registry": "leave it out: models are not uploaded anywhere",
-    "move_metrics_to_cpu": "leave it out: metrics are read at log boundaries only",
-    "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
-    "num_processes": "use accelerator='cpu', devices=2",
-    "overfit_pct": "use overfit_batches",
-    "plugins": "give precision= a Precision object and strategy= a Strategy object; clusters such as SLURM are recognized",
-    "prepare_data_per_node": "set it in the DataModule or TrainModule: self.prepare_data_per_node = False",
-    "process_position": "use callbacks=[TQDMProgressBar(process_position=...)]",
-    "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
-    "reload_dataloaders_every_epoch": "use reload_dataloaders_every_n_epochs=1",
-    "replace_sampler_ddp": "leave it out: loaders are sharded by position, no sampler is replaced",
-    "resume_from_checkpoint": "give the path to fit, as its ckpt_path",
-    "row_log_interval": "use log_every_n_steps",
-    "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
-    "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
-    "test_percent_check": "use limit_test_batches",
-    "tpu_cores": "use accelerator='tpu', devices=8",
-    "track_grad_norm": "use callbacks=[GradientClipping(float('inf'))], or gradient_clip_val, which logs the norm",
-    "train_percent_check": "use limit_train_batches",
-    "truncated_bptt_steps": "loop over the parts of the sequence under manual optimization",
-    "use_distributed_sampler": "leave it out: loaders are sharded by position, no sampler is replaced",
-    "val_percent_check": "use limit_val_batches",
-    "weights_save_path": "use default_root_dir",
-    "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
-}
-
-# Lightning's defaults of these, of the versions that had them; ``None`` is that of all others.
-_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "auto_lr_find": (False,),
-    "auto_scale_batch_size": (False,),
-    "auto_select_gpus": (False, None),
-    "barebones": (False,),
-    "checkpoint_callback": (True, None),
-    "enable_autolog_hparams": (True,),
-    "move_metrics_to_cpu": (False,),
-    "multiple_trainloader_mode": ("max_size_cycle",),
-    "num_processes": (1, None),
-    "plugins": (None, []),
-    "prepare_data_per_node": (True, None),
-    "process_position": (0,),
-    "reload_dataloaders_every_epoch": (False,),
-    "replace_sampler_ddp": (True,),
-    "stochastic_weight_avg": (False,),
-    "terminate_on_nan": (False, None),
-    "track_grad_norm": (-1,),
-    "use_distributed_sampler": (True,),
-}
-
-# Those of Lightning's fit, validate, test and predict.
-_UNSUPPORTED_IN_CALLS: dict[str, str] = {
-    "test_dataloaders": "use dataloaders=",
-    "train_dataloader": "use train_dataloaders=",
-    "weights_only": "leave it out: a checkpoint holds no code. For weights alone: fit(..., ckpt_path=..., restore={'model'})",
-}
-
-# Those of Accelerate's save_state and load_state, and of what they call.
-_UNSUPPORTED_IN_STATES: dict[str, str] = {
-    "exclude_frozen_parameters": "leave it out: of a model with PEFT's adapters only what is trained is written",
-    "load_kwargs": "leave it out: nothing is unpickled, and parameters are read to where they are",
-    "load_lr_scheduler_states": "write load_state(folder, restore={'model', 'optimizer'}), and name what else is wanted",
-    "load_module_only": "write load_state(folder, restore={'model'})",
-    "load_module_strict": "write load_state(folder, strict=False)",
-    "load_optimizer_states": "write load_state(folder, restore={'model'}), and name what else is wanted",
-    "map_location": "leave it out: parameters are read to where they are",
-    "max_shard_size": "is for save_model(model, folder, max_shard_size=...); a checkpoint of several GB is divided by itself",
-    "save_latest": "leave it out: trainkit.checkpoint.list_checkpoints(folder) finds the newest",
-    "tag": "leave it out: each checkpoint is a folder, load_state('checkpoints/step_100')",
-}
-
-# Those of Accelerate's Accelerator.
-_UNSUPPORTED_IN_ACCELERATOR: dict[str, str] = {
-    "deepspeed_plugins": "is not offered. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
-    "bf16": "write mixed_precision='bf16'",
-    "dynamo_plugin": "write dynamo_backend='inductor', or compile the model yourself: torch.compile(model, mode=...)",
-    "fp16": "write mixed_precision='fp16'",
-    "logging_dir": "write project_config=ProjectConfiguration(project_dir=..., logging_dir=...)",
-    "parallelism_config": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
-    "torch_tp_plugin": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
-}
-
-
-def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse arguments that ``where`` does not have: "Trainer", one of its verbs ("Trainer.fit"), or "Accelerator".
-
-    What a Trainer or one of its verbs is given at Lightning's default asks for nothing, and is accepted.
-
-    Raises:
-        UnsupportedArgumentError: Lightning or Accelerate has it; the message names the replacement.
-        UnknownNameError: with the nearest name.
-    """
-    tables = {
-        "Trainer": UNSUPPORTED,
-        "Accelerator": _UNSUPPORTED_IN_ACCELERATOR,
-        "Accelerator.load_state": _UNSUPPORTED_IN_STATES,
-        "Accelerator.save_state": _UNSUPPORTED_IN_STATES,
-    }
-    table = tables.get(where, _UNSUPPORTED_IN_CALLS)
-    for name, value in given.items():
-        if name in table:
-            if where.startswith("Trainer") and _is_default(name, value):
-                continue
-            raise UnsupportedArgumentError(f"{where}({name}=...): {table[name]}.")
-        raise UnknownNameError(f"{where} has no argument {name!r}.{nearest(name, [*known, *table])}")
-
-
-def _is_default(name: str, value: Any) -> bool:
-    """Whether a value is Lightning's default of an argument that is not here; 0 is not False."""
-    return any(type(value) is type(default) and value == default for default in _DEFAULTS.get(name, (None,)))
+__all__ = ["TrainerArguments", "limited"]
 
 
 def check_switches(given: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 from trainkit.console import printable
 from trainkit.errors import ConfigurationError
 from trainkit.module.data_module import DataModule
-from trainkit.trainer.arguments import refuse_unknown
 from trainkit.trainer.eval_loop import evaluate, gather_predictions
 from trainkit.trainer.explain import results_table
 from trainkit.trainer.lifecycle import build_hooks, plan_evaluation, refuse_evaluation, running
 from trainkit.trainer.resume import check_restore, load_weights
 from trainkit.trainer.trainer_state import TrainerState
+from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator import Accelerator
-from trainkit.config.for_trainer import compiled
 from trainkit.console import counted, each_once, notice, users_frames
 from trainkit.distributed.failure_report import report_failure
 from trainkit.errors import (
@@ -24,7 +23,8 @@ from trainkit.errors import (
     Preempted,
     ProcessFailedError,
 )
-from trainkit.hooks.table import HookTable, check_datamodule, check_module
+from trainkit.hooks.checks import check_datamodule, check_module
+from trainkit.hooks.table import HookTable
 from trainkit.metrics.store import MetricResults, MetricStore, Scope
 from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import DataHooks
@@ -33,6 +33,7 @@ from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.state.run import Phase
 from trainkit.trainer.defaults import merge_module_callbacks, renew_loggers, share_log_folders
 from trainkit.trainer.eval_loop import evaluate
+from trainkit.trainer.from_config import compiled
 from trainkit.trainer.metric_notices import check_monitors
 from trainkit.trainer.plans import EvaluationPlan
 from trainkit.trainer.save_policy import Checkpointing
@@ -272,7 +273,7 @@ def build_hooks(trainer: Trainer) -> None:
         trainer.callbacks,
         inserted={f"on_{name}_epoch_end": trainer._finish_metrics for name in ("train", "validation", "test")},
         several_loaders=any(plan is not None and len(plan.loaders) > 1 for plan in trainer._plans.values()),
-        profiler=trainer.profiler,
+        timed=None if trainer.profiler is None else trainer.profiler.wrapped,
     )
 
 

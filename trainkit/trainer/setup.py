@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.sources import batch_size_of, evaluation_sources, find_source, training_source
+from trainkit.data.sources import batch_size_of, evaluation_sources, training_source
 from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
 from trainkit.metrics.store import MetricStore
-from trainkit.module.overridable_hooks import DataHooks, is_overridden
+from trainkit.module.overridable_hooks import DataHooks, find_source, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.optim.prepared_optimizer import clear_gradients

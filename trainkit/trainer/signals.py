@@ -7,19 +7,17 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from trainkit.console import notice, speaks, warn
+from trainkit.data.worker_signals import HANDLED
 from trainkit.errors import Preempted
 
-__all__ = ["Signals", "held_back", "outlast_the_step", "requeue"]
+__all__ = ["Signals", "requeue"]
 
-_HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 _GRACE = 0.05  # seconds in which the signal that ended a worker reaches this process too
-_OUTLAST = 30  # seconds that a worker goes on after SIGTERM
 _ONE = 1.0  # seconds within which a signal that comes again is the same one
 
 
@@ -51,7 +49,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in _HANDLED:
+            for number in HANDLED:
                 before = signal.getsignal(number)
                 if before is not None:  # None: set by a program that Python is embedded in
                     self._before[number] = before
@@ -140,45 +138,6 @@ def _as_before(number: int, frame: FrameType | None, before: Any) -> None:
     elif before == signal.SIG_DFL:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-
-def outlast_the_step() -> None:
-    """In a loader's worker process: leave a signal to the whole process group to the main process.
-
-    That one still needs the worker's batches to finish its step, and ends its workers itself. For the case that it does not,
-    SIGTERM ends the worker after 30 seconds, and at once when it comes again.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for name in ("SIGINT", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "SIGALRM"):
-        signal.signal(signal.SIGTERM, _end_later)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)  # what :func:`held_back` has held back
-
-
-@contextmanager
-def held_back() -> Iterator[None]:
-    """Within it these signals wait. Workers that are started in it inherit that, until they have handlers of their own.
-
-    Else a signal to the whole process group would end a worker that has only just been forked.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end_later(number: int, frame: FrameType | None) -> None:
-    for each in (number, signal.SIGALRM):
-        signal.signal(each, signal.SIG_DFL)
-    signal.alarm(_OUTLAST)
 
 
 def requeue() -> None:

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
-from trainkit.config.for_trainer import blamed, with_settings
 from trainkit.console import notice, warn
 from trainkit.hooks.table import HookTable
 from trainkit.launch.resolve import joined_strategy, read_wanted
-from trainkit.memory.report import PROCESSES, MemoryPlan, make_plan
+from trainkit.memory.report import PROCESSES, MemoryPlan
 from trainkit.metrics.store import MetricStore
 from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule
@@ -26,15 +25,18 @@ from trainkit.precision import Precision
 from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop
-from trainkit.trainer.arguments import TrainerArguments, check_switches, refuse_unknown
+from trainkit.trainer.arguments import TrainerArguments, check_switches
 from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
 from trainkit.trainer.evaluating import Evaluating
 from trainkit.trainer.explain import explain, where_it_is, why_it_ended
+from trainkit.trainer.from_config import blamed, with_settings
 from trainkit.trainer.lifecycle import agree_on_signals, build_hooks, check_sanity, interruptible, plan_evaluation, running
+from trainkit.trainer.memory_plan import make_plan
 from trainkit.trainer.metric_notices import tell_rare_logs
 from trainkit.trainer.profiler import Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, check_restore, restore_fit
 from trainkit.trainer.setup import finish_fit_plan, fit_plan, train_loader, validate_every
+from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger

@@ -6,9 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+    from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
+    from trainkit.config.distributed_type import DistributedType
+    from trainkit.config.kwargs_handlers import (
+        AutocastKwargs,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+    )
     from trainkit.config.write import write_basic_config
     from trainkit.launch.notebook import notebook_launcher
-    from trainkit.rng import set_seed
     from trainkit.state.single_file import load
     from trainkit.utils.available import (
         is_bf16_available,
@@ -28,23 +38,13 @@ if TYPE_CHECKING:
         is_xpu_available,
     )
     from trainkit.utils.choices import DynamoBackend, LoggerType, PrecisionType
-    from trainkit.utils.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-    from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
-    from trainkit.utils.distributed_type import DistributedType
-    from trainkit.utils.handlers import (
-        AutocastKwargs,
-        DDPCommunicationHookType,
-        DistributedDataParallelKwargs,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProfileKwargs,
-    )
     from trainkit.utils.memory import find_executable_batch_size, release_memory
     from trainkit.utils.modeling import load_checkpoint_in_model
     from trainkit.utils.models import extract_model_from_parallel, is_compiled_module
     from trainkit.utils.objects import broadcast_object_list, gather_object
     from trainkit.utils.operations import broadcast, gather, pad_across_processes, reduce, send_to_device, wait_for_everyone
     from trainkit.utils.progress import tqdm
+    from trainkit.utils.seeding import set_seed
 
 __all__ = [
     "AutocastKwargs",
@@ -97,20 +97,20 @@ __all__ = [
 ]
 
 PLACES = {
-    "AutocastKwargs": "trainkit.utils.handlers",
-    "DDPCommunicationHookType": "trainkit.utils.handlers",
-    "DataLoaderConfiguration": "trainkit.utils.configurations",
-    "DeepSpeedPlugin": "trainkit.utils.deepspeed_plugin",
-    "DistributedDataParallelKwargs": "trainkit.utils.handlers",
-    "DistributedType": "trainkit.utils.distributed_type",
+    "AutocastKwargs": "trainkit.config.kwargs_handlers",
+    "DDPCommunicationHookType": "trainkit.config.kwargs_handlers",
+    "DataLoaderConfiguration": "trainkit.config.configurations",
+    "DeepSpeedPlugin": "trainkit.config.deepspeed_plugin",
+    "DistributedDataParallelKwargs": "trainkit.config.kwargs_handlers",
+    "DistributedType": "trainkit.config.distributed_type",
     "DynamoBackend": "trainkit.utils.choices",
-    "GradScalerKwargs": "trainkit.utils.handlers",
-    "GradientAccumulationPlugin": "trainkit.utils.configurations",
-    "InitProcessGroupKwargs": "trainkit.utils.handlers",
+    "GradScalerKwargs": "trainkit.config.kwargs_handlers",
+    "GradientAccumulationPlugin": "trainkit.config.configurations",
+    "InitProcessGroupKwargs": "trainkit.config.kwargs_handlers",
     "LoggerType": "trainkit.utils.choices",
     "PrecisionType": "trainkit.utils.choices",
-    "ProfileKwargs": "trainkit.utils.handlers",
-    "ProjectConfiguration": "trainkit.utils.configurations",
+    "ProfileKwargs": "trainkit.config.kwargs_handlers",
+    "ProjectConfiguration": "trainkit.config.configurations",
     "broadcast": "trainkit.utils.operations",
     "broadcast_object_list": "trainkit.utils.objects",
     "extract_model_from_parallel": "trainkit.utils.models",
@@ -140,7 +140,7 @@ PLACES = {
     "reduce": "trainkit.utils.operations",
     "release_memory": "trainkit.utils.memory",
     "send_to_device": "trainkit.utils.operations",
-    "set_seed": "trainkit.rng",
+    "set_seed": "trainkit.utils.seeding",
     "tqdm": "trainkit.utils.progress",
     "wait_for_everyone": "trainkit.utils.operations",
     "write_basic_config": "trainkit.config.write",
@@ -153,9 +153,9 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(import_module(PLACES[name]), name)
         return value
     from trainkit.lazy import absent
-    from trainkit.utils.instead import refuse
+    from trainkit.unsupported import refuse_import
 
-    refuse(name)
+    refuse_import(name)
     raise absent("trainkit.utils", name, __all__)
 
 

@@ -27,8 +27,8 @@ from trainkit.errors import (
     UnsupportedArgumentError,
     nearest,
 )
+from trainkit.optim.parameter_names import cleaned, wrapped_attribute
 from trainkit.state.model import ModelState, clean_names, plan_model
-from trainkit.state.names import cleaned, wrapped_attribute
 from trainkit.state.parts import model_stems
 from trainkit.state.single_file import read_tensors
 from trainkit.utils.placing import DeviceMap, Placing, entries

@@ -206,7 +206,7 @@ def test_what_a_device_holds() -> None:
     from helpers.runs.planned import Planned
     from helpers.runs.trainers import make_trainer
 
-    from trainkit.memory.inventory import contents_of_module
+    from trainkit.trainer.memory_plan import contents_of_module
 
     contents = contents_of_module(make_trainer(), Planned())
     whole, part = XLAStrategy().footprint(contents, 4), XLAStrategy(fsdp=True).footprint(contents, 4)

@@ -12,10 +12,10 @@ from helpers.runs.trainers import make_trainer
 from helpers.zero.zero_cases import NVME, STAGES
 
 from trainkit.errors import OptimizerError
-from trainkit.memory.footprint import Contents, Weight
-from trainkit.memory.inventory import contents_of_module
+from trainkit.footprint import Contents, Weight
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies.zero.memory_plan import ZeROMemory
+from trainkit.trainer.memory_plan import contents_of_module
 
 
 def contents(precision: str) -> Contents:

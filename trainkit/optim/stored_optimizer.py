@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.errors import StateMismatchError
-from trainkit.state.names import ParameterNames
+from trainkit.optim.parameter_names import ParameterNames
 
 __all__ = ["StoredOptimizer", "standin_of", "twin"]
 

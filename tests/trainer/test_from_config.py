@@ -16,12 +16,12 @@ from helpers.support import ROOT, STARTUP, run_python
 from trainkit import Trainer
 from trainkit.callbacks import GradientClipping
 from trainkit.config.carried import carry
-from trainkit.config.for_trainer import with_settings
 from trainkit.config.read import read_settings
 from trainkit.config.settled import settled
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 from trainkit.strategy import Strategy
+from trainkit.trainer.from_config import with_settings
 
 OPEN = {
     "accelerator": "auto",

@@ -16,7 +16,7 @@ from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
 
 if TYPE_CHECKING:
-    from trainkit.utils.deepspeed_plugin import DeepSpeedPlugin
+    from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 
 __all__ = ["blamed", "compiled", "with_settings"]
 

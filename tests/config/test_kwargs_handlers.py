@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainkit.config.kwargs_handlers import sorted_handlers
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 from trainkit.utils import (
@@ -20,7 +21,6 @@ from trainkit.utils import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
-from trainkit.utils.handlers import sorted_handlers
 
 
 def test_what_differs_from_the_defaults() -> None:

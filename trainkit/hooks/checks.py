@@ -1,0 +1,161 @@
+"""Checks of user classes: a hook that is misspelled, removed or has a wrong signature is an error before training starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from trainkit.callback import Callback
+from trainkit.console import warn
+from trainkit.errors import HookError
+from trainkit.hooks.names import DATA_METHODS, HOOKS, MODULE_METHODS, REMOVED, STATE_METHODS, STEPS, WARNED
+from trainkit.module.overridable_hooks import is_overridden
+
+__all__ = ["accepts", "check_callback", "check_datamodule", "check_module", "check_names"]
+
+
+def check_names(owner: object, base: type, known: Iterable[str]) -> None:
+    """Refuse a method of a user's class that looks like a hook but would never be called.
+
+    A method with the name of a hook in :data:`WARNED` is a warning: the user's code may call it.
+
+    Args:
+        owner: the user's callback, module or data module.
+        base: the class of ours that it is of; what that defines is known.
+        known: names that are called.
+
+    Raises:
+        HookError: a method within two edits of a known name, or one that Lightning removed.
+    """
+    known = tuple(known)
+    for cls in type(owner).__mro__:
+        if cls is not base and not cls.__module__.startswith(("trainkit.", "torch.")):
+            _check_methods(cls.__name__, vars(cls), base, known)
+    _check_methods(type(owner).__name__, vars(owner), base, known)  # assigned on the object
+
+
+def _check_methods(owner: str, methods: Mapping[str, Any], base: type, known: tuple[str, ...]) -> None:
+    for name, member in methods.items():
+        if name.startswith("_") or not (inspect.isfunction(member) or inspect.ismethod(member)) or hasattr(base, name):
+            continue
+        where = f"{owner}.{name}"
+        if name in WARNED:
+            warn(
+                f"{where} has the name of a hook that Lightning had, and trainkit does not call it. Expected: a method that "
+                f"your code calls itself. If it is meant as the hook, use {REMOVED[name]} instead."
+            )
+        elif name in REMOVED:
+            raise HookError(f"{where} is never called by trainkit. Use {REMOVED[name]} instead.")
+        elif name in known:
+            raise HookError(
+                f"{where} is never called: only callbacks have this hook. Fix: class Mine(Callback): "
+                f"def {name}(self, trainer, module, ...), and Trainer(callbacks=[Mine()])"
+            )
+        else:
+            _refuse_misspelt(name, where, known)
+
+
+def _refuse_misspelt(name: str, where: str, known: tuple[str, ...]) -> None:
+    for candidate in known:
+        if _edits(name, candidate, allowed := 2 if len(candidate) > 10 else 1) <= allowed:
+            raise HookError(
+                f"{where} is never called: no hook has that name. Did you mean {candidate!r}? "
+                "If it is a method of your own, rename it so that it cannot be taken for the hook."
+            )
+
+
+def _edits(first: str, second: str, limit: int) -> int:
+    """The Levenshtein distance of two names, or ``limit + 1`` if it is more."""
+    if abs(len(first) - len(second)) > limit:
+        return limit + 1
+    row = list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
+        previous, row[0] = row[0], i
+        for j, b in enumerate(second, 1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
+        if min(row) > limit:
+            return limit + 1
+    return row[-1]
+
+
+def check_callback(callback: object) -> None:
+    """Refuse a callback that is none, or whose hooks are misspelt or cannot be called.
+
+    Raises:
+        HookError: with the expected signature.
+    """
+    if not isinstance(callback, Callback):
+        raise HookError(
+            f"callbacks must hold Callback objects, not {callback!r}. "
+            + (f"Did you forget to make an instance: {callback.__name__}()?" if isinstance(callback, type) else "")
+            + ("" if isinstance(callback, type) else "For example: callbacks=[EarlyStopping('val_loss')]")
+        )
+    check_names(callback, Callback, [*HOOKS, *STATE_METHODS])
+    hooks = {name: ("trainer", "module", *arguments) for name, arguments in HOOKS.items()}
+    _check_signatures(callback, Callback, {**hooks, **STATE_METHODS})
+
+
+def check_module(module: object, base: type) -> None:
+    """Refuse a module with a hook or step that is misspelt, removed or cannot be called.
+
+    Raises:
+        HookError: with the expected signature.
+    """
+    check_names(module, base, [*HOOKS, *MODULE_METHODS, *STEPS])
+    _check_signatures(module, base, {**HOOKS, **MODULE_METHODS})
+    for name, arguments in STEPS.items():
+        method = getattr(module, name)
+        if not is_overridden(module, name, base):
+            continue
+        if not any(accepts(method, n + 1) for n in range(len(arguments))):
+            raise _not_callable(module, name, arguments)
+        if "dataloader_iter" in inspect.signature(method).parameters:
+            raise HookError(
+                f"{type(module).__name__}.{name} takes dataloader_iter, which is not offered. Take the batch: "
+                f"def {name}({', '.join(('self', *arguments[:2]))}); copies to the device overlap with the work anyway."
+            )
+
+
+def check_datamodule(datamodule: object, base: type) -> None:
+    """Refuse a data module with a method that is misspelt, removed or cannot be called.
+
+    Raises:
+        HookError: with the expected signature.
+    """
+    methods = {**DATA_METHODS, **STATE_METHODS, "setup": ("stage",), "teardown": ("stage",)}
+    check_names(datamodule, base, methods)
+    _check_signatures(datamodule, base, methods)
+
+
+def _check_signatures(owner: object, base: type, methods: Mapping[str, tuple[str, ...]]) -> None:
+    """Whether what is overridden can be called with these arguments, or with them but the loader's number."""
+    for name, arguments in methods.items():
+        if not hasattr(base, name) or not is_overridden(owner, name, base):
+            continue
+        method = getattr(owner, name)
+        fewer = name in HOOKS and arguments[-1:] == ("dataloader_idx",)
+        if not accepts(method, len(arguments)) and not (fewer and accepts(method, len(arguments) - 1)):
+            raise _not_callable(owner, name, arguments)
+
+
+def _not_callable(owner: object, name: str, arguments: tuple[str, ...]) -> HookError:
+    assigned = name in vars(owner)  # a function that does not get the object
+    received = inspect.signature(getattr(owner if assigned else type(owner), name))
+    several = "optimizer_idx" in received.parameters
+    return HookError(
+        f"{type(owner).__name__}.{name} cannot be called. Expected: "
+        f"def {name}({', '.join(arguments if assigned else ('self', *arguments))}); received: def {name}{received}"
+        + ("; for several optimizers use manual optimization: self.automatic_optimization = False" if several else "")
+    )
+
+
+def accepts(method: Callable[..., Any], count: int) -> bool:
+    """Whether a method can be called with ``count`` positional arguments."""
+    try:
+        inspect.signature(method).bind(*(None,) * count)
+    except TypeError:
+        return False
+    except ValueError:  # a callable without a readable signature
+        return True
+    return True

@@ -1,0 +1,104 @@
+"""``trainer.plan(module)``: the memory estimate of a trainer's run, made without its data and without parameters' values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainkit.errors import MissingMethodError, ModuleError
+from trainkit.footprint import Contents
+from trainkit.memory.inventory import contents_of, twin_of
+from trainkit.memory.report import MemoryPlan, plan_contents
+from trainkit.module.train_module import TrainModule
+from trainkit.optim.optimizer_config import read_optimizers
+from trainkit.precision import Precision
+from trainkit.trainer.setup import overrides
+
+if TYPE_CHECKING:
+    from trainkit.trainer.trainer import Trainer
+
+__all__ = ["contents_of_module", "make_plan"]
+
+_STEPS = 1000  # for schedules, where the arguments name no number of optimizer steps
+
+
+def make_plan(
+    trainer: Trainer,
+    module: TrainModule,
+    processes: Sequence[int],
+    per_host: int | None,
+    device_memory: int | str | None,
+    host_memory: int | str | None,
+) -> MemoryPlan:
+    """As of :meth:`trainkit.Trainer.plan`."""
+    contents = contents_of_module(trainer, module)
+    late = next(module.parameters(), None) is None
+    start = sum(p.nbytes for p in (contents.weights if late else module.parameters()))
+    return plan_contents(trainer.strategy, contents, start, late, processes, per_host, device_memory, host_memory)
+
+
+def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
+    """What a trainer's run of a module has to keep; the module is not changed, and nothing of its size is made.
+
+    Raises:
+        ModuleError: it is no TrainModule, or has no parameters.
+        MissingMethodError: it has no ``configure_optimizers``.
+        OptimizerError: what that returns is wrong.
+    """
+    module = getattr(module, "_orig_mod", module)
+    if not isinstance(module, TrainModule):
+        hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
+        raise ModuleError(f"expected a TrainModule, received {type(module).__name__}.{hint}")
+    if not (overrides(module, "configure_optimizers") or trainer.strategy.has_optimizer):
+        raise MissingMethodError(
+            f"{type(module).__name__} has no configure_optimizers, so it is not known what is kept for its parameters. Define: "
+            "def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)   (or return None)"
+        )
+    twin: Any = twin_of(module)
+    twin._trainer = _Planning(trainer)
+    precision: Precision = trainer.precision
+    if overrides(module, "configure_model") and not vars(module).get("_built", False):
+        with torch.device("meta"), precision.init_context():
+            twin.configure_model()
+    if next(twin.parameters(), None) is None:
+        raise ModuleError(
+            f"{type(module).__name__} has no parameters, so there is nothing to plan. Make its layers in __init__ or in "
+            "configure_model; setup() is not called for a plan."
+        )
+    precision.convert_module(twin)
+    returned = trainer.strategy.configure_optimizers(twin)
+    optimizers, _ = read_optimizers(_own(returned, twin), twin, automatic=twin.automatic_optimization)
+    return contents_of([twin], optimizers, trainer._arguments.accumulate_grad_batches)
+
+
+def _own(returned: Any, twin: nn.Module) -> Any:
+    """What ``configure_optimizers`` returned, over the twin's parameters where it took the module's from a list."""
+    made = vars(twin)["_twins"]
+    found = returned if isinstance(returned, list | tuple) else [returned]
+    for one in found:
+        optimizer = one.get("optimizer") if isinstance(one, dict) else one
+        for inner in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+            if isinstance(inner, Optimizer):
+                for group in inner.param_groups:
+                    group["params"] = [made.get(id(p), p) for p in group["params"]]
+    return returned
+
+
+class _Planning:
+    """The trainer, as a module sees it that is only planned: no data is asked for."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._planned = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planned, name)
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """For schedules, which take no memory."""
+        steps = self._planned._arguments.max_steps
+        return steps if steps > 0 else _STEPS

@@ -1,0 +1,352 @@
+"""Names that Lightning and Accelerate have and trainkit does not, each with what to use instead.
+
+``ADVICE`` is the one table of them, and :func:`advice` its one reader: arguments, attributes and names to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainkit.errors import UnknownNameError, UnsupportedArgumentError, nearest
+
+__all__ = ["ADVICE", "advice", "refuse_import", "refuse_unknown"]
+
+# Arguments of Lightning's Trainer, of this and earlier versions.
+_TRAINER: dict[str, str] = {
+    "amp_backend": "use precision='16-mixed' or 'bf16-mixed'",
+    "amp_level": "use precision='16-mixed' or 'bf16-mixed'",
+    "auto_lr_find": "choose the learning rate in configure_optimizers",
+    "auto_scale_batch_size": "choose batch_size in the DataLoader",
+    "auto_select_gpus": "use devices=[index]",
+    "automatic_optimization": "set self.automatic_optimization in __init__ of the TrainModule",
+    "barebones": "leave it out: what is not attached costs nothing here; turn off the rest with logger=False, "
+    "enable_progress_bar=False, enable_model_summary=False",
+    "checkpoint_callback": "use enable_checkpointing, or callbacks=[ModelCheckpoint(...)]",
+    "distributed_backend": "use strategy= to choose it",
+    "early_stop_callback": "use callbacks=[EarlyStopping('val_loss')]",
+    "enable_autolog_hparams": "use save_hyperparameters(logger=False)",
+    "flush_logs_every_n_steps": "use logger=CSVLogger(flush_logs_every_n_steps=...)",
+    "gpus": "use accelerator='gpu', devices=1",
+    "ipus": "IPUs are not supported",
+    "log_gpu_memory": "use callbacks=[MemoryMonitor()]",
+    "log_save_interval": "use log_every_n_steps, and an argument of the logger",
+    "model_registry": "leave it out: models are not uploaded anywhere",
+    "move_metrics_to_cpu": "leave it out: metrics are read at log boundaries only",
+    "multiple_trainloader_mode": "use fit(module, CombinedLoader(loaders, mode=...))",
+    "num_processes": "use accelerator='cpu', devices=2",
+    "overfit_pct": "use overfit_batches",
+    "plugins": "give precision= a Precision object and strategy= a Strategy object; clusters such as SLURM are recognized",
+    "prepare_data_per_node": "set it in the DataModule or TrainModule: self.prepare_data_per_node = False",
+    "process_position": "use callbacks=[TQDMProgressBar(process_position=...)]",
+    "progress_bar_refresh_rate": "use callbacks=[TQDMProgressBar(refresh_rate=...)]",
+    "reload_dataloaders_every_epoch": "use reload_dataloaders_every_n_epochs=1",
+    "replace_sampler_ddp": "leave it out: loaders are sharded by position, no sampler is replaced",
+    "resume_from_checkpoint": "give the path to fit, as its ckpt_path",
+    "row_log_interval": "use log_every_n_steps",
+    "stochastic_weight_avg": "average the weights in a callback, with torch.optim.swa_utils",
+    "terminate_on_nan": "use callbacks=[NonFiniteGuard(action='raise')]",
+    "test_percent_check": "use limit_test_batches",
+    "tpu_cores": "use accelerator='tpu', devices=8",
+    "track_grad_norm": "use callbacks=[GradientClipping(float('inf'))], or gradient_clip_val, which logs the norm",
+    "train_percent_check": "use limit_train_batches",
+    "truncated_bptt_steps": "loop over the parts of the sequence under manual optimization",
+    "use_distributed_sampler": "leave it out: loaders are sharded by position, no sampler is replaced",
+    "val_percent_check": "use limit_val_batches",
+    "weights_save_path": "use default_root_dir",
+    "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
+}
+
+# Lightning's defaults of these, of the versions that had them; ``None`` is that of all others.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "auto_lr_find": (False,),
+    "auto_scale_batch_size": (False,),
+    "auto_select_gpus": (False, None),
+    "barebones": (False,),
+    "checkpoint_callback": (True, None),
+    "enable_autolog_hparams": (True,),
+    "move_metrics_to_cpu": (False,),
+    "multiple_trainloader_mode": ("max_size_cycle",),
+    "num_processes": (1, None),
+    "plugins": (None, []),
+    "prepare_data_per_node": (True, None),
+    "process_position": (0,),
+    "reload_dataloaders_every_epoch": (False,),
+    "replace_sampler_ddp": (True,),
+    "stochastic_weight_avg": (False,),
+    "terminate_on_nan": (False, None),
+    "track_grad_norm": (-1,),
+    "use_distributed_sampler": (True,),
+}
+
+# Arguments of Lightning's fit, validate, test and predict.
+_TRAINER_VERBS: dict[str, str] = {
+    "test_dataloaders": "use dataloaders=",
+    "train_dataloader": "use train_dataloaders=",
+    "weights_only": "leave it out: a checkpoint holds no code. For weights alone: fit(..., ckpt_path=..., restore={'model'})",
+}
+
+# Arguments of Accelerate's save_state and load_state, and of what they call.
+_ACCELERATOR_STATE: dict[str, str] = {
+    "exclude_frozen_parameters": "leave it out: of a model with PEFT's adapters only what is trained is written",
+    "load_kwargs": "leave it out: nothing is unpickled, and parameters are read to where they are",
+    "load_lr_scheduler_states": "write load_state(folder, restore={'model', 'optimizer'}), and name what else is wanted",
+    "load_module_only": "write load_state(folder, restore={'model'})",
+    "load_module_strict": "write load_state(folder, strict=False)",
+    "load_optimizer_states": "write load_state(folder, restore={'model'}), and name what else is wanted",
+    "map_location": "leave it out: parameters are read to where they are",
+    "max_shard_size": "is for save_model(model, folder, max_shard_size=...); a checkpoint of several GB is divided by itself",
+    "save_latest": "leave it out: trainkit.checkpoint.list_checkpoints(folder) finds the newest",
+    "tag": "leave it out: each checkpoint is a folder, load_state('checkpoints/step_100')",
+}
+
+# Arguments of Accelerate's Accelerator.
+_ACCELERATOR: dict[str, str] = {
+    "deepspeed_plugins": "is not offered. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
+    "bf16": "write mixed_precision='bf16'",
+    "dynamo_plugin": "write dynamo_backend='inductor', or compile the model yourself: torch.compile(model, mode=...)",
+    "fp16": "write mixed_precision='fp16'",
+    "logging_dir": "write project_config=ProjectConfiguration(project_dir=..., logging_dir=...)",
+    "parallelism_config": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
+    "torch_tp_plugin": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
+}
+
+_SHARDED_BY_ZERO = "ZeRO-3: Accelerator(strategy='zero3'); parameters are divided in no other way, and sequences are not"
+_USE_BF16 = "mixed_precision='bf16': FP8 is not offered"
+_ITS_OPTIONS = "accelerator.options, which has what the accelerator was made with"
+_YOUR_HANDLER = "the object that you have given in kwargs_handlers"
+
+# Attributes of Accelerate's Accelerator.
+_ACCELERATOR_ATTRIBUTES = {
+    "ao_recipe_handler": _USE_BF16,
+    "autocast_handler": _YOUR_HANDLER,
+    "context_parallel_rank": _SHARDED_BY_ZERO,
+    "data_parallel_rank": "accelerator.process_index",
+    "data_parallel_shard_rank": "accelerator.process_index",
+    "dataloader_config": "accelerator.even_batches, accelerator.split_batches, or the object that you have given",
+    "ddp_handler": _YOUR_HANDLER,
+    "deepspeed_ulysses_dl_adapter": _SHARDED_BY_ZERO,
+    "delayed_fp8_autocast": _USE_BF16,
+    "device_placement": _ITS_OPTIONS,
+    "dispatch_batches": "nothing: each process reads what it works on, which is dispatch_batches=False",
+    "flag_tensor": "accelerator.check_trigger()",
+    "fp8_backend": _USE_BF16,
+    "fp8_enabled": _USE_BF16,
+    "fp8_recipe_handler": _USE_BF16,
+    "fsdp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
+    "gradient_state": "accelerator.sync_gradients",
+    "has_fp8_handler": _USE_BF16,
+    "has_lomo_optimizer": "an optimizer of torch's",
+    "init_handler": _YOUR_HANDLER,
+    "is_composable_parallelism_enabled": "accelerator.distributed_type",
+    "is_fsdp2": "accelerator.distributed_type, which never is FSDP",
+    "log_with": "accelerator.trackers",
+    "lomo_backward": "accelerator.backward(loss) and an optimizer of torch's",
+    "maybe_context_parallel": _SHARDED_BY_ZERO,
+    "msamp_recipe_handler": _USE_BF16,
+    "multi_device": "accelerator.num_processes > 1",
+    "non_blocking": "nothing: copies out of pinned memory never wait",
+    "parallelism_config": _SHARDED_BY_ZERO,
+    "pipeline_parallel_rank": _SHARDED_BY_ZERO,
+    "profile_handler": _YOUR_HANDLER,
+    "register_load_state_pre_hook": "accelerator.register_for_checkpointing(object), or load_state(folder, restore={'model'})",
+    "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object), or save_model(model, folder)",
+    "rng_types": "nothing: all generators are seeded, for each micro-batch by a key, on all processes",
+    "scaler": "accelerator.strategy.precision.scaler",
+    "scaler_handler": _YOUR_HANDLER,
+    "should_save_model": "nothing: save_state always writes the model",
+    "step_scheduler_with_optimizer": _ITS_OPTIONS,
+    "te_recipe_handler": _USE_BF16,
+    "tensor_parallel_rank": _SHARDED_BY_ZERO,
+    "torch_device_mesh": _SHARDED_BY_ZERO,
+    "torch_tp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
+    "trigger_sync_in_backward": "accelerator.accumulate(model), where the last micro-batch of a window lets gradients travel",
+    "use_seedable_sampler": "nothing: the order of an epoch always is a function of the seed and its number",
+    "use_stateful_dataloader": "load_state(folder, resume_loaders=True), which continues each prepared loader where it was",
+    "verify_device_map": "nothing: a model is on one device in each process, or divided by ZeRO-3",
+}
+
+# Names that scripts import from Accelerate.
+_ZERO = "parameters are divided by ZeRO: Accelerator(strategy='zero3')"
+_FP8 = "FP8 is not offered: Accelerator(mixed_precision='bf16')"
+_STATE = "an Accelerator has num_processes, process_index, device, is_main_process, wait_for_everyone, print"
+_DIVIDE = "a model that is larger than one device is divided by ZeRO: Accelerator(strategy='zero3')"
+_OFFLOAD = "ZeROStrategy(stage=3, offload_params='cpu')"
+_COPY = "load_checkpoint_in_model(model, folder, device_map={'': 'cuda:0'})"
+_TREE = "go through the batch yourself: {name: f(tensor) for name, tensor in batch.items()}"
+_SEEDED = "nothing is to be synchronised: all generators are seeded, for each micro-batch by a key, on all processes"
+_DEVICE = "leave it out: trainkit runs on CPUs, CUDA, MPS and XLA"
+_INSTALLED = "importlib.util.find_spec('the_package') is not None"
+_NO_TRACKER = "leave it out: log_with takes tensorboard, wandb, mlflow, comet_ml, csv, jsonl and trackers of your own"
+_FILES = "a checkpoint has files of its own: trainkit.checkpoint.open_checkpoint(folder); save_model writes model.safetensors"
+_ENVIRONMENT = "os.environ"
+_LAUNCH = "trainkit launch, which reads Accelerate's configuration files; in Python trainkit.notebook_launcher"
+_ENGINE = "the objects that Accelerator.prepare returns, which work alike under ZeRO"
+_QUANTIZED = "quantize by transformers, from_pretrained(..., quantization_config=...), and train adapters (peft)"
+_COMPILE = "Accelerator(dynamo_backend='inductor'), or torch.compile(model) before prepare"
+
+_FAMILIES = {
+    _ZERO: """
+        FullyShardedDataParallelPlugin MegatronLMPlugin ParallelismConfig TorchTensorParallelPlugin TorchTensorParallelConfig
+        TorchContextParallelConfig DeepSpeedSequenceParallelConfig AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep
+        MegatronEngine MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper
+        add_model_config_to_megatron_parser avg_losses_across_data_parallel_group gather_across_data_parallel_groups
+        disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac
+        fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters
+        get_fsdp2_grad_scaler get_model_tp_size is_megatron_lm_available is_pippy_available load_fsdp_model load_fsdp_optimizer
+        merge_fsdp_weights model_has_dtensor prepare_pippy save_fsdp_model save_fsdp_optimizer""",
+    _FP8: """
+        AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap check_cuda_fp8_capability
+        contextual_fp8_autocast convert_model convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers
+        has_transformer_engine_layers is_fp8_available is_msamp_available is_torchao_available is_transformer_engine_available
+        is_transformer_engine_mxfp8_available torchao_required""",
+    _STATE: """
+        AcceleratorState PartialState get_cpu_distributed_information TORCH_DISTRIBUTED_OPERATION_TYPES""",
+    _DIVIDE: """
+        align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_on_same_device compute_module_sizes
+        dispatch_model dtype_byte_size get_balanced_memory get_max_layer_size has_offloaded_params
+        infer_auto_device_map""",
+    _OFFLOAD: """
+        OffloadedWeightsLoader PrefixedDataset cpu_offload cpu_offload_with_hook extract_submodules_state_dict
+        load_offloaded_weight load_offloaded_weights offload_state_dict offload_weight save_offload_index""",
+    _COPY: "load_checkpoint_and_dispatch",
+    _TREE: """
+        CannotPadNestedTensorWarning TensorInformation copy_tensor_to_devices find_device get_data_structure honor_type
+        initialize_tensors is_tensor_information pad_input_tensors recursively_apply slice_tensors""",
+    _SEEDED: "RNGType synchronize_rng_state synchronize_rng_states",
+    _DEVICE: """
+        check_cuda_p2p_ib_support get_current_device_type get_gpu_info is_amdsmi_available is_habana_gaudi1 is_hpu_available
+        is_mlu_available is_musa_available is_neuron_available is_rocm_available is_sdaa_available is_xccl_available""",
+    _INSTALLED: """
+        are_libraries_initialized is_boto3_available is_import_timer_available is_lomo_available is_matplotlib_available
+        is_pandas_available is_pynvml_available is_pytest_available is_rich_available is_sagemaker_available
+        is_schedulefree_available is_timm_available is_torchdata_available is_torchdata_stateful_dataloader_available
+        is_torchvision_available is_triton_available deepspeed_required""",
+    _NO_TRACKER: """
+        is_aim_available is_clearml_available is_dvclive_available is_swanlab_available is_trackio_available""",
+    _FILES: """
+        MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
+        SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME
+        WEIGHTS_PATTERN_NAME""",
+    _ENVIRONMENT: """
+        clear_environment convert_dict_to_env_variables get_int_from_env parse_choice_from_env parse_flag_from_env
+        patch_environment purge_accelerate_environment str_to_bool""",
+    _LAUNCH: """
+        ComputeEnvironment PrepareForLaunch SageMakerDistributedType TORCH_LAUNCH_PARAMS prepare_deepspeed_cmd_env
+        prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu set_numa_affinity
+        install_xla check_os_kernel is_port_in_use""",
+    _ENGINE: """
+        DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper map_pytorch_optim_to_deepspeed""",
+    _QUANTIZED: """
+        BnbQuantizationConfig CustomDtype has_4bit_bnb_layers is_4bit_bnb_available is_8bit_bnb_available
+        is_bitsandbytes_multi_backend_available is_bnb_available load_and_quantize_model""",
+    _COMPILE: """
+        TorchDynamoPlugin compile_regions compile_regions_deepspeed compile_regions_fsdp2 get_module_children_bottom_up
+        has_compiled_regions""",
+}
+
+_IMPORTS = {name: use for use, names in _FAMILIES.items() for name in names.split()} | {
+    "DummyOptim": "make the optimizer itself; Trainer(strategy=ZeROStrategy(config=...)) makes that of a configuration",
+    "DummyScheduler": "make the scheduler itself; Trainer(strategy=ZeROStrategy(config=...)) makes that of a configuration",
+    "GatheredParameters": "accelerator.get_state_dict(model), which is whole under ZeRO too",
+    "GradientState": "accelerator.sync_gradients",
+    "HfDeepSpeedConfig": "DeepSpeedPlugin(zero3_init_flag=True), which divides models of transformers as they are made",
+    "KwargsHandler": "the handlers of trainkit.utils, such as GradScalerKwargs, which have no common class",
+    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION": _DEVICE,
+    "PROFILE_PATTERN_NAME": "profile_{rank}.json in ProfileKwargs(output_trace_dir=...)",
+    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION": _DEVICE,
+    "check_tied_parameters_in_config": "nothing: weights that are tied stay tied",
+    "clean_state_dict_for_safetensors": "accelerator.save(state_dict, file), which stores tied weights once",
+    "compare_versions": "packaging.version.parse(torch.__version__) >= packaging.version.parse('2.4')",
+    "concatenate": "torch.cat(tensors)",
+    "convert_bytes": "f'{count / 2**30:.2f} GiB'",
+    "convert_file_size_to_int": "save_model(model, folder, max_shard_size='5GB'), which takes texts",
+    "convert_outputs_to_fp32": "nothing: outputs of a prepared model are float32",
+    "convert_to_fp32": "tensor.float(); outputs of a prepared model are float32",
+    "debug_launcher": "notebook_launcher(function, args, num_processes=2)",
+    "disk_offload": "ZeROStrategy(stage=3, offload_params='nvme', nvme_path=...)",
+    "find_batch_size": "len(batch['labels']), of a tensor of the batch",
+    "find_tied_parameters": "nothing: weights that are tied stay tied, and are stored once",
+    "get_active_deepspeed_plugin": "accelerator.deepspeed_plugin",
+    "get_grad_scaler": "accelerator.strategy.precision.scaler",
+    "get_max_memory": "torch.cuda.mem_get_info()",
+    "get_mixed_precision_context_manager": "accelerator.autocast()",
+    "get_pretty_name": "type(obj).__name__",
+    "id_tensor_storage": "tensor.untyped_storage().data_ptr()",
+    "ignorant_find_batch_size": "len(batch['labels']), of a tensor of the batch",
+    "init_empty_weights": "with torch.device('meta'): model = Net(); then " + _COPY,
+    "init_on_device": "with torch.device('cuda'): model = Net()",
+    "is_namedtuple": "hasattr(x, '_fields')",
+    "is_peft_model": "isinstance(accelerator.unwrap_model(model), peft.PeftModel)",
+    "is_torch_tensor": "isinstance(x, torch.Tensor)",
+    "is_torch_version": "packaging.version.parse(torch.__version__) >= packaging.version.parse('2.4')",
+    "is_weights_only_available": "nothing: no file is unpickled",
+    "listify": "tensor.tolist()",
+    "load_state_dict": "trainkit.utils.load(file), or safetensors.torch.load_file(file)",
+    "merge_dicts": "{**first, **second}",
+    "named_module_tensors": "model.named_parameters(), model.named_buffers()",
+    "recursive_getattr": "operator.attrgetter('a.b')(x)",
+    "retie_parameters": "nothing: weights that are tied stay tied",
+    "save": "accelerator.save(obj, file)",
+    "set_module_tensor_to_device": "parameter.data = value.to(device)",
+}
+
+ADVICE: dict[str, dict[str, str]] = {
+    "Accelerator": _ACCELERATOR,
+    "Accelerator.load_state": _ACCELERATOR_STATE,
+    "Accelerator.save_state": _ACCELERATOR_STATE,
+    "Trainer": _TRAINER,
+    **dict.fromkeys(("Trainer.fit", "Trainer.predict", "Trainer.test", "Trainer.validate"), _TRAINER_VERBS),
+    "accelerator": _ACCELERATOR_ATTRIBUTES,
+    "trainkit": _IMPORTS,
+}
+"""Where a name is used → name → what to use. A class stands for its arguments, "accelerator" for the attributes of one,
+"trainkit" for what is imported."""
+
+
+def advice(where: str, name: str) -> str | None:
+    """What to use instead of a name, or ``None`` if neither Lightning nor Accelerate has it there.
+
+    Args:
+        where: a key of :data:`ADVICE`.
+        name: the argument, attribute or import.
+    """
+    return ADVICE.get(where, {}).get(name)
+
+
+def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse arguments that a function does not have.
+
+    A Trainer and its verbs accept an unsupported argument at Lightning's default, because it asks for nothing.
+
+    Args:
+        where: "Trainer", one of its verbs ("Trainer.fit"), "Accelerator", or one of its verbs.
+        given: the unknown arguments.
+        known: the arguments that there are.
+
+    Raises:
+        UnsupportedArgumentError: Lightning or Accelerate has it; the message names the replacement.
+        UnknownNameError: with the nearest name.
+    """
+    for name, value in given.items():
+        fix = advice(where, name)
+        if fix is None:
+            raise UnknownNameError(f"{where} has no argument {name!r}.{nearest(name, [*known, *ADVICE.get(where, {})])}")
+        if not (where.startswith("Trainer") and _is_default(name, value)):
+            raise UnsupportedArgumentError(f"{where}({name}=...): {fix}.")
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether a value is Lightning's default of an unsupported argument; 0 is not False."""
+    return any(type(value) is type(default) and value == default for default in _DEFAULTS.get(name, (None,)))
+
+
+def refuse_import(name: str) -> None:
+    """Refuse to import a name that Accelerate has and trainkit does not.
+
+    Raises:
+        ImportError: it is one; not an ``AttributeError``, whose message ``from … import`` hides.
+    """
+    fix = advice("trainkit", name)
+    if fix is not None:
+        raise ImportError(f"trainkit has no {name}. Use: {fix}")
