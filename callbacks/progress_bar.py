@@ -217,7 +217,7 @@ class TQDMProgressBar(Callback):
         total: float = trainer.num_training_batches
         if trainer.max_steps >= 0:  # the run may end inside this epoch
             left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-            total = min(total, trainer._fit_plan.start + left)
+            total = min(total, trainer._progress.epoch_start + left)
         self._train = self._stage(f"Epoch {trainer.current_epoch}{of}", total, 0, leave=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -23,7 +23,7 @@ from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import PRECISIONS, Precision
 
 if TYPE_CHECKING:
-    from trainkit.trainer.arguments import TrainerArguments
+    from trainkit.optim.step_arguments import StepArguments
 
 __all__ = ["Strategy"]
 
@@ -140,7 +140,7 @@ class Strategy:
         """Whether the strategy, made before, runs on what the ``Trainer`` is told: a kind of device, or "auto"."""
         return accelerator in ("auto", self.device.type)
 
-    def check_arguments(self, arguments: TrainerArguments) -> None:
+    def check_arguments(self, arguments: StepArguments) -> None:
         """Refuse arguments of the ``Trainer`` that ask for what cannot be done here, before any process is started.
 
         Raises:

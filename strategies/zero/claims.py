@@ -21,10 +21,10 @@ from trainkit.errors import ConfigurationError, nearest
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
+from trainkit.optim.step_arguments import StepArguments
 from trainkit.strategies.zero.config_file import AUTO, DeepSpeedConfig
 from trainkit.strategies.zero.deepspeed_api import quiet
 from trainkit.strategies.zero.extensions import load, require_compiler
-from trainkit.trainer.arguments import TrainerArguments
 
 __all__ = ["Claims"]
 
@@ -56,7 +56,7 @@ class Claims:
         """The largest norm of gradients in a loop of the user's own that says nothing of it."""
         return self._values.get("gradient_clipping") or None
 
-    def check_arguments(self, arguments: TrainerArguments) -> None:
+    def check_arguments(self, arguments: StepArguments) -> None:
         """Hold it against the ``Trainer``.
 
         Raises:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.optim.step_arguments import StepArguments
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, refuse_unlike
@@ -34,7 +35,6 @@ from trainkit.strategies.zero.transformers_models import told_transformers
 from trainkit.strategies.zero.zero_model import Dispatch, ShardedModel, holder
 from trainkit.strategies.zero.zero_window import EngineWindow
 from trainkit.strategy import Strategy
-from trainkit.trainer.arguments import TrainerArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -118,7 +118,7 @@ class ZeROStrategy(Strategy):
         super().use_precision(precision, given=given)
         prepare_precision(self.precision, self.device)
 
-    def check_arguments(self, arguments: TrainerArguments) -> None:
+    def check_arguments(self, arguments: StepArguments) -> None:
         """See :meth:`trainkit.Strategy.check_arguments`."""
         if arguments.gradient_clip_algorithm == "value":
             raise ConfigurationError(NO_VALUES)

@@ -14,9 +14,9 @@ from trainkit.launch.tpu import tpu_is_chosen
 from trainkit.registry import make_strategy
 
 if TYPE_CHECKING:
+    from trainkit.optim.step_arguments import StepArguments
     from trainkit.precision import Precision
     from trainkit.strategy import Strategy
-    from trainkit.trainer.arguments import TrainerArguments
 
 __all__ = ["chosen_strategy", "joined_strategy", "read_wanted"]
 
@@ -98,7 +98,7 @@ def joined_strategy(
     wanted: Wanted,
     sync_batchnorm: bool,
     precision: str | int | Precision | None = None,
-    arguments: TrainerArguments | None = None,
+    arguments: StepArguments | None = None,
     said: str = "",
 ) -> Strategy:
     """The strategy, on its device, as one of the processes of the run.

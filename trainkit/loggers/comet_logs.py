@@ -124,7 +124,7 @@ class CometLogger(Logger):
         self._repeats = Repeats()
         self._steps: dict[str, list[int]] | None = None  # of records that were there, once they are asked for
         self._idle = self._adopted = False
-        self._saves = 0
+        self._checkpointing = 0
 
     # ------------------------------------------------------------------ where
 
@@ -241,10 +241,10 @@ class CometLogger(Logger):
         if self._online:
             done = experiment.flush()
         else:
-            self._saves += 1
-            experiment.log_other(_SAVES, self._saves)
+            self._checkpointing += 1
+            experiment.log_other(_SAVES, self._checkpointing)
             end = time.monotonic() + _PATIENCE
-            while not (done := is_written(Path(experiment.tmpdir), _SAVES, self._saves)) and time.monotonic() < end:
+            while not (done := is_written(Path(experiment.tmpdir), _SAVES, self._checkpointing)) and time.monotonic() < end:
                 time.sleep(0.001)
         if not done:
             warn("CometLogger: comet_ml has not written all that was logged; some of it may be missing after a kill")

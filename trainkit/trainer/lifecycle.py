@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import DataHooks
 from trainkit.module.train_module import TrainModule
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
-from trainkit.state.run import Phase
 from trainkit.trainer.defaults import merge_module_callbacks, renew_loggers, share_log_folders
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.from_config import compiled
@@ -94,7 +92,7 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
 
     def _explain(self, ending: BaseException) -> None:
         trainer = self._trainer
-        newest = trainer._checkpointing.newest if hasattr(trainer, "_checkpointing") else None
+        newest = None if trainer._save_policy is None else trainer._checkpointing.newest
         fit = f"trainer.fit(..., ckpt_path={str(newest)!r}), or ckpt_path='auto' for the newest."
         if isinstance(ending, Preempted):
             if newest is not None:
@@ -165,7 +163,7 @@ def running(
             if status != "none":
                 _tear_down(trainer, stage, status, ending)
         finally:
-            trainer.stage, trainer.validating = None, False
+            trainer._progress.end()
             if outer is not None and outer.stage is not None:
                 module._trainer = outer  # whose run goes on
             random_state.restore()
@@ -217,9 +215,9 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
     trainer.accelerator = Accelerator.of_trainer(trainer.strategy)
     trainer.accelerator.seed = trainer.seed
     trainer._attach(module, datamodule)
-    trainer.stage = stage
-    trainer.should_stop = trainer.should_log = trainer.sanity_checking = trainer.validating = False
-    trainer.batch_idx = -1
+    if stage == "fit":
+        trainer._new_progress()
+    trainer._progress.begin(stage)
     trainer._active_plan = trainer._val_plan = None
     trainer._plans = {}
     trainer._results = MetricResults()
@@ -227,17 +225,13 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
     trainer._metrics = MetricStore(trainer._emit, trainer._results, compiled=compiled, world=world)
     trainer._train_metrics = trainer._metrics
     if stage == "fit":
-        trainer.global_step = trainer.current_epoch = 0
-        trainer._phase, trainer._attention, trainer._ended = Phase.STEP, False, False
-        trainer._next_save_step = math.inf
-        trainer._computed, trainer._told, trainer._states_of_loggers = {}, set(), None
-        if hasattr(trainer, "_checkpointing"):
+        if trainer._save_policy is not None:
             renew_loggers(trainer)
-        trainer._checkpointing = Checkpointing(trainer)
+        trainer._save_policy = Checkpointing(trainer)
         trainer._control = Control(trainer) if trainer.strategy.world.size > 1 else None
         trainer._fitted = module
         trainer._prepared_optimizers, trainer.lr_scheduler_configs = [], []
-        trainer.__dict__.pop("_fit_plan", None)  # what is asked of it before there is a new one must not be the old one's
+        trainer._plan = None  # what is asked of it before there is a new one must not be the old one's
         trainer.precision.reset()
 
 
@@ -306,14 +300,14 @@ def check_sanity(trainer: Trainer, given: Any) -> None:
     plan = plan_evaluation(trainer, "validation", given, sanity=True)
     if plan is None:
         return
-    trainer.sanity_checking = trainer.validating = True
+    trainer._progress.sanity_checking = trainer._progress.validating = True
     results, trainer._results = trainer._results, plan.metrics.results
     try:
         trainer._hooks.run("on_sanity_check_start")
         evaluate(trainer, plan)
         trainer._hooks.run("on_sanity_check_end")
     finally:
-        trainer.sanity_checking = trainer.validating = False
+        trainer._progress.sanity_checking = trainer._progress.validating = False
         trainer._results = results
         for loader in plan.loaders:
             loader.close()
@@ -351,7 +345,7 @@ def _tear_down(trainer: Trainer, stage: str, status: str, exception: BaseExcepti
     parts: list[Callable[[], Any]] = [partial(hook, stage) for hook in trainer._hooks.teardown]
     if trainer.datamodule is not None and overrides(trainer.datamodule, "teardown", DataModule):
         parts.append(partial(trainer.datamodule.teardown, stage))
-    if stage == "fit" and hasattr(trainer, "_checkpointing"):
+    if stage == "fit" and trainer._save_policy is not None:
         parts.append(trainer._checkpointing.close)
     parts += [partial(logger.finalize, status) for logger in trainer.loggers]
     parts += [trainer.accelerator.free_memory, trainer.strategy.teardown]

@@ -81,8 +81,7 @@ def tell_shared_names(trainer: Trainer, trained: Collection[str]) -> None:
         trained: what training logged in this epoch.
     """
     for owner, monitor in _monitors(trainer):
-        if monitor in trained and monitor in trainer._results.evaluated and monitor not in trainer._told:
-            trainer._told.add(monitor)
+        if monitor in trained and monitor in trainer._results.evaluated:
             notice(
                 f"{monitor!r} is logged in training and in validation; {owner} monitors the value of validation. Use two "
                 f"names to tell them apart: self.log('train_{monitor}', value)"

@@ -35,19 +35,6 @@ class FitPlan:
         zero_grad: of the optimizer.
         schedulers: those that the loop advances.
         validate_every: validate after this many micro-batches; ``None``: at the end of an epoch.
-        stop_asked: ``should_stop`` was set in the step before this one.
-        stopping: training ends with this step.
-        start: the micro-batch that the epoch begins with: not the first one after a resume.
-        done: micro-batches of the epoch whose windows are complete, logged and validated.
-        updates: the accelerator's count of updates at that point.
-        complete: the epoch whose end is being worked on counts: it was not left for a stop.
-        began_at: ``global_step`` when this fit began.
-        tried: ``training_step`` has returned a loss or, under manual optimization, stepped an optimizer.
-        warned: it was said that no optimizer step is made.
-        validated: how many times ``validate_every`` has been reached, in this epoch or since ``earlier_batches`` was 0.
-        earlier_batches: micro-batches of earlier epochs, where validation counts across epochs.
-        surplus: by so many this epoch is longer than others: it was gone on with on another number of processes, in a place
-            that is no multiple of it.
     """
 
     loader: PreparedLoader
@@ -63,37 +50,16 @@ class FitPlan:
     several: bool = False
     fill: Callable[..., Any] = lambda batch, batch_idx: None
     validate_every: int | None = None
-    stop_asked: bool = False
-    stopping: bool = False
-    start: int = 0
-    done: int = 0
-    updates: int = 0
-    complete: bool = True
-    began_at: int = 0
-    tried: bool = False
-    warned: bool = False
-    validated: int = 0
-    earlier_batches: int = 0
-    surplus: int = 0
 
     @property
     def length(self) -> int | None:
         """Micro-batches of an epoch, ``None`` if only its end tells."""
         return self.loader.length
 
-    def batches(self, epoch: int) -> Iterator[Any]:
-        """The batches of an epoch, from :attr:`start` on."""
-        batches = self.loader.iterate(epoch, self.start)
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """The batches of an epoch, from the micro-batch ``start`` on."""
+        batches = self.loader.iterate(epoch, start)
         return batches if self.profiler is None else self.profiler.iterated("next training batch", batches)
-
-    def start_epoch(self, batches: int, across_epochs: bool) -> None:
-        """The next epoch begins at its first micro-batch; ``batches`` is what the one that ends had."""
-        self.start = self.done = 0
-        if across_epochs:
-            self.earlier_batches += batches - self.surplus
-        else:
-            self.validated = 0
-        self.surplus = 0
 
     def is_last(self, batch_idx: int) -> bool:
         """Whether this is known to be the last micro-batch of the epoch."""

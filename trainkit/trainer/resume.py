@@ -17,9 +17,9 @@ from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
 from trainkit.state.parts import Parts, check_names, restore, shown
-from trainkit.state.run import parts_of, restore_loop, restore_run
 from trainkit.trainer.find_checkpoint import WORDS, Enter, Found, find_checkpoint, newest_of
 from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
+from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
@@ -180,8 +180,8 @@ def _take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -
         return
     # what is asked for before the loop is restored: loaders, which belong to the epoch that they were last asked for in
     every = trainer._arguments.reload_dataloaders_every_n_epochs
-    trainer.current_epoch = manifest.epoch - (manifest.epoch % every if every else 0)
-    trainer.global_step = manifest.step
+    trainer._progress.current_epoch = manifest.epoch - (manifest.epoch % every if every else 0)
+    trainer._progress.global_step = manifest.step
     if not trainer._seed_given:
         trainer.seed = trainer.accelerator.seed = manifest.seed
     elif trainer.seed != manifest.seed:
@@ -228,7 +228,7 @@ def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]
     restore_run(trainer, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
     if overrides and not found.restart:  # of the first start: the run has them
         _override(parts, overrides)
-    if "loop" in wanted and trainer._finished and not trainer.should_stop:
+    if "loop" in wanted and trainer._due.training_ends and not trainer.should_stop:
         notice(
             f"the checkpoint is of step {trainer.global_step}, {counted(trainer.current_epoch, 'epoch')} complete, and "
             f"nothing is left to train: max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}. Raise them to go on."

@@ -104,7 +104,7 @@ def shown_folders(trainer: Trainer) -> list[str]:
     """Where the checkpoints of a run go, in words; nothing is chosen or made."""
     callbacks: list[Any] = list(trainer.checkpoint_callbacks)
     own = [callback.told_folder for callback in callbacks]
-    running = trainer._checkpointing.places.of_run if hasattr(trainer, "_checkpointing") else None
+    running = None if trainer._save_policy is None else trainer._checkpointing.places.of_run
     if running is None:
         logger = _logger_with_folder(trainer)
         place = trainer.default_root_dir if logger is None else logger.root_dir

@@ -21,8 +21,10 @@ from trainkit.console import notice, warn
 from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.state.model import frozen_fingerprint, has_adapters
 from trainkit.state.parts import SaveMode, about, capture, shown
-from trainkit.state.run import Phase, capture_run, consumed, drafted, parts_of
+from trainkit.state.run import drafted
+from trainkit.trainer.progress import Phase
 from trainkit.trainer.run_folder import choose_folder
+from trainkit.trainer.run_state import capture_run, parts_of
 
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
@@ -102,12 +104,12 @@ class Checkpointing:
     def request(self, due: Callable[[], None]) -> None:
         """Call ``due`` at the next safe point; from any hook. From another thread with one process only."""
         self._requests.append(due)
-        self._trainer._attention = True
+        self._trainer._progress.safe_point_due = True
 
     def every_n_steps(self, n: int, due: Callable[[], None]) -> None:
         """Call ``due`` at the safe point after every n-th update."""
         self._cadences.append((n, due))
-        self._trainer._next_save_step = 0  # worked out at the first safe point
+        self._trainer._progress.next_save_step = 0  # worked out at the first safe point
 
     def every(self, interval: timedelta, due: Callable[[], None]) -> None:
         """Call ``due`` at the first safe point after each interval."""
@@ -145,7 +147,7 @@ class Checkpointing:
             Preempted, KeyboardInterrupt: a signal.
         """
         trainer, control = self._trainer, self._trainer._control
-        trainer._attention = False  # before looking, so that what comes meanwhile is seen next time
+        trainer._progress.safe_point_due = False  # before looking, so that what comes meanwhile is seen next time
         trainer._signals.follow_workers()
         if control is None:
             bits = self.local_attention()
@@ -156,10 +158,10 @@ class Checkpointing:
                 self._saver.wait()  # another process may not have got so far
         due = [self._requests.popleft() for _ in range(len(self._requests))]
         step = trainer.global_step
-        if self._cadences and step >= trainer._next_save_step:
+        if self._cadences and step >= trainer._progress.next_save_step:
             if step > self._first_step:
                 due += [act for n, act in self._cadences if step % n == 0]
-            trainer._next_save_step = min((step // n + 1) * n for n, _ in self._cadences)
+            trainer._progress.next_save_step = min((step // n + 1) * n for n, _ in self._cadences)
         fired = [number for number in range(1, len(self._timed) + 1) if bits >> number & 1]
         for act in due + [self._timed[number - 1][1] for number in fired]:
             act()
@@ -222,11 +224,12 @@ class Checkpointing:
 
     def _place(self) -> dict[str, Any]:
         """Where in the data the run is, for the manifest."""
-        trainer = self._trainer
-        plan = getattr(trainer, "_fit_plan", None)
+        plan = self._trainer._plan
         if plan is None:
             return {}
-        return {**plan.loader.position(trainer.current_epoch, consumed(trainer)), "phase": trainer._phase.value}
+        progress = self._trainer._progress
+        position = plan.loader.position(progress.current_epoch, progress.batches_consumed)
+        return {**position, "phase": progress.phase.value}
 
     def save(
         self,
@@ -347,7 +350,7 @@ class Checkpointing:
         """Whether a metric was computed in the present step."""
         trainer = self._trainer
         step = trainer.global_step
-        if any(trainer._computed.get(key) == step for key in (name, f"{name}_epoch")):
+        if any(trainer._progress.computed.get(key) == step for key in (name, f"{name}_epoch")):
             return True
         stamp = trainer._train_metrics.logged_at(name)
         if stamp is None or name in trainer._results.evaluated:
@@ -364,12 +367,12 @@ class Checkpointing:
     def position(self) -> tuple[Any, ...]:
         """Where the run is; as long as it is the same, nothing has changed."""
         trainer = self._trainer
-        return trainer.global_step, trainer.current_epoch, consumed(trainer), trainer._phase
+        return trainer.global_step, trainer.current_epoch, trainer._progress.batches_consumed, trainer._progress.phase
 
     def why_not_savable(self, exception: BaseException) -> str | None:
         """Why a checkpoint of this moment would be of no use, after an error, or cannot be; ``None`` if it would be."""
         trainer = self._trainer
-        plan = getattr(trainer, "_fit_plan", None)
+        plan = trainer._plan
         if trainer._signals.twice:
             return "Ctrl-C came twice"
         agreed = trainer._signals.received is not None and isinstance(exception, Preempted | KeyboardInterrupt)
@@ -378,7 +381,7 @@ class Checkpointing:
         if plan is None or trainer.global_step == self._first_step:
             return "no optimizer step was made yet"
         engine = trainer.accelerator
-        if engine.updating or (engine.updates != plan.updates and trainer._phase is Phase.STEP):
+        if engine.updating or (engine.updates != trainer._progress.steps_done and trainer._progress.phase is Phase.STEP):
             return "the step that failed had begun to change the parameters"
         return None
 
@@ -389,7 +392,7 @@ class Checkpointing:
         self._cadences, self._timed, self._timers = [], [], {}
         self._requests.clear()
         self._alerts.clear()
-        self._trainer._next_save_step = math.inf
+        self._trainer._progress.next_save_step = math.inf
         try:
             self._saver.close()
         finally:

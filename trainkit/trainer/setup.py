@@ -198,9 +198,9 @@ def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
     )
 
 
-def finish_fit_plan(trainer: Trainer) -> None:
+def finish_fit_plan(trainer: Trainer, plan: FitPlan) -> None:
     """Ask the module for its optimizers and put them into the plan."""
-    module, engine, plan = trainer.lightning_module, trainer.accelerator, trainer._fit_plan
+    module, engine = trainer.lightning_module, trainer.accelerator
     automatic = module.automatic_optimization
     optimizers, configs = read_optimizers(trainer.strategy.configure_optimizers(module), module, automatic)
     prepared = engine.prepare(*optimizers) if optimizers else ()

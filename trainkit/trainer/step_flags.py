@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
+from trainkit.trainer.progress import Stop
 
 if TYPE_CHECKING:
     from trainkit.distributed.world import Pending
@@ -50,7 +51,8 @@ class Control:
         self._begin()
         self.settle()
         trainer = self._trainer
-        trainer.should_stop = trainer.should_stop or trainer._fit_plan.stop_asked
+        if trainer._progress.stop is not Stop.RUNNING:
+            trainer._progress.should_stop = True
 
     def settle(self) -> None:
         """Obey the word that was sent last, if that has not been done.
@@ -64,13 +66,13 @@ class Control:
             return
         stop, signal, bits, schema, negated, most, least = pending.wait()
         trainer = self._trainer
-        trainer._fit_plan.stop_asked = bool(stop)
+        trainer._progress.agree_on_stop(bool(stop))
         if signal:
             self.signal = signal
             trainer._signals.received = signal  # the same on all of them, whatever came here
         self.bits |= bits
         if signal or bits:
-            trainer._attention = True
+            trainer._progress.safe_point_due = True
         if most != -least:
             raise ConfigurationError(
                 f"one process has made {counted(most, 'update')}, and another one {-least}: their parameters are not "

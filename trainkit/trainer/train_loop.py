@@ -33,9 +33,9 @@ from torch.optim import Optimizer
 from trainkit.console import warn
 from trainkit.errors import LossError, MissingMetricError
 from trainkit.metrics.store import Scope
-from trainkit.state.run import Phase
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.metric_notices import not_logged
+from trainkit.trainer.progress import Phase, Stop
 
 if TYPE_CHECKING:
     from trainkit.optim.optimizer_config import SchedulerConfig
@@ -48,18 +48,18 @@ _LONG = 1000  # batches without an optimizer step since a fit began: no accumula
 
 def fit(trainer: Trainer) -> None:
     """Train until an end is reached: ``max_epochs``, ``max_steps``, or ``should_stop``."""
-    hooks, metrics = trainer._hooks, trainer._metrics
+    hooks, metrics, progress = trainer._hooks, trainer._metrics, trainer._progress
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_start")
     trainer._signals.working = True
-    if not trainer._fit_plan.start:
+    if not progress.epoch_start:
         metrics.stamp = -1
-    trainer._fit_plan.began_at = trainer.global_step
-    trainer._attention = True  # at the first safe point, when there may be workers
-    while trainer._phase is not Phase.STEP or not trainer._finished:  # what a resumed step has left to do comes first
+    progress.first_step = progress.global_step
+    progress.safe_point_due = True  # at the first safe point, when there may be workers
+    while progress.phase is not Phase.STEP or not trainer._due.training_ends:  # what a resumed step has left to do comes first
         trainer._refresh_loaders()
         train_epoch(trainer)
-    trainer._ended = True
+    progress.end_training()
     metrics.scope = Scope.NOWHERE  # nothing is left that could be given to the loggers
     hooks.run("on_train_end")
 
@@ -67,18 +67,19 @@ def fit(trainer: Trainer) -> None:
 def train_epoch(trainer: Trainer) -> None:
     """One epoch: the only training loop there is."""
     plan, engine, hooks, metrics = trainer._fit_plan, trainer.accelerator, trainer._hooks, trainer._metrics
+    progress = trainer._progress
     window, training_step = engine.window, plan.training_step
     optimizer = plan.optimizer  # None under manual optimization and without an optimizer
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_start")
     metrics.scope = Scope.TRAIN_BATCH
-    if trainer._phase is not Phase.STEP and finish_step(trainer):
+    if progress.phase is not Phase.STEP and finish_step(trainer):
         return
     has_loss = complete = exhausted = False
-    for batch_idx, batch in enumerate(plan.batches(trainer.current_epoch), plan.start):
-        trainer.batch_idx, metrics.batch = batch_idx, batch
+    for batch_idx, batch in enumerate(plan.batches(progress.current_epoch, progress.epoch_start), progress.epoch_start):
+        progress.batch_idx, metrics.batch = batch_idx, batch
         if window.first:
-            trainer.should_log = trainer._log_due(trainer.global_step + 1)
+            progress.should_log = trainer._due.logs(progress.global_step + 1)
         working, skip = not window.filler, None
         if working:
             metrics.stamp = batch_idx
@@ -98,7 +99,7 @@ def train_epoch(trainer: Trainer) -> None:
             if loss is not None:
                 if loss.ndim or not loss.requires_grad:
                     _check_loss(loss)
-                has_loss = plan.tried = True
+                has_loss = progress.tried_to_learn = True
                 for hook in hooks.on_before_backward:
                     hook(loss)
                 plan.backward(loss)
@@ -120,7 +121,7 @@ def train_epoch(trainer: Trainer) -> None:
             for hook in hooks.on_train_batch_end:
                 hook(detached, batch, batch_idx)
         if window.full and after_window(trainer, batch_idx, updated):
-            complete = plan.is_last(trainer.batch_idx)
+            complete = plan.is_last(progress.batch_idx)
             break
     else:
         complete = exhausted = True
@@ -135,25 +136,27 @@ def begin_window(trainer: Trainer, optimizer: Optimizer) -> None:
 
 
 def count_update(trainer: Trainer) -> None:
-    """An update has been made."""
-    trainer.global_step += 1
+    """An optimizer step has been made."""
+    progress = trainer._progress
+    progress.global_step += 1
     if trainer._fit_plan.without_optimizer:
         trainer.strategy.sync_buffers()  # else an update does it
     if trainer._fit_plan.schedulers:
-        advance_schedulers(trainer, "step", trainer.global_step)
-    trainer._phase = Phase.UPDATED
+        advance_schedulers(trainer, "step", progress.global_step)
+    progress.phase = Phase.UPDATED
 
 
 def finish_step(trainer: Trainer) -> bool:
     """What the step of the checkpoint that training goes on from had left to do; returns whether that ends the epoch."""
-    phase, plan = trainer._phase, trainer._fit_plan
-    trainer._phase = Phase.STEP
+    plan, progress = trainer._fit_plan, trainer._progress
+    phase = progress.phase
+    progress.phase = Phase.STEP
     if phase is Phase.EPOCH_END:
-        end_of_epoch(trainer, plan.complete, exhausted=False)
+        end_of_epoch(trainer, progress.epoch_complete, exhausted=False)
         return True
-    last = plan.start - 1
+    last = progress.epoch_start - 1
     if phase is Phase.UPDATED:
-        trainer.should_log = trainer._log_due(trainer.global_step)
+        progress.should_log = trainer._due.logs(progress.global_step)
         stop = after_window(trainer, last, True)
     else:
         validate(trainer)
@@ -165,22 +168,23 @@ def finish_step(trainer: Trainer) -> bool:
 
 def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
     """Log and validate if they are due; returns whether training ends here."""
-    plan, metrics = trainer._fit_plan, trainer._metrics
+    plan, metrics, progress = trainer._fit_plan, trainer._metrics, trainer._progress
     if trainer.accelerator.window.uneven:
-        batch_idx = trainer.batch_idx = plan.loader.given - 1  # where the process is that has most of this window
+        batch_idx = progress.batch_idx = plan.loader.given - 1  # where the process is that has most of this window
     if plan.profiler is not None:
         plan.profiler.step()
     trainer.accelerator.skip_asked = False  # asked for in a window that had no loss
-    if updated and trainer.should_log:
+    if updated and progress.should_log:
         metrics.flush_step()
-    elif not updated and batch_idx >= _LONG and trainer.global_step == plan.began_at:
+    elif not updated and batch_idx >= _LONG and progress.global_step == progress.first_step:
         warn_without_step(trainer)  # the epoch may be an endless one
     if trainer._control is not None:
         trainer._control.turn()  # what the step before this one asked for, on any process
-    plan.stopping = plan.stop_asked and trainer._may_stop  # asked for in the step before this one
+    if progress.stop is Stop.REQUESTED and trainer._due.may_stop:  # requested in the step before this one
+        progress.begin_stopping()
     if trainer._control is None:
-        plan.stop_asked = trainer.should_stop
-    validated = trainer._validation_due(batch_idx, updated)
+        progress.agree_on_stop(progress.should_stop)
+    validated = trainer._val_plan is not None and trainer._due.validates(batch_idx, updated, plan.validate_every)
     if validated:
         validate(trainer)
     elif updated and plan.schedulers and trainer._val_plan is None:
@@ -190,17 +194,17 @@ def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
 
 def end_step(trainer: Trainer, batch_idx: int, validated: bool) -> bool:
     """The step is complete: save and obey signals if there is cause to; returns whether training ends here."""
-    plan = trainer._fit_plan
+    progress = trainer._progress
     if validated:
         if trainer._control is not None:
             trainer._control.exchange()
-        plan.stopping = plan.stopping or (trainer.should_stop and trainer._may_stop)
-    plan.done, plan.updates = batch_idx + 1, trainer.accelerator.updates
-    trainer._phase = Phase.STEP
-    ends = plan.stopping or trainer._steps_done
-    if trainer._attention or trainer.global_step >= trainer._next_save_step:
+        if progress.should_stop and trainer._due.may_stop:
+            progress.begin_stopping()
+    progress.end_window(batch_idx, trainer.accelerator.updates)
+    ends = progress.stop is Stop.STOPPING or trainer._due.max_steps_reached
+    if progress.safe_point_due or progress.global_step >= progress.next_save_step:
         if ends:
-            trainer._attention = True  # when the epoch's end is done too: a run that has ended does not come back to it
+            progress.safe_point_due = True  # when the epoch's end is done too: a run that has ended does not come back to it
         else:
             trainer._checkpointing.attend()
     return ends
@@ -214,40 +218,40 @@ def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
         complete: it counts: it was not left for a stop.
         exhausted: the loader gave all its batches.
     """
-    hooks, metrics, plan = trainer._hooks, trainer._metrics, trainer._fit_plan
-    if trainer.batch_idx < 0:
+    hooks, metrics, plan, progress = trainer._hooks, trainer._metrics, trainer._fit_plan, trainer._progress
+    if progress.batch_idx < 0:
         plan.refuse_empty()
-    if exhausted and trainer.batch_idx >= plan.start and trainer.global_step == plan.began_at:
+    if exhausted and progress.batch_idx >= progress.epoch_start and progress.global_step == progress.first_step:
         warn_without_step(trainer)
-    if exhausted and not trainer._steps_done and trainer._validation_due_at_end():
+    at_end = trainer._val_plan is not None and trainer._due.validates_at_end(plan.validate_every)
+    if at_end and exhausted and not trainer._due.max_steps_reached:
         validate(trainer, at_end=True)
-    trainer._phase, plan.complete = Phase.EPOCH_END, complete
+    progress.phase, progress.epoch_complete = Phase.EPOCH_END, complete
     metrics.batch = None
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_end")
     trainer._end_metrics_of_epoch()  # what callbacks that run last have logged
     if complete:
-        advance_schedulers(trainer, "epoch", trainer.current_epoch + 1)
-        trainer.current_epoch += 1
-        plan.start_epoch(trainer.batch_idx + 1, trainer._arguments.check_val_every_n_epoch is None)
+        advance_schedulers(trainer, "epoch", progress.current_epoch + 1)
+        progress.begin_next_epoch(progress.batch_idx + 1, trainer._arguments.check_val_every_n_epoch is None)
         metrics.stamp = -1  # nothing of the next one has been logged
     else:
-        plan.start = plan.done
-    trainer.batch_idx = -1
-    trainer._phase = Phase.STEP
+        progress.epoch_start = progress.batches_done
+    progress.batch_idx = -1
+    progress.phase = Phase.STEP
     if trainer._control is not None:
         trainer._control.exchange()
-    if trainer._attention:
+    if progress.safe_point_due:
         trainer._checkpointing.attend()
 
 
 def warn_without_step(trainer: Trainer) -> None:
     """Say once why a fit has made no optimizer step in a whole epoch."""
-    plan = trainer._fit_plan
+    progress = trainer._progress
     automatic = trainer.lightning_module.automatic_optimization
-    if plan.warned or plan.tried or not (automatic or trainer._prepared_optimizers):
+    if progress.warned_of_no_step or progress.tried_to_learn or not (automatic or trainer._prepared_optimizers):
         return  # what was tried was skipped: by the user, or by the loss scaler, which takes some steps to settle
-    plan.warned = True
+    progress.warned_of_no_step = True
     if not automatic:
         why = (
             "automatic_optimization is False, and training_step never called step() of an optimizer of self.optimizers(). "
@@ -274,8 +278,8 @@ def validate(trainer: Trainer, at_end: bool = False) -> None:
     try:
         evaluate(trainer, plan)
     finally:
-        trainer.validating = False
-    trainer._states_of_loggers = trainer._metric_updates = None
+        trainer._progress.validating = False
+    trainer._progress.validation_start = None
     advance_plateaus(trainer)
 
 

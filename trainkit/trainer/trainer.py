@@ -2,49 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
-from trainkit.console import notice, warn
+from trainkit.console import notice, printable, warn
+from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.hooks.table import HookTable
 from trainkit.launch.resolve import joined_strategy, read_wanted
 from trainkit.memory.report import PROCESSES, MemoryPlan
+from trainkit.metrics.results import MetricResults, as_tensors
+from trainkit.metrics.saved_objects import count_updates
 from trainkit.metrics.store import MetricStore
 from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule
+from trainkit.nested import batch_size
 from trainkit.paths import local_path
 from trainkit.precision import Precision
+from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed, seed_was_given
+from trainkit.state.run import logger_states
 from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop
 from trainkit.trainer.arguments import TrainerArguments, check_switches
 from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
-from trainkit.trainer.evaluating import Evaluating
-from trainkit.trainer.explain import explain, where_it_is, why_it_ended
+from trainkit.trainer.due import DueDates
+from trainkit.trainer.eval_loop import evaluate, gather_predictions
+from trainkit.trainer.explain import explain, results_table, where_it_is, why_it_ended
 from trainkit.trainer.from_config import blamed, with_settings
-from trainkit.trainer.lifecycle import agree_on_signals, build_hooks, check_sanity, interruptible, plan_evaluation, running
+from trainkit.trainer.lifecycle import (
+    agree_on_signals,
+    build_hooks,
+    check_sanity,
+    interruptible,
+    plan_evaluation,
+    refuse_evaluation,
+    running,
+)
 from trainkit.trainer.memory_plan import make_plan
-from trainkit.trainer.metric_notices import tell_rare_logs
+from trainkit.trainer.metric_notices import tell_rare_logs, tell_shared_names
 from trainkit.trainer.profiler import Profiler, make_profiler
-from trainkit.trainer.resume import begin_resume, check_restore, restore_fit
-from trainkit.trainer.setup import finish_fit_plan, fit_plan, train_loader, validate_every
+from trainkit.trainer.progress import Phase, RunProgress, ValidationStart
+from trainkit.trainer.resume import begin_resume, check_restore, load_weights, restore_fit
+from trainkit.trainer.save_policy import Checkpointing
+from trainkit.trainer.setup import count_batches, finish_fit_plan, fit_plan, train_loader, validate_every
+from trainkit.trainer.signals import Signals
 from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
+    from trainkit.optim.optimizer_config import SchedulerConfig
+    from trainkit.optim.prepared_optimizer import PreparedOptimizer
+    from trainkit.trainer.plans import EvaluationPlan, FitPlan
+    from trainkit.trainer.resume import Found
+    from trainkit.trainer.step_flags import Control
 
 __all__ = ["Trainer"]
 
+_KNOWN = ("model", "dataloaders", "ckpt_path", "verbose", "datamodule", "strict")  # of validate and test
 
-class Trainer(Evaluating):
+
+class Trainer:
     """Runs a :class:`~trainkit.TrainModule`: ``fit``, ``validate``, ``test``, ``predict``. All arguments are keywords.
 
     **Where it runs**
@@ -155,10 +183,10 @@ class Trainer(Evaluating):
         **unknown: Any,
     ) -> None:
         given = dict(locals())
-        super().__init__()
-        refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown", "__class__")])
+        refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown")])
         given, said = with_settings(asked := check_switches(given))
         self._arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
+        self._begin_without_run()
         self.accumulate_grad_batches = self._arguments.accumulate_grad_batches
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with blamed(asked):
@@ -169,6 +197,37 @@ class Trainer(Evaluating):
         self.profiler, self._flags = make_profiler(profiler), (deterministic, benchmark, detect_anomaly)
         self._metrics, self.loggers = MetricStore(self._emit, self._results), attach_loggers(self, logger)
         self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
+
+    def _begin_without_run(self) -> None:
+        """What a Trainer holds before its first run."""
+        self._new_progress()
+        self.train_dataloader: Any = None  # as the user gave it
+        self.lr_scheduler_configs: list[SchedulerConfig] = []
+        self.datamodule: DataModule | None = None
+        self._module: TrainModule | None = None
+        self._fitted: TrainModule | None = None  # the module of the last fit
+        self._compiler: Callable[..., Any] | None = None  # compiles the steps, if the user gave a module out of torch.compile
+        self._wrapped_module: torch.nn.Module
+        self._hooks = HookTable.nothing()
+        self._results = MetricResults()
+        self._train_metrics: MetricStore  # where log goes in training; an evaluation has a store of its own
+        self._prepared_optimizers: list[PreparedOptimizer] = []
+        self._brought_callbacks: list[Callback] = []  # by the module's configure_callbacks
+        self._displaced_callbacks: list[Callback] = []  # by those
+        self._evaluation_sources: dict[str, list[Any]] = {}
+        self._plan: FitPlan | None = None
+        self._val_plan: EvaluationPlan | None = None
+        self._active_plan: EvaluationPlan | None = None
+        self._plans: dict[str, EvaluationPlan | None] = {}
+        self._save_policy: Checkpointing | None = None
+        self._control: Control | None = None  # exchanges stop requests and the like between ranks; None for one process
+        self._found: Found | None = None  # the checkpoint to resume from, until it is restored
+        self._signals = Signals(lambda: None)
+
+    def _new_progress(self) -> None:
+        """A fit begins, from step 0."""
+        self._progress = RunProgress()
+        self._due = DueDates(self._arguments, self._progress)
 
     def fit(
         self,
@@ -221,11 +280,11 @@ class Trainer(Evaluating):
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
-            self._fit_plan = fit_plan(self, loader)
+            plan = self._plan = fit_plan(self, loader)
             self._val_plan = plan_evaluation(self, "validation", val_dataloaders)
-            self._fit_plan.validate_every = validate_every(self, loader)
+            plan.validate_every = validate_every(self, loader)
             build_hooks(self)
-            finish_fit_plan(self)
+            finish_fit_plan(self, plan)
             resumed = restore_fit(self, wanted, overrides or {}, strict)
             self._loaded_in = self._val_loaded_in = self.current_epoch
             start_loggers(self)
@@ -241,6 +300,88 @@ class Trainer(Evaluating):
             self._hooks.run("on_fit_end")
             agree_on_signals(self)
         notice(" ".join(filter(None, (why_it_ended(self), where_it_is(self)))))
+
+    def validate(
+        self,
+        model: TrainModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        *,
+        strict: bool = True,
+        **unknown: Any,
+    ) -> list[dict[str, float]]:
+        """Run the validation loop once.
+
+        Args:
+            model: default: the one that this trainer ran last.
+            dataloaders: one loader, a list, or a ``DataModule``.
+            ckpt_path: with the weights of a checkpoint: a path, ``"best"``, ``"last"`` or ``"auto"``, as in :meth:`fit`.
+                Default: the weights as they are.
+            verbose: print the metrics.
+            datamodule: instead of loaders.
+            strict: names that are missing in the checkpoint or in the model are an error; ``False``: a notice lists them.
+
+        Returns:
+            The metrics of each loader.
+        """
+        refuse_unknown("Trainer.validate", unknown, _KNOWN)
+        _check_switch("verbose", verbose)
+        return _run(self, "validate", "validation", model, dataloaders, datamodule, verbose, ckpt_path, strict)
+
+    def test(
+        self,
+        model: TrainModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        *,
+        strict: bool = True,
+        **unknown: Any,
+    ) -> list[dict[str, float]]:
+        """Run the test loop once; arguments and result as of :meth:`validate`."""
+        refuse_unknown("Trainer.test", unknown, _KNOWN)
+        _check_switch("verbose", verbose)
+        return _run(self, "test", "test", model, dataloaders, datamodule, verbose, ckpt_path, strict)
+
+    def predict(
+        self,
+        model: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool | None = True,
+        ckpt_path: str | Path | None = None,
+        *,
+        strict: bool = True,
+        **unknown: Any,
+    ) -> list[Any] | None:
+        """What ``predict_step`` returns for each batch; with several loaders, a list of that for each.
+
+        Over several processes every one of them returns the whole list, in the order of the batches. What is not made of
+        tensors must be picklable then.
+
+        Args:
+            model: default: the one that this trainer ran last.
+            dataloaders: one loader, a list, or a ``DataModule``.
+            datamodule: instead of loaders.
+            return_predictions: ``False`` keeps and gathers nothing, for callbacks that write the predictions:
+                ``trainkit.callbacks.PredictionWriter``. ``None`` is ``True``.
+            ckpt_path: as in :meth:`validate`.
+            strict: as in :meth:`validate`.
+        """
+        known = ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "strict"]
+        refuse_unknown("Trainer.predict", unknown, known)
+        return_predictions = return_predictions is None or return_predictions
+        _check_switch("return_predictions", return_predictions)
+        self._keep_predictions = return_predictions
+        _run(self, "predict", "predict", model, dataloaders, datamodule, False, ckpt_path, strict)
+        plan = self._plans.get("predict")
+        if not return_predictions or plan is None:
+            return None
+        outputs, plan.outputs = plan.outputs, []
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, blocking: bool = True) -> None:
         """Write a checkpoint of this moment to a folder of your choice; a checkpoint that is there is replaced.
@@ -309,6 +450,314 @@ class Trainer(Evaluating):
         bar: Any = self.progress_bar_callback
         (print if bar is None else bar.print)(*args, **kwargs)
 
+    # ---------------------------------------------------------------------------------------------------- what can be read
+
+    @property
+    def stage(self) -> str | None:
+        """ "fit", "validate", "test" or "predict"; ``None`` outside a run."""
+        return self._progress.stage
+
+    @property
+    def global_step(self) -> int:
+        """Number of optimizer steps so far."""
+        return self._progress.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Number of completed epochs, which is the index of the running one."""
+        return self._progress.current_epoch
+
+    @property
+    def batch_idx(self) -> int:
+        """Index of the micro-batch in the epoch; -1 between epochs."""
+        return self._progress.batch_idx
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it to end training after the next optimizer step, or at once in a validation or at an epoch's end."""
+        return self._progress.should_stop
+
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        self._progress.should_stop = stop
+
+    @property
+    def should_log(self) -> bool:
+        """Whether the open accumulation window ends in a log boundary."""
+        return self._progress.should_log
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the few validation batches before training are running."""
+        return self._progress.sanity_checking
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation is running."""
+        return self._progress.validating
+
+    @property
+    def lightning_module(self) -> TrainModule:
+        """The user's module (Lightning's name; ``model`` is the same, and ``None`` before the first run).
+
+        Raises:
+            ModuleError: nothing has been run yet.
+        """
+        if self._module is None:
+            raise ModuleError("this Trainer has run no module yet. Call trainer.fit(module).")
+        return self._module
+
+    @property
+    def model(self) -> TrainModule | None:
+        """The user's module; ``None`` before the first run."""
+        return self._module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Torch's optimizers, as ``configure_optimizers`` returned them."""
+        return [prepared.optimizer for prepared in self._prepared_optimizers]
+
+    @property
+    def precision(self) -> Precision:
+        """The precision of the strategy."""
+        return self.strategy.precision
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module and the batches are."""
+        return self.strategy.device
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.strategy.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the process that prints, logs and writes."""
+        return self.strategy.is_main_process
+
+    @property
+    def default_root_dir(self) -> str:
+        """The folder that logs go under."""
+        return str(self._arguments.default_root_dir)
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process among all."""
+        return self.strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among those of its machine."""
+        return self.strategy.local_rank
+
+    @property
+    def training(self) -> bool:
+        """Whether a fit is running and is not validating just now."""
+        return self.stage == "fit" and not self.validating
+
+    @property
+    def sample_mask(self) -> Tensor:
+        """See :attr:`trainkit.TrainModule.sample_mask`.
+
+        Raises:
+            ModuleError: no batch is being worked on.
+        """
+        plan = self._plan if self._active_plan is None and self.stage == "fit" else None
+        if plan is not None and plan.loader.samples is not None:
+            return plan.loader.sample_mask
+        batch = self._metrics.batch if self.stage is not None else None
+        if batch is None:
+            raise ModuleError("self.sample_mask is of the batch that is being worked on, and there is none. Use it in a step.")
+        return torch.ones(batch_size(batch), dtype=torch.bool, device=self.device)
+
+    @property
+    def testing(self) -> bool:
+        """Whether ``test`` is running."""
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether ``predict`` is running."""
+        return self.stage == "predict"
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the micro-batch being trained on is known to be the last of its epoch."""
+        plan = self._plan
+        return self.stage == "fit" and plan is not None and self.batch_idx >= 0 and plan.is_last(self.batch_idx)
+
+    @property
+    def fast_dev_run(self) -> bool:
+        """Whether this is a trial run of a few batches."""
+        return bool(self._arguments.fast_dev_run)
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the first logger, or the run's root folder without one."""
+        return self.loggers[0].log_dir if self.loggers else str(self._arguments.default_root_dir)
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Every metric logged so far, by name; with both ``on_step`` and ``on_epoch`` under all three names.
+
+        Of an evaluation only the values of the whole evaluation are here. A metric that training and validation log under
+        one name is the validation's.
+        """
+        values, evaluated = dict(self._results.callback), self._results.evaluated
+        if self.stage is not None and self._active_plan is None:  # an evaluation has no value before its end
+            values.update((name, value) for name, value in self._metrics.step_values().items() if name not in evaluated)
+        return as_tensors(values)
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """What the loggers got last, by name, as tensors on the CPU."""
+        return as_tensors(self._results.logged)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Tensor]:
+        """What was logged with ``prog_bar=True``, as of the last log boundary or epoch's end, as tensors on the CPU."""
+        return as_tensors(self._results.progress_bar)
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader."""
+        return count_batches(self._plans.get("validation"))
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader in the sanity check."""
+        return count_batches(self._plans.get("sanity"))
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Batches of each test loader."""
+        return count_batches(self._plans.get("test"))
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches of each loader to predict on."""
+        return count_batches(self._plans.get("predict"))
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loader as the user gave it, or the list of them; ``None`` without one."""
+        sources = self._evaluation_sources.get("validation", [])
+        return sources[0] if len(sources) == 1 else sources or None
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loader as the user gave it, or the list of them; ``None`` without one."""
+        sources = self._evaluation_sources.get("test", [])
+        return sources[0] if len(sources) == 1 else sources or None
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The loader to predict on as the user gave it, or the list of them; ``None`` without one."""
+        sources = self._evaluation_sources.get("predict", [])
+        return sources[0] if len(sources) == 1 else sources or None
+
+    @property
+    def early_stopping_callback(self) -> Callback | None:
+        """The first ``EarlyStopping``."""
+        kind = load_callback("early_stopping")
+        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
+
+    @property
+    def checkpoint_callback(self) -> Callback | None:
+        """The first ``ModelCheckpoint``."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Callback]:
+        """Every ``ModelCheckpoint``."""
+        kind = load_callback("model_checkpoint")
+        return [callback for callback in self.callbacks if isinstance(callback, kind)]
+
+    @property
+    def progress_bar_callback(self) -> Callback | None:
+        """The progress bar."""
+        return next((callback for callback in self.callbacks if getattr(callback, "is_progress_bar", False)), None)
+
+    @property
+    def max_epochs(self) -> int:
+        """Epochs at most; -1: no limit."""
+        assert self._arguments.max_epochs is not None
+        return self._arguments.max_epochs
+
+    @property
+    def max_steps(self) -> int:
+        """Updates at most; -1: no limit."""
+        return self._arguments.max_steps
+
+    @property
+    def min_epochs(self) -> int | None:
+        """Epochs at least, whoever asks for a stop."""
+        return self._arguments.min_epochs
+
+    @property
+    def min_steps(self) -> int | None:
+        """Updates at least, whoever asks for a stop."""
+        return self._arguments.min_steps
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """Updates from one log boundary to the next; 0: only epochs are logged."""
+        assert self._arguments.log_every_n_steps is not None
+        return self._arguments.log_every_n_steps
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """Epochs from one validation to the next."""
+        return self._arguments.check_val_every_n_epoch
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of a training epoch, at most; infinity where only its end tells."""
+        plan = self._plan
+        if plan is None:
+            return 0
+        most = plan.loader.limit if plan.length is None else plan.length
+        return math.inf if most is None else most
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The number of updates that a whole fit makes, for schedulers; infinity where that is not known.
+
+        Raises:
+            ModuleError: read before the training loader is known, which is when ``configure_optimizers`` is called.
+        """
+        if self._plan is None:
+            raise ModuleError(
+                "estimated_stepping_batches is not known yet: the training loader is asked for after setup. Read it in "
+                "configure_optimizers: OneCycleLR(optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches)"
+            )
+        length, epochs = self.num_training_batches, self.max_epochs
+        if epochs == -1 or math.isinf(length):
+            return self.max_steps if self.max_steps != -1 else math.inf
+        updates = math.ceil(length / self.accumulate_grad_batches) * epochs
+        return updates if self.max_steps == -1 else min(updates, self.max_steps)
+
+    # ------------------------------------------------------------------------------------------------------- its own room
+
+    @property
+    def _fit_plan(self) -> FitPlan:
+        """The plan of the fit, which there is from its set-up on."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def _checkpointing(self) -> Checkpointing:
+        """What saves the checkpoints of the fit, which there is from its start on."""
+        assert self._save_policy is not None
+        return self._save_policy
+
     def _attach(self, module: TrainModule, datamodule: DataModule | None) -> None:
         """Make the module, and the data module, this trainer's."""
         self._module, self.datamodule = module, datamodule
@@ -350,7 +799,7 @@ class Trainer(Evaluating):
 
     def _before_manual_step(self, optimizer: Optimizer) -> None:
         """What comes before each update under manual optimization."""
-        self._fit_plan.tried = True
+        self._progress.tried_to_learn = True
         self.accelerator.unscale_gradients(optimizer)
         self._hooks.run("on_before_optimizer_step", optimizer)
 
@@ -373,3 +822,95 @@ class Trainer(Evaluating):
             except OSError as error:  # a full disk must not end a run that could go on without its log
                 name = type(logger).__name__
                 warn(f"{name} could not write the metrics of step {step}: {error}. Training goes on without them.")
+
+    def _look(self) -> None:
+        """Look at saves and signals when the step is complete; may be called by any thread.
+
+        Over several processes the next control word tells, and all of them look after the same step.
+        """
+        if self._control is None:
+            self._progress.safe_point_due = True
+
+    def _checkpointing_now(self, weights_only: bool) -> Checkpointing:
+        """What saves a checkpoint of this moment.
+
+        Raises:
+            ModuleError: there is nothing to be saved.
+        """
+        fitted = self._plan is not None and self._module is self._fitted
+        if self._module is None or not (weights_only or fitted):
+            raise ModuleError(
+                "save_checkpoint saves a run, and this Trainer has had no fit of this module. Call trainer.fit(module, ...) "
+                "first, or save the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
+            )
+        if self._save_policy is None:
+            self._save_policy = Checkpointing(self)
+        return self._checkpointing
+
+    def _begin_validation(self, plan: EvaluationPlan, at_end: bool) -> None:
+        """A validation in a fit begins."""
+        progress = self._progress
+        progress.validating = True
+        plan.began = plan.count
+        progress.validation_start = ValidationStart(logger_states(self.loggers), count_updates(self.lightning_module))
+        if not at_end:
+            progress.phase = Phase.VALIDATING
+
+    def _evaluated(self, plan: EvaluationPlan) -> None:
+        """The metrics of an evaluation are complete."""
+        self._signals.follow_workers()
+        if not self.sanity_checking:
+            self._progress.computed.update(dict.fromkeys(plan.results, self.global_step))
+
+    def _end_metrics_of_epoch(self) -> None:
+        """Reduce what was logged in the training epoch; note which values are of the present step."""
+        store = self._train_metrics
+        window = store.stamp - store.stamp % self.accumulate_grad_batches  # where the last one began
+        trained, present = set(store.step_values()), store.logged_since(window)
+        ended = store.flush_epoch()
+        own = [name for name in (*present, *ended) if name not in self._results.evaluated]
+        self._progress.computed.update(dict.fromkeys(own, self.global_step))
+        tell_shared_names(self, trained.union(ended))
+
+
+def _check_switch(name: str, value: Any) -> None:
+    """Refuse what is no switch, most likely an argument that was given by position in another order."""
+    if isinstance(value, str) or value not in (True, False):
+        raise ConfigurationError(
+            f"{name} must be True or False, not {value!r}. If another argument is meant, give it by name, such as "
+            "ckpt_path='last' or datamodule=data."
+        )
+
+
+def _run(
+    trainer: Trainer,
+    stage: str,
+    name: str,
+    module: TrainModule | None,
+    dataloaders: Any,
+    datamodule: DataModule | None,
+    verbose: bool,
+    ckpt_path: str | Path | None,
+    strict: bool,
+) -> list[dict[str, float]]:
+    check_restore(ckpt_path, None, None, strict)
+    module = trainer.lightning_module if module is None else module
+    if isinstance(dataloaders, DataModule) and datamodule is None:
+        dataloaders, datamodule = None, dataloaders
+    with running(trainer, stage, module, datamodule, dataloaders):
+        plan = plan_evaluation(trainer, name, dataloaders)
+        if plan is None:
+            refuse_evaluation(trainer, stage, name)
+            return []
+        plan.keeps = name == "predict" and trainer._keep_predictions
+        build_hooks(trainer)
+        check_restore(ckpt_path, None, None, strict)
+        if ckpt_path is not None:
+            load_weights(trainer, ckpt_path, strict)
+        trainer._progress.validating = stage == "validate"
+        results = evaluate(trainer, plan)
+        if plan.keeps:
+            plan.outputs = gather_predictions(trainer.strategy.data_world, plan.outputs, trainer.device)
+        if verbose and trainer.is_global_zero:
+            trainer.print(printable(results_table(stage, results), sys.stdout))
+        return results

@@ -1,0 +1,16 @@
+"""``StepArguments``: the arguments of a ``Trainer`` that say what an optimizer step is made of."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+__all__ = ["StepArguments"]
+
+
+class StepArguments(Protocol):
+    """What a strategy checks before any process is started; meanings in :class:`trainkit.Trainer`."""
+
+    accumulate_grad_batches: int
+    global_batch_size: int | None
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str | None

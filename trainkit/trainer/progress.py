@@ -1,0 +1,167 @@
+"""``RunProgress``: the one place for the state of a run: its counters, the phase of its step, and what it has been asked for.
+
+``Trainer`` owns it and shows its values as properties. The loops, the due dates, saving, resume and the step's flags read and
+write it; nothing of it is kept anywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__ = ["Phase", "RunProgress", "Stop", "ValidationStart"]
+
+
+class Phase(str, Enum):
+    """Which part of the current optimizer step is done, so that a resumed run does the rest of it and nothing twice."""
+
+    STEP = "step"
+    """All of it: the last accumulation window is complete, logged and validated."""
+    UPDATED = "updated"
+    """The parameters are updated; logging and validation come next."""
+    VALIDATING = "validating"
+    """A validation is running, its hooks included. A resumed run repeats it whole."""
+    EPOCH_END = "epoch_end"
+    """The hooks of the epoch's end are running. A resumed run runs them again."""
+
+
+class Stop(Enum):
+    """How far a stop request has come. Each transition has one writer, a method of :class:`RunProgress`."""
+
+    RUNNING = "running"
+    REQUESTED = "requested"
+    """Some rank had ``should_stop`` set when the last optimizer step ended, and all ranks know."""
+    STOPPING = "stopping"
+    """Training ends with the current step."""
+    STOPPED = "stopped"
+    """The training loop is over."""
+
+
+@dataclass(frozen=True)
+class ValidationStart:
+    """What the loggers and torchmetrics objects were when the running validation began: a checkpoint saved in it holds that.
+
+    Attributes:
+        loggers: the state of each logger.
+        metric_updates: torchmetrics object → number of its updates.
+    """
+
+    loggers: list[dict[str, Any]]
+    metric_updates: dict[str, int]
+
+
+@dataclass
+class RunProgress:
+    """The state of one run. A fit begins with a new one; an evaluation keeps the counters of the fit before it.
+
+    Attributes:
+        stage: "fit", "validate", "test" or "predict"; ``None`` outside a run.
+        sanity_checking: the few validation batches before training are running.
+        validating: a validation is running.
+        global_step: number of optimizer steps so far.
+        current_epoch: number of completed epochs, which is the index of the running one.
+        batch_idx: index of the micro-batch in the epoch; -1 between epochs.
+        epoch_start: the micro-batch that the epoch begins with; not 0 in an epoch that was resumed.
+        batches_done: micro-batches of the epoch whose accumulation windows are complete, logged and validated.
+        steps_done: the accelerator's count of optimizer steps at that point.
+        first_step: ``global_step`` when this fit began.
+        phase: which part of the current optimizer step is done.
+        epoch_complete: the epoch whose end is running counts: it was not left for a stop.
+        should_log: the open accumulation window ends in a log boundary.
+        should_stop: this rank requests a stop (``trainer.should_stop``).
+        stop: how far a stop request has come.
+        safe_point_due: a save or a signal waits for the next safe point.
+        next_save_step: as ``safe_point_due``, from this ``global_step`` on.
+        validations: how many times the validation interval has been reached, in this epoch or since ``earlier_batches`` was 0.
+        earlier_batches: micro-batches of earlier epochs, where the validation interval counts across epochs.
+        surplus: how many micro-batches this epoch is longer than others, because it was resumed on another number of
+            processes at a position that is not a multiple of it.
+        validation_start: what a running validation began with; ``None`` outside one.
+        computed: metric → ``global_step`` at which its value of an epoch or an evaluation was computed.
+        tried_to_learn: ``training_step`` has returned a loss or, under manual optimization, stepped an optimizer.
+        warned_of_no_step: the user was warned that a whole epoch made no optimizer step.
+    """
+
+    stage: str | None = None
+    sanity_checking: bool = False
+    validating: bool = False
+    global_step: int = 0
+    current_epoch: int = 0
+    batch_idx: int = -1
+    epoch_start: int = 0
+    batches_done: int = 0
+    steps_done: int = 0
+    first_step: int = 0
+    phase: Phase = Phase.STEP
+    epoch_complete: bool = True
+    should_log: bool = False
+    should_stop: bool = False
+    stop: Stop = Stop.RUNNING
+    safe_point_due: bool = False
+    next_save_step: float = math.inf
+    validations: int = 0
+    earlier_batches: int = 0
+    surplus: int = 0
+    validation_start: ValidationStart | None = None
+    computed: dict[str, int] = field(default_factory=dict)
+    tried_to_learn: bool = False
+    warned_of_no_step: bool = False
+
+    def begin(self, stage: str) -> None:
+        """A run begins."""
+        self.stage = stage
+        self.should_stop = self.should_log = self.sanity_checking = self.validating = False
+        self.batch_idx = -1
+
+    def end(self) -> None:
+        """The run is over."""
+        self.stage, self.validating = None, False
+
+    @property
+    def batches_consumed(self) -> int:
+        """Micro-batches of the epoch whose accumulation windows have ended: where a checkpoint of this moment resumes."""
+        return self.batches_done if self.phase in (Phase.STEP, Phase.EPOCH_END) else self.batch_idx + 1
+
+    # ------------------------------------------------------------------------------------------------------- stopping
+
+    def agree_on_stop(self, requested: bool) -> None:
+        """All ranks know whether one of them requested a stop in the step before."""
+        if self.stop in (Stop.RUNNING, Stop.REQUESTED):
+            self.stop = Stop.REQUESTED if requested else Stop.RUNNING
+
+    def begin_stopping(self) -> None:
+        """Training ends with the current step."""
+        self.stop = Stop.STOPPING
+
+    def end_training(self) -> None:
+        """The training loop is over."""
+        self.stop = Stop.STOPPED
+
+    # -------------------------------------------------------------------------------------------------- epochs, windows
+
+    def end_window(self, batch_idx: int, steps: int) -> None:
+        """The step is complete: its accumulation window is logged and validated.
+
+        Args:
+            batch_idx: the window's last micro-batch.
+            steps: the accelerator's count of optimizer steps.
+        """
+        self.batches_done, self.steps_done = batch_idx + 1, steps
+        self.phase = Phase.STEP
+
+    def begin_next_epoch(self, batches: int, across_epochs: bool) -> None:
+        """The next epoch begins at its first micro-batch.
+
+        Args:
+            batches: micro-batches of the epoch that ends.
+            across_epochs: the validation interval counts across epochs.
+        """
+        self.current_epoch += 1
+        self.epoch_start = self.batches_done = 0
+        if across_epochs:
+            self.earlier_batches += batches - self.surplus
+        else:
+            self.validations = 0
+        self.surplus = 0
