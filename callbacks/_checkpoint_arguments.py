@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.callbacks._checks import check_int
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
+from trainkit.module.monitors import how_to_log, not_logged
 from trainkit.paths import local_path
-from trainkit.trainer.metric_notices import how_to_log, not_logged
 
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer

@@ -12,7 +12,7 @@ from trainkit.callback import Callback
 from trainkit.callbacks._checks import check_choice, check_int, check_number
 from trainkit.console import counted, notice, warn
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
-from trainkit.trainer.metric_notices import how_to_log, not_logged
+from trainkit.module.monitors import how_to_log, not_logged
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

@@ -232,6 +232,47 @@ def test_import_directions_can_pass(module: str, text: str) -> None:
     assert not house.wrong_imports(example(text, module), MODULES)
 
 
+def test_rooms_name_lower_rooms_only() -> None:
+    report([c for source in SOURCES for c in house.wrong_layers(source, MODULES)])
+
+
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        ("trainkit.checkpoint.x", "from trainkit.state.parts import Parts"),
+        ("trainkit.data.x", "from trainkit.metrics.store import MetricStore"),
+        ("trainkit.strategy", "if TYPE_CHECKING:\n    from trainkit.trainer.trainer import Trainer"),
+        ("trainkit.state.x", "def f():\n    from trainkit.trainer.trainer import Trainer"),
+        ("trainkit.callbacks.x", "from trainkit.trainer.trainer import Trainer"),
+        ("trainkit.callbacks.x", "if TYPE_CHECKING:\n    from trainkit.trainer.progress import RunProgress"),
+        ("trainkit.strategies.x", "from trainkit.trainer import progress"),
+        ("trainkit.errors", "from trainkit.console import notice"),
+    ],
+)
+def test_wrong_layers_are_found(module: str, text: str) -> None:
+    assert house.wrong_layers(example(text, module), MODULES)
+
+
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        ("trainkit.trainer.x", "from trainkit.accelerator.core import Accelerator\nfrom trainkit.trainer.due import DueDates"),
+        ("trainkit.callbacks.x", "if TYPE_CHECKING:\n    from trainkit.trainer.trainer import Trainer"),
+        ("trainkit.strategies.x", "from trainkit.accelerator.core import Accelerator"),
+        ("trainkit", "from trainkit.trainer import Trainer"),
+        ("trainkit.cli.x", "from trainkit.trainer import Trainer"),
+    ],
+)
+def test_lower_rooms_pass(module: str, text: str) -> None:
+    assert not house.wrong_layers(example(text, module), MODULES)
+
+
+def test_every_room_has_a_layer() -> None:
+    rooms = {house.room_of(module) for module in MODULES} - {""}
+    listed = [room for line in house.LAYERS for room in line]
+    assert sorted(rooms) == sorted([*listed, *house.PLUG_INS])
+
+
 # ------------------------------------------------------------------------------------- what is shown is what is public
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         ProfileKwargs,
     )
-    from trainkit.config.write import write_basic_config
     from trainkit.data.combined import CombinedLoader
     from trainkit.launch.notebook import notebook_launcher
     from trainkit.module.data_module import DataModule
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from trainkit.rng import seed_everything
     from trainkit.strategy import Strategy
     from trainkit.trainer.trainer import Trainer
+    from trainkit.utils.basic_config import write_basic_config
     from trainkit.utils.memory import find_executable_batch_size
     from trainkit.utils.modeling import load_checkpoint_in_model
     from trainkit.utils.seeding import set_seed
@@ -99,7 +99,7 @@ _PLACES = {
     "seed_everything": "trainkit.rng",
     "set_seed": "trainkit.utils.seeding",
     "skip_first_batches": "trainkit.accelerator.skipping",
-    "write_basic_config": "trainkit.config.write",
+    "write_basic_config": "trainkit.utils.basic_config",
 }
 
 if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:  # before the script's next line

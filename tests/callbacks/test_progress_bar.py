@@ -595,7 +595,7 @@ def test_an_epoch_that_max_steps_will_cut_short(terminal: Any, trainer: Any, mod
     bar = TQDMProgressBar()
     bar.setup(trainer, module, "fit")
     for start, total in ((0, 6), (3, 9)):  # of a run that goes on in the middle of the epoch
-        trainer._progress.epoch_start = start
+        trainer._progress = SimpleNamespace(epoch_start=start)
         bar.on_train_epoch_start(trainer, module)
         assert bar._train is not None
         assert bar._train.total == total

@@ -11,9 +11,10 @@ import torch
 
 from trainkit.config.read import read_settings
 from trainkit.config.values import Settings
-from trainkit.config.write import write_basic_config, write_settings
+from trainkit.config.write import write_settings
 from trainkit.errors import ConfigurationError
 from trainkit.launch import tpu
+from trainkit.utils.basic_config import write_basic_config
 
 SETTINGS = Settings(
     {"distributed_type": "DEEPSPEED", "num_processes": 2, "gradient_accumulation_steps": 4, "main_process_ip": "knöten"},

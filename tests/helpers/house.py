@@ -26,6 +26,37 @@ OPTIONAL_ROOMS = ("trainkit.cli", "trainkit.launch", "trainkit.loggers", "traink
 # A part of torch that loads an optional package.
 LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 
+# The rooms from bottom to top: a room names only rooms in lines before its own, in annotations too. Rooms of one line do not
+# name each other.
+LAYERS = (
+    ("errors", "_version"),
+    ("console", "keywords", "lazy", "nested", "paths", "rng", "footprint", "unsupported"),
+    ("distributed",),
+    ("precision",),
+    ("optim",),
+    ("callback", "strategy"),
+    ("registry",),
+    ("config",),
+    ("launch",),
+    ("checkpoint", "data", "metrics", "tracking"),
+    ("loggers",),
+    ("state",),
+    ("module",),
+    ("hooks",),
+    ("accelerator", "memory"),
+    ("logging", "utils"),
+    ("trainer",),
+    ("cli",),
+)
+# The two folders of plug-ins: everything below the trainer.
+PLUG_INS = ("callbacks", "strategies")
+# Who may name a class of a higher room in annotations, because users' code does.
+ANNOTATIONS = {
+    "callback": ("trainkit.trainer.trainer", "trainkit.module.train_module"),
+    "callbacks": ("trainkit.trainer.trainer",),
+    "module": ("trainkit.trainer.trainer",),
+}
+
 # Who may not import whom.
 NEVER = {
     "trainkit.callbacks": ("trainkit.strategies",),
@@ -195,6 +226,30 @@ def wrong_imports(source: Source, modules: Collection[str]) -> list[str]:
         if complaint:
             complaints.append(source.at(item.line, complaint))
     return complaints + _imports_by_string(source, room)
+
+
+def room_of(module: str) -> str:
+    """The room that a module lies in, or an empty string for the package itself and ``python -m trainkit``."""
+    room = module.partition(".")[2].partition(".")[0]
+    return "" if room == "__main__" else room
+
+
+def wrong_layers(source: Source, modules: Collection[str]) -> list[str]:
+    """Names of rooms that do not lie below the room of ``source``."""
+    level = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+    level |= dict.fromkeys(PLUG_INS, level["trainer"])
+    room = room_of(source.module)
+    if not room:
+        return []
+    complaints = []
+    for item in imports(source.tree):
+        named = item.full if item.full in modules else item.module
+        other = room_of(named) if under(named, "trainkit") else ""
+        if not other or other == room or (item.place == "typing" and named in ANNOTATIONS.get(room, ())):
+            continue
+        if level[other] >= level[room]:
+            complaints.append(source.at(item.line, f"{room} names {named}, which is not below it"))
+    return complaints
 
 
 def _wrong_package(module: str, item: Import) -> str:

@@ -10,35 +10,10 @@ from typing import Any
 
 import yaml
 
-from trainkit.config.keys import KEYS, checked
-from trainkit.config.read import default_file
 from trainkit.config.values import Settings
-from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 
-__all__ = ["write_basic_config", "write_settings"]
-
-
-def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | bool:
-    """Write a configuration file for the devices of this machine; a file that is there is left as it is.
-
-    Args:
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        save_location: the file, of YAML, or of JSON if its name ends so; default: that which ``trainkit launch`` reads where
-            none is named, in the user's cache folder.
-
-    Returns:
-        Its path; ``False`` if there was one.
-
-    Raises:
-        ConfigurationError: the precision is none of these, or the file cannot be written.
-    """
-    path = default_file() if save_location is None else Path(save_location)
-    precision = checked("mixed_precision", mixed_precision, KEYS, "mixed_precision")
-    if path.exists():
-        notice(f"{path} is there, and is left as it is. Remove it, give another save_location, or run: trainkit config")
-        return False
-    return write_settings(Settings({"mixed_precision": precision, **_devices()}), path)
+__all__ = ["write_settings"]
 
 
 def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
@@ -76,17 +51,3 @@ def _content(settings: Settings) -> dict[str, Any]:
     sections = {"deepspeed_config": deepspeed, "dynamo_config": dict(settings.dynamo)}
     content = {"compute_environment": "LOCAL_MACHINE", **values, **{name: part for name, part in sections.items() if part}}
     return dict(sorted(content.items()))
-
-
-def _devices() -> dict[str, Any]:
-    """What this machine has."""
-    import torch
-
-    from trainkit.launch.tpu import tpu_is_chosen
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus > 1:
-        return {"distributed_type": "MULTI_GPU", "num_processes": gpus, "use_cpu": False}
-    if gpus == 0 and tpu_is_chosen():
-        return {"distributed_type": "XLA", "use_cpu": False}
-    return {"distributed_type": "NO", "num_processes": 1, "use_cpu": gpus == 0 and not torch.backends.mps.is_available()}

@@ -1,51 +1,22 @@
-"""What is said of metrics: monitored and not logged, misspelled, logged twice under one name, or logged by step too rarely."""
+"""Warnings about metrics: monitored under a misspelled name, logged twice under one name, or logged by step too rarely."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from trainkit.console import notice, warn
-from trainkit.errors import nearest
-from trainkit.trainer.setup import overrides
+from trainkit.module.monitors import of_validation, why_no_validation
 
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["check_monitors", "how_to_log", "not_logged", "tell_rare_logs", "tell_shared_names"]
+__all__ = ["check_monitors", "tell_rare_logs", "tell_shared_names"]
 
 _LIKELY = 0.85  # similarity (difflib's ratio) of a misspelled name to the right one; val_los and val_loss: 0.93
 _DATALOADER = "/dataloader_idx_"
-
-
-def not_logged(trainer: Trainer, owner: str, monitor: str, logged: Iterable[str]) -> str:
-    """The first sentences of an error or warning about a monitor that was never logged.
-
-    Args:
-        trainer: the trainer.
-        owner: the class of the callback or scheduler.
-        monitor: the metric.
-        logged: the metrics that there are.
-    """
-    known = sorted(logged)
-    near, reason = nearest(monitor, known), _why_no_validation(trainer)
-    if reason is not None:
-        reason = f" This fit has no validation: {reason}."
-        near = "" if _of_validation(monitor) else near  # of all names those of training are not what was meant
-    elif monitor in trainer.logged_metrics:
-        reason = f" Validation logs it by step only: use self.log({monitor!r}, value, on_epoch=True)."
-    return (
-        f"{owner} monitors {monitor!r}, which was not logged.{reason or ''} Logged so far: "
-        f"{', '.join(map(repr, known)) or 'nothing'}.{near}"
-    )
-
-
-def how_to_log(monitor: str, logged: Iterable[str]) -> str:
-    """The rest of that message: the fix, unless another name was likely meant."""
-    log = "If not, log it" if nearest(monitor, sorted(logged)) else "Log it"
-    return f"{log}, in validation_step or training_step: self.log({monitor!r}, value); or monitor another one"
 
 
 def check_monitors(trainer: Trainer, logged: Collection[str] | None) -> None:
@@ -58,14 +29,14 @@ def check_monitors(trainer: Trainer, logged: Collection[str] | None) -> None:
         trainer: the trainer.
         logged: what validation logged in the sanity check; ``None``: this fit has no validation.
     """
-    reason = _why_no_validation(trainer) if logged is None else None
+    reason = why_no_validation(trainer) if logged is None else None
     for owner, monitor in _monitors(trainer):
-        if reason is not None and _of_validation(monitor):
+        if reason is not None and of_validation(monitor):
             warn(
                 f"{owner} monitors {monitor!r}, but this fit has no validation: {reason}. Ignore this if training logs "
                 f"{monitor!r} itself."
             )
-        near = _near(monitor, logged or (), 0.6 if _of_validation(monitor) else _LIKELY)
+        near = _near(monitor, logged or (), 0.6 if of_validation(monitor) else _LIKELY)
         if near is not None:
             warn(
                 f"{owner} monitors {monitor!r}, which validation did not log in the sanity check. Did you mean {near!r}? "
@@ -96,21 +67,6 @@ def tell_rare_logs(trainer: Trainer) -> None:
             f"an epoch has {math.ceil(steps)} optimizer steps, fewer than log_every_n_steps={every}: what is logged by step "
             f"reaches the loggers at every {every}th step only. To log more often: Trainer(log_every_n_steps=1)"
         )
-
-
-def _why_no_validation(trainer: Trainer) -> str | None:
-    """Why a fit validates nothing, and the fix; ``None`` if it does validate, or where none is running."""
-    if trainer.stage != "fit" or any(count > 0 for count in trainer.num_val_batches):
-        return None
-    if trainer._arguments.limit_val_batches == 0:
-        return "limit_val_batches=0 turns it off. Remove that argument"
-    if not overrides(trainer.lightning_module, "validation_step"):
-        return f"{type(trainer.lightning_module).__name__} has no validation_step. Define one"
-    return "no validation loader was given. Pass one, trainer.fit(module, train_loader, val_loader)"
-
-
-def _of_validation(monitor: str) -> bool:
-    return monitor.lower().startswith("val")
 
 
 def _monitors(trainer: Trainer) -> Iterator[tuple[str, str]]:

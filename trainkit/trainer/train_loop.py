@@ -33,8 +33,8 @@ from torch.optim import Optimizer
 from trainkit.console import warn
 from trainkit.errors import LossError, MissingMetricError
 from trainkit.metrics.store import Scope
+from trainkit.module.monitors import not_logged
 from trainkit.trainer.eval_loop import evaluate
-from trainkit.trainer.metric_notices import not_logged
 from trainkit.trainer.progress import Phase, Stop
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         ProfileKwargs,
     )
-    from trainkit.config.write import write_basic_config
     from trainkit.launch.notebook import notebook_launcher
     from trainkit.state.single_file import load
     from trainkit.utils.available import (
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
         is_wandb_available,
         is_xpu_available,
     )
+    from trainkit.utils.basic_config import write_basic_config
     from trainkit.utils.choices import DynamoBackend, LoggerType, PrecisionType
     from trainkit.utils.memory import find_executable_batch_size, release_memory
     from trainkit.utils.modeling import load_checkpoint_in_model
@@ -143,7 +143,7 @@ PLACES = {
     "set_seed": "trainkit.utils.seeding",
     "tqdm": "trainkit.utils.progress",
     "wait_for_everyone": "trainkit.utils.operations",
-    "write_basic_config": "trainkit.config.write",
+    "write_basic_config": "trainkit.utils.basic_config",
 }
 
 
