@@ -13,7 +13,6 @@ from trainkit.config.read import read_settings
 from trainkit.config.values import Settings
 from trainkit.config.write import write_settings
 from trainkit.errors import ConfigurationError
-from trainkit.launch import tpu
 from trainkit.utils.basic_config import write_basic_config
 
 SETTINGS = Settings(
@@ -81,7 +80,7 @@ def test_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "num_processes": 1,
         "use_cpu": True,
     }
-    monkeypatch.setattr(tpu, "tpu_is_chosen", lambda: True)
+    monkeypatch.setattr("trainkit.utils.basic_config.tpu_is_chosen", lambda: True)
     assert read_settings(write_basic_config(save_location="tpu.yaml")).get("distributed_type") == "XLA"
 
 

@@ -81,6 +81,7 @@ CODE_RUNNING_BUILTINS = {"eval", "exec"}
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
+COMPLEXITY = 15
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Node = TypeVar("Node", bound=ast.AST)
@@ -460,6 +461,49 @@ def too_long(source: Source) -> dict[str, str]:
             complaint = source.at(node.lineno, f"{node.name} has {lines} lines, more than {FUNCTION_LINES}")
             complaints[f"{source.path}:{node.name}"] = complaint
     return complaints
+
+
+_BRANCHES = (
+    ast.If,
+    ast.IfExp,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.ExceptHandler,
+    ast.With,
+    ast.AsyncWith,
+    ast.Assert,
+    ast.match_case,
+)
+
+
+def complexity(function: Function) -> int:
+    """The cyclomatic complexity of a function without the functions inside it, counted as by radon (McCabe, 1976).
+
+    One, and one more for each branch, loop, handler, context, assertion, comprehension and boolean operator.
+    """
+    count = 1
+    nodes: list[ast.AST] = list(ast.iter_child_nodes(function))
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Function | ast.ClassDef):
+            continue
+        count += isinstance(node, _BRANCHES)
+        if isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+        nodes += ast.iter_child_nodes(node)
+    return count
+
+
+def too_complex(source: Source) -> list[str]:
+    """Functions with more ways through them than a reader can keep in mind."""
+    return [
+        source.at(node.lineno, f"{node.name} has a cyclomatic complexity of {found}, more than {COMPLEXITY}")
+        for node in ast.walk(source.tree)
+        if isinstance(node, Function) and (found := complexity(node)) > COMPLEXITY
+    ]
 
 
 def function_lines(node: Function) -> int:
