@@ -51,6 +51,7 @@ __all__ = [
     "plan_evaluation",
     "refuse_evaluation",
     "running",
+    "set_up",
 ]
 
 
@@ -115,11 +116,11 @@ def running(
     module: TrainModule,
     datamodule: DataModule | None,
     *given: Any,
-    first: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Within it the module is set up, on its device; afterwards everything that the run took is given back.
+    """Within it the module is this trainer's and its callbacks are attached; afterwards all that the run took is released.
 
-    The order: ``configure_callbacks``, ``first``, ``prepare_data``, ``setup``, ``configure_model``, the body, ``teardown``.
+    The order: ``configure_callbacks``, the body, ``teardown``. The body begins with :func:`set_up`; a fit finds the checkpoint
+    that it resumes from before that.
     """
     if trainer.stage is not None:
         raise ConfigurationError(
@@ -143,11 +144,6 @@ def running(
         merge_module_callbacks(trainer, module)
         build_hooks(trainer)
         with torch_flags(*trainer._flags):
-            first()
-            share_log_folders(trainer, _log_folders(trainer))
-            if trainer.profiler is not None:
-                trainer.profiler.start(Path(trainer.log_dir or "."))
-            _set_up(trainer, stage, module)
             yield
         status = "success"
     except BaseException as exception:
@@ -235,7 +231,13 @@ def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataMo
         trainer.precision.reset()
 
 
-def _set_up(trainer: Trainer, stage: str, module: TrainModule) -> None:
+def set_up(trainer: Trainer) -> None:
+    """Set up the run: log folders, ``prepare_data``, ``setup``, ``configure_model``, the module on its device."""
+    stage, module = trainer.stage, trainer.lightning_module
+    assert stage is not None
+    share_log_folders(trainer, _log_folders(trainer))
+    if trainer.profiler is not None:
+        trainer.profiler.start(Path(trainer.log_dir or "."))
     seed_generators(mix(trainer.seed, Stage.TRAIN, Purpose.INIT), trainer.strategy.generators())
     _prepare_data(trainer, module)
     if trainer.datamodule is not None and overrides(trainer.datamodule, "setup", DataModule):

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +47,7 @@ from trainkit.trainer.lifecycle import (
     plan_evaluation,
     refuse_evaluation,
     running,
+    set_up,
 )
 from trainkit.trainer.memory_plan import make_plan
 from trainkit.trainer.metric_notices import tell_rare_logs, tell_shared_names
@@ -273,8 +273,9 @@ class Trainer:
         if isinstance(train_dataloaders, DataModule) and datamodule is None:
             train_dataloaders, datamodule = None, train_dataloaders
         wanted = check_restore(ckpt_path, restore, overrides, strict)
-        first = partial(begin_resume, self, ckpt_path, wanted, chosen=restore is not None, strict=strict)
-        with interruptible(self), running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders, first=first):
+        with interruptible(self), running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders):
+            begin_resume(self, ckpt_path, wanted, chosen=restore is not None, strict=strict)
+            set_up(self)
             self._given = train_dataloaders, val_dataloaders
             loader = train_loader(self, train_dataloaders)
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
@@ -898,6 +899,7 @@ def _run(
     if isinstance(dataloaders, DataModule) and datamodule is None:
         dataloaders, datamodule = None, dataloaders
     with running(trainer, stage, module, datamodule, dataloaders):
+        set_up(trainer)
         plan = plan_evaluation(trainer, name, dataloaders)
         if plan is None:
             refuse_evaluation(trainer, stage, name)
