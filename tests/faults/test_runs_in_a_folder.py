@@ -209,7 +209,7 @@ def test_a_damaged_checkpoint_is_named_and_the_next_older_is_used(
     saved: Path, name: str, damage: Callable[[Path], None], word: str
 ) -> None:
     damage(saved / name)
-    with pytest.warns(TrainkitWarning, match="damaged and passed over") as caught:
+    with pytest.warns(TrainkitWarning, match="damaged and skipped") as caught:
         trainer = fit(8, ckpt_path=word)
     assert trainer._checkpointing.resumed_from is not None
     assert trainer._checkpointing.resumed_from.name == "step-00000004"

@@ -89,7 +89,7 @@ def test_a_damaged_one_is_passed_over_and_named() -> None:
     data[-3] ^= 4
     file.write_bytes(data)
     trainer = saving(max_epochs=2)
-    with pytest.warns(UserWarning, match="damaged and passed over: .*step-00000008.*model.safetensors"):
+    with pytest.warns(UserWarning, match="damaged and skipped: .*step-00000008.*model.safetensors"):
         trainer.fit(Adam(), tiny_loader(), ckpt_path="auto")
     assert trainer._checkpointing.resumed_from.name == "step-00000004"
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):

@@ -422,7 +422,7 @@ def resumes(word: str) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         error = error_of(lambda: fit(max_epochs=2, ckpt_path=word))
-    return error, [str(warning.message) for warning in caught if "passed over" in str(warning.message)]
+    return error, [str(warning.message) for warning in caught if "damaged and skipped" in str(warning.message)]
 
 
 def test_a_damaged_one_is_passed_over_by_all_or_is_an_error_on_all(run_dir: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_damaged_one_is_named_and_the_one_before_it_is_used(job: Job) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     (FOLDER / "step-00000002" / "state.json").unlink()
     job.start()
-    with pytest.warns(TrainkitWarning, match="passed over") as caught:
+    with pytest.warns(TrainkitWarning, match="damaged and skipped") as caught:
         again = job.fit(3)
     assert again.began == 1
     assert ["step-00000003" in str(one.message) for one in caught] == [True, False]
@@ -162,7 +162,7 @@ def test_all_of_the_run_being_damaged_is_an_error_and_no_fresh_start(job: Job) -
         (FOLDER / f"step-0000000{step}" / "state.json").write_bytes(b"{}")
     job.start()
     with (
-        pytest.warns(TrainkitWarning, match="passed over"),
+        pytest.warns(TrainkitWarning, match="damaged and skipped"),
         pytest.raises(CorruptCheckpointError, match=r"(?s)none of the checkpoints of this run.*step-00000002.*step-00000001"),
     ):
         job.fit(3)
@@ -172,7 +172,7 @@ def test_one_of_which_nothing_can_be_known_is_named(job: Job) -> None:
     job.fit(2)
     (FOLDER / "step-00000002" / "manifest.json").write_bytes(b"{}")
     job.start()
-    with pytest.warns(TrainkitWarning, match=r"passed over: .*step-00000002"):
+    with pytest.warns(TrainkitWarning, match=r"damaged and skipped: .*step-00000002"):
         assert job.fit(3).began == 1
 
 

@@ -83,23 +83,34 @@ def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
 
     What the module of an earlier run brought is gone then, and what it displaced is back.
     """
-    own = [c for c in trainer.callbacks if all(c is not other for other in trainer._brought_callbacks)]
-    own += [c for c in trainer._displaced_callbacks if all(c is not other for other in own)]
-    brought = module.configure_callbacks() if overrides(module, "configure_callbacks") else None
-    brought = [] if brought is None else _listed(brought)
-    for callback in brought:
-        check_callback(callback)
+    own = [c for c in trainer.callbacks if not _contains(trainer._brought_callbacks, c)]
+    own += [c for c in trainer._displaced_callbacks if not _contains(own, c)]
+    brought = _brought_by(module)
     kinds = {type(callback) for callback in brought}
     trainer._displaced_callbacks = [callback for callback in own if type(callback) in kinds]
     kept = [callback for callback in own if type(callback) not in kinds]
     clipping = load_callback("gradient_clipping")
     clips = module.automatic_optimization and overrides(module, "configure_gradient_clipping")
-    if clips and not any(isinstance(c, clipping) for c in kept + brought):
+    if clips and not any(isinstance(callback, clipping) for callback in kept + brought):
         brought.append(clipping(None))  # so that the module's own clipping is called
     trainer._brought_callbacks = brought
     trainer.callbacks = kept + brought
     for callback in trainer.callbacks:
         callback._module = module
+
+
+def _contains(callbacks: list[Callback], callback: Callback) -> bool:
+    """Whether it is one of these objects; a user's class may have an equality of its own."""
+    return any(callback is other for other in callbacks)
+
+
+def _brought_by(module: TrainModule) -> list[Callback]:
+    """What ``configure_callbacks`` returns, checked."""
+    brought = module.configure_callbacks() if overrides(module, "configure_callbacks") else None
+    callbacks = [] if brought is None else _listed(brought)
+    for callback in callbacks:
+        check_callback(callback)
+    return callbacks
 
 
 def _listed(given: Any) -> list[Any]:

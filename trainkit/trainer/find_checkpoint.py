@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,10 +27,10 @@ from trainkit.state.parts import model_stems
 from trainkit.trainer.run_folder import Places
 
 if TYPE_CHECKING:
+    from trainkit.callback import Callback
     from trainkit.strategy import Strategy
-    from trainkit.trainer.trainer import Trainer
 
-__all__ = ["WORDS", "Enter", "Found", "find_checkpoint", "newest_of"]
+__all__ = ["WORDS", "Enter", "Found", "Searcher", "find_checkpoint", "newest_of"]
 
 WORDS = ("auto", "last", "best")
 
@@ -72,13 +72,27 @@ class _Listed(NamedTuple):
     counter: int
 
 
+class Searcher(NamedTuple):
+    """The run that looks for a checkpoint.
+
+    Attributes:
+        strategy: of the run.
+        module: the name of the class that it trains; checkpoints of another class are skipped.
+        callbacks: those of ``ModelCheckpoint`` know the best one.
+    """
+
+    strategy: Strategy
+    module: str
+    callbacks: Sequence[Callback]
+
+
 def find_checkpoint(
-    trainer: Trainer, ckpt_path: str | os.PathLike[str], places: Places, *, whole: bool, enter: Enter | None = None
+    searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places, *, whole: bool, enter: Enter | None = None
 ) -> Found | None:
-    """Read the checkpoint that ``ckpt_path`` names; ``None`` for a fresh start, which only "auto" allows.
+    """Read the checkpoint that ``ckpt_path`` names; ``None`` for a fresh start, which only "auto" allows. Collective.
 
     Args:
-        trainer: whose callbacks know the best one.
+        searcher: the run.
         ckpt_path: "auto": the newest good one, if there is one. "last": the newest good one. "best": that of
             ``ModelCheckpoint``. Or a path.
         places: where to look.
@@ -90,14 +104,14 @@ def find_checkpoint(
         CheckpointNotFoundError: there is none.
         CorruptCheckpointError: the one that was named is bad, or all are.
     """
-    strategy, world = trainer.strategy, trainer.strategy.world
+    strategy, world = searcher.strategy, searcher.strategy.world
     if ckpt_path in ("auto", "last"):
-        return _newest(trainer, str(ckpt_path), places, whole, enter)
+        return _newest(searcher, str(ckpt_path), places, whole, enter)
 
     def look() -> list[Any] | None:
         if not world.is_main:
             return None
-        path = _named(trainer, ckpt_path, places)
+        path = _named(searcher, ckpt_path, places)
         folder = Path(os.path.abspath(path)).parent
         return [os.fspath(path), str(folder) if folder in places.runs else None]
 
@@ -115,10 +129,10 @@ def _is_busy(folder: Path, enter: Enter) -> bool:
     return False
 
 
-def _named(trainer: Trainer, ckpt_path: str | os.PathLike[str], places: Places) -> Path:
+def _named(searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places) -> Path:
     """Where the checkpoint lies that is not asked for by its age."""
     if ckpt_path == "best":
-        return _best(trainer, places)
+        return _best(searcher, places)
     path = local_path(ckpt_path, "ckpt_path")
     if path.name == POINTER and path.is_file():  # of save_last
         path = path.parent / (read_pointer(path.parent) or POINTER)
@@ -193,7 +207,7 @@ def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter
             problem = one.problem
         except CorruptCheckpointError as error:
             problem = str(error)
-        warn(f"a checkpoint is damaged and passed over: {problem}")
+        warn(f"a checkpoint is damaged and skipped: {problem}")
         bad += [problem] if own else []
     if bad:
         raise CorruptCheckpointError(
@@ -204,65 +218,88 @@ def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter
     return None
 
 
-def _newest(trainer: Trainer, word: str, places: Places, whole: bool, enter: Enter | None) -> Found | None:
-    strategy, kind = trainer.strategy, type(trainer.lightning_module).__name__
-    bad: list[str] = []
-    weights: list[str] = []
-    others: list[str] = []  # of another module
-    busy: list[Path] = []  # folders of live runs
-    listed, where = _listed(strategy.world, places)
+class _Skipped:
+    """The newest checkpoints that cannot be taken, by reason."""
+
+    def __init__(self, module: str, where: str) -> None:
+        self._module, self._where = module, where
+        self.damaged: list[str] = []
+        self.weights_only: list[str] = []
+        self.of_others: list[str] = []  # names of other modules
+        self.busy: list[Path] = []  # folders of live runs
+
+    def tell(self) -> None:
+        """Tell which newer checkpoints this run does not continue."""
+        if self.of_others:
+            names = ", ".join(dict.fromkeys(self.of_others))
+            notice(
+                f"skipped newer checkpoints of another module ({names}): this run trains {self._module}. To use one, give its "
+                "path."
+            )
+        for folder in self.busy:
+            notice(f"skipped the checkpoints in {folder}: another live run saves there. To continue from one, give its path.")
+
+    def refuse(self, word: str, whole: bool) -> None:
+        """Nothing is left to take: an error, or for "auto" a notice.
+
+        Raises:
+            CorruptCheckpointError: there are some, and all are damaged.
+            CheckpointError: there are only weights.
+            CheckpointNotFoundError: there is none.
+        """
+        self.tell()
+        if self.damaged:
+            raise CorruptCheckpointError(
+                f"ckpt_path={word!r}: none of the checkpoints in {self._where} is good:\n  "
+                + "\n  ".join(self.damaged)
+                + "\nRemove them to start from the beginning, or name another folder: ModelCheckpoint(dirpath=...)"
+            )
+        if self.weights_only:
+            raise CheckpointError(
+                f"ckpt_path={word!r}: {self._where} contains weights-only checkpoints, which cannot be resumed. Start a new "
+                f"run with the weights: fit(..., ckpt_path={self.weights_only[0]!r}, restore={{'model'}})"
+            )
+        if word != "auto":
+            raise CheckpointNotFoundError(
+                f"ckpt_path='last': there is no checkpoint in {self._where}. ckpt_path='auto' starts from the beginning then."
+            )
+        which = f"checkpoint of {self._module}" if self.of_others else "checkpoint"
+        start = "starting from the beginning." if whole else "weights as they are."
+        notice(f"there is no {which} in {self._where}: {start}")
+
+
+def _newest(searcher: Searcher, word: str, places: Places, whole: bool, enter: Enter | None) -> Found | None:
+    listed, where = _listed(searcher.strategy.world, places)
+    skipped = _Skipped(searcher.module, where)
     for one in listed:
-        if one.of_run and _is_another(one.module, kind):
-            others.append(str(one.module))
-            continue
-        if one.problem is not None:
-            bad.append(one.problem)
-            continue
-        if whole and not one.resumable:
-            weights.append(str(one.path))
-            continue
-        folder = one.path.parent
-        if one.of_run and enter is not None and (folder in busy or _is_busy(folder, enter)):
-            busy += [] if folder in busy else [folder]
-            continue
-        try:
-            read = _read(strategy, one.path, whole)
-        except CorruptCheckpointError as error:
-            bad.append(str(error))
-            continue
-        _say_skipped(kind, others, busy)
-        for problem in bad:
-            warn(f"a checkpoint is damaged and passed over: {problem}")
-        return read
-    _say_skipped(kind, others, busy)
-    if bad:
-        raise CorruptCheckpointError(
-            f"ckpt_path={word!r}: none of the checkpoints in {where} is good:\n  "
-            + "\n  ".join(bad)
-            + "\nRemove them to start "
-            "from the beginning, or name another folder: ModelCheckpoint(dirpath=...)"
-        )
-    if weights:
-        raise CheckpointError(
-            f"ckpt_path={word!r}: {where} holds checkpoints of weights only, so that no run can go on from them. Start a new "
-            f"run with the weights: fit(..., ckpt_path={weights[0]!r}, restore={{'model'}})"
-        )
-    if word == "auto":
-        which = f"checkpoint of {kind}" if others else "checkpoint"
-        notice(f"there is no {which} in {where}: " + ("starting from the beginning." if whole else "weights as they are."))
-        return None
-    raise CheckpointNotFoundError(
-        f"ckpt_path='last': there is no checkpoint in {where}. ckpt_path='auto' starts from the beginning then."
-    )
+        if one.of_run and _is_another(one.module, searcher.module):
+            skipped.of_others.append(str(one.module))
+        elif one.problem is not None:
+            skipped.damaged.append(one.problem)
+        elif whole and not one.resumable:
+            skipped.weights_only.append(str(one.path))
+        elif not (one.of_run and enter is not None and _skips_busy(one.path.parent, enter, skipped.busy)):
+            try:
+                read = _read(searcher.strategy, one.path, whole)
+            except CorruptCheckpointError as error:
+                skipped.damaged.append(str(error))
+                continue
+            skipped.tell()
+            for problem in skipped.damaged:
+                warn(f"a checkpoint is damaged and skipped: {problem}")
+            return read
+    skipped.refuse(word, whole)
+    return None
 
 
-def _say_skipped(kind: str, others: list[str], busy: list[Path]) -> None:
-    """What newer there is that this run does not continue."""
-    if others:
-        names = ", ".join(dict.fromkeys(others))
-        notice(f"skipped newer checkpoints of another module ({names}): this run trains {kind}. To use one, give its path.")
-    for folder in busy:
-        notice(f"skipped the checkpoints in {folder}: another live run saves there. To continue from one, give its path.")
+def _skips_busy(folder: Path, enter: Enter, busy: list[Path]) -> bool:
+    """Whether a live run saves to a folder, which is noted then."""
+    if folder in busy:
+        return True
+    if _is_busy(folder, enter):
+        busy.append(folder)
+        return True
+    return False
 
 
 def _is_another(module: str | None, kind: str) -> bool:
@@ -270,14 +307,14 @@ def _is_another(module: str | None, kind: str) -> bool:
     return module is not None and module.rpartition(".")[2] != kind
 
 
-def _best(trainer: Trainer, places: Places) -> Path:
+def _best(searcher: Searcher, places: Places) -> Path:
     kind = load_callback("model_checkpoint")
-    own = [callback for callback in trainer.callbacks if isinstance(callback, kind)]
+    own = [callback for callback in searcher.callbacks if isinstance(callback, kind)]
     if not own:
         raise CheckpointNotFoundError(
             "ckpt_path='best' asks a ModelCheckpoint: Trainer(callbacks=[ModelCheckpoint(monitor=...)])."
         )
-    kind_of_module, told = type(trainer.lightning_module).__name__, set(places.told)
+    told = set(places.told)
     for callback in own:
         found = candidates(*places.folders) if not callback.best_model_path else []
         mine = [
@@ -285,7 +322,7 @@ def _best(trainer: Trainer, places: Places) -> Path:
             for one in found
             if one.path.parent in told
             or one.manifest is None
-            or not _is_another(one.manifest.contents.get("module"), kind_of_module)
+            or not _is_another(one.manifest.contents.get("module"), searcher.module)
         ]
         if path := callback.best_model_path or callback.best_in(mine):
             return Path(path)

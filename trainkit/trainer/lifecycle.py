@@ -344,20 +344,11 @@ def _tear_down(trainer: Trainer, stage: str, status: str, exception: BaseExcepti
     """All of it, whatever fails on the way; an error here must not hide the one that ended the run."""
     trainer._metrics.scope = Scope.NOWHERE
     trainer._metrics.batch = None
-    parts: list[Callable[[], Any]] = [partial(hook, stage) for hook in trainer._hooks.teardown]
-    if trainer.datamodule is not None and overrides(trainer.datamodule, "teardown", DataModule):
-        parts.append(partial(trainer.datamodule.teardown, stage))
-    if stage == "fit" and trainer._save_policy is not None:
-        parts.append(trainer._checkpointing.close)
-    parts += [partial(logger.finalize, status) for logger in trainer.loggers]
-    parts += [trainer.accelerator.free_memory, trainer.strategy.teardown]
-    if trainer.profiler is not None:
-        parts += [trainer.profiler.stop, lambda: trainer.print(trainer.profiler.summary() if trainer.profiler else "")]
     errors: list[BaseException] = []
-    for part in parts:
+    for part in _parts_to_release(trainer, stage, status):
         try:
             part()
-        except BaseException as error:  # an interrupt too: what comes after it gives locks and threads back
+        except BaseException as error:  # an interrupt too: what comes after it releases locks and threads
             errors.append(error)
     for callback in trainer.callbacks:
         callback._module = None
@@ -369,3 +360,21 @@ def _tear_down(trainer: Trainer, stage: str, status: str, exception: BaseExcepti
         if isinstance(failure, ProcessFailedError) or _same(failure, exception):  # what ended the run says as much or more
             continue
         notice(f"the tear-down failed too: {failure!r}", everywhere=True)
+
+
+def _parts_to_release(trainer: Trainer, stage: str, status: str) -> Iterator[Callable[[], Any]]:
+    """What a run took, in the order in which it is released."""
+    for hook in trainer._hooks.teardown:
+        yield partial(hook, stage)
+    if trainer.datamodule is not None and overrides(trainer.datamodule, "teardown", DataModule):
+        yield partial(trainer.datamodule.teardown, stage)
+    if stage == "fit" and trainer._save_policy is not None:
+        yield trainer._checkpointing.close
+    for logger in trainer.loggers:
+        yield partial(logger.finalize, status)
+    yield trainer.accelerator.free_memory
+    yield trainer.strategy.teardown
+    profiler = trainer.profiler
+    if profiler is not None:
+        yield profiler.stop
+        yield lambda: trainer.print(profiler.summary())

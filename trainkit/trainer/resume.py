@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
 from trainkit.console import counted, notice, warn
 from trainkit.data.order import ORDER_VERSION
@@ -17,7 +18,7 @@ from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
 from trainkit.state.parts import Parts, check_names, restore, shown
-from trainkit.trainer.find_checkpoint import WORDS, Enter, Found, find_checkpoint, newest_of
+from trainkit.trainer.find_checkpoint import WORDS, Enter, Found, Searcher, find_checkpoint, newest_of
 from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
 from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
 
@@ -40,16 +41,9 @@ def check_restore(
         ConfigurationError: parts or overrides without a checkpoint, or of the wrong type.
         UnknownNameError: a part that nobody knows.
     """
-    if ckpt_path is not None and not isinstance(ckpt_path, str | os.PathLike):
-        meant = "datamodule" if isinstance(ckpt_path, DataModule) else "verbose" if isinstance(ckpt_path, bool) else ""
-        hint = f" A {type(ckpt_path).__name__} is given by name: {meant}=..." if meant else ""
-        raise ConfigurationError(f"ckpt_path must be a path, 'auto', 'last' or 'best', not {ckpt_path!r}.{hint}")
-    if ckpt_path == "":
-        raise ConfigurationError("ckpt_path is an empty string. For a fresh start: ckpt_path=None; for the newest one: 'auto'.")
+    _check_path(ckpt_path)
     if not isinstance(strict, bool):
         raise ConfigurationError(f"strict must be True or False, not {strict!r}.")
-    if ckpt_path is not None and ckpt_path not in WORDS:
-        local_path(ckpt_path, "ckpt_path")  # refused now, and expanded where it is looked for
     if ckpt_path is None and (given is not None or overrides or not strict):
         raise ConfigurationError(
             "restore=, overrides= and strict=False need a checkpoint: add ckpt_path='auto', 'best' or the path of one."
@@ -59,6 +53,20 @@ def check_restore(
             f"overrides must be a dict of optimizer options, not {overrides!r}. For example: {{'lr': 1e-4}}"
         )
     return check_names(given, PARTS)
+
+
+def _check_path(ckpt_path: Any) -> None:
+    """Refuse what is neither a path nor one of the words."""
+    if ckpt_path is None:
+        return
+    if not isinstance(ckpt_path, str | os.PathLike):
+        meant = "datamodule" if isinstance(ckpt_path, DataModule) else "verbose" if isinstance(ckpt_path, bool) else ""
+        hint = f" A {type(ckpt_path).__name__} is given by name: {meant}=..." if meant else ""
+        raise ConfigurationError(f"ckpt_path must be a path, 'auto', 'last' or 'best', not {ckpt_path!r}.{hint}")
+    if ckpt_path == "":
+        raise ConfigurationError("ckpt_path is an empty string. For a fresh start: ckpt_path=None; for the newest one: 'auto'.")
+    if ckpt_path not in WORDS:
+        local_path(ckpt_path, "ckpt_path")  # refused now, and expanded where it is looked for
 
 
 def begin_resume(
@@ -78,32 +86,51 @@ def begin_resume(
     _agree(trainer, ckpt_path, wanted, strict)
     before = world.recall(key) if world.restarts else None
     if ckpt_path is not None or before is not None:
-        places = checkpoint_places(trainer)
-        callbacks: list[Any] = [] if trainer.fast_dev_run else list(trainer.checkpoint_callbacks)
-        if callbacks:
-            for folder in places.told:
-                trainer._checkpointing.use_folder(folder)  # so that no other run removes what is being read
-        enter = None if all(own.told_folder for own in callbacks) else trainer._checkpointing.places.continue_in
-        if trainer.fast_dev_run and wanted - {"model"}:
-            wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
-        elif before is not None:
-            trainer._found = _restarted(trainer.strategy, before, places, enter)
-        if trainer._found is not None:
-            wanted |= set(PARTS)
-        elif ckpt_path is not None:
-            continues = enter if wanted >= set(PARTS) else None  # with some parts only it is another run
-            trainer._found = find_checkpoint(trainer, ckpt_path, places, whole=not wanted <= {"model"}, enter=continues)
-            if trainer._found is None:
-                trainer._checkpointing.places.remove_abandoned(places.runs)
-        if trainer._found is not None:
-            trainer._found.wanted = wanted
-            _take_over(trainer, trainer._found, wanted, chosen and not trainer._found.restart)
-            if enter is not None:
-                _find_folder(trainer, places, enter)
+        _find(trainer, ckpt_path, before, wanted, chosen)
+    saves = trainer._checkpointing
     if trainer._found is None:
-        world.remember(key, trainer._checkpointing.run_id)
-    elif not trainer._found.restart:  # of a run that is gone on with, what was there before is not what this job has saved
-        world.remember(key, f"{trainer._checkpointing.run_id} {trainer._checkpointing.last_counter()}")
+        world.remember(key, saves.run_id)
+    elif not trainer._found.restart:  # of a resumed run, what was there before is not what this job has saved
+        world.remember(key, f"{saves.run_id} {saves.last_counter()}")
+
+
+def _find(
+    trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, before: str | None, wanted: set[str], chosen: bool
+) -> None:
+    """Read the checkpoint, of the restarted job or the one that was asked for, and continue in the folder of its run."""
+    places = checkpoint_places(trainer)
+    enter = _use_folders(trainer, places)
+    found: Found | None = None
+    if trainer.fast_dev_run and wanted - {"model"}:
+        wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
+    elif before is not None:
+        found = _restarted(trainer.strategy, before, places, enter)
+    if found is not None:
+        wanted |= set(PARTS)
+    elif ckpt_path is not None:
+        continues = enter if wanted >= set(PARTS) else None  # with some parts only it is another run
+        weights_only = wanted <= {"model"}
+        found = find_checkpoint(_searcher(trainer), ckpt_path, places, whole=not weights_only, enter=continues)
+        if found is None:
+            trainer._checkpointing.places.remove_abandoned(places.runs)
+    if found is not None:
+        trainer._found, found.wanted = found, wanted
+        _take_over(trainer, found, wanted, chosen and not found.restart)
+        if enter is not None:
+            _find_folder(trainer, found, places, enter)
+
+
+def _use_folders(trainer: Trainer, places: Places) -> Enter | None:
+    """Lock the folders that callbacks were given, so that no other run removes what is being read.
+
+    Returns:
+        What continues in the folder of a run; ``None`` if all callbacks were given folders, or there are none.
+    """
+    callbacks: list[Any] = [] if trainer.fast_dev_run else list(trainer.checkpoint_callbacks)
+    if callbacks:
+        for folder in places.told:
+            trainer._checkpointing.use_folder(folder)
+    return None if all(own.told_folder for own in callbacks) else trainer._checkpointing.places.continue_in
 
 
 def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], strict: bool) -> None:
@@ -126,11 +153,10 @@ def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: s
                 )
 
 
-def _find_folder(trainer: Trainer, places: Places, enter: Enter) -> None:
+def _find_folder(trainer: Trainer, found: Found, places: Places, enter: Enter) -> None:
     """Continue in the run's own folder also where the checkpoint was in one that a callback was told."""
     checkpointing = trainer._checkpointing
-    assert trainer._found is not None
-    if checkpointing.places.of_run is None and checkpointing.run_id == trainer._found.loaded.manifest.run_id:
+    if checkpointing.places.of_run is None and checkpointing.run_id == found.loaded.manifest.run_id:
         folder = folder_of_run(trainer.strategy.world, places.runs, checkpointing.run_id)
         if folder is not None:
             enter(folder)
@@ -182,6 +208,11 @@ def _take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -
     every = trainer._arguments.reload_dataloaders_every_n_epochs
     trainer._progress.current_epoch = manifest.epoch - (manifest.epoch % every if every else 0)
     trainer._progress.global_step = manifest.step
+    _take_seed(trainer, manifest)
+
+
+def _take_seed(trainer: Trainer, manifest: Manifest) -> None:
+    """Draw the random numbers of the checkpoint's run, or warn that they are others from here on."""
     if not trainer._seed_given:
         trainer.seed = trainer.accelerator.seed = manifest.seed
     elif trainer.seed != manifest.seed:
@@ -246,7 +277,7 @@ def _ask_hooks(trainer: Trainer, loaded: Loaded) -> dict[str, Any]:
 
 def load_weights(trainer: Trainer, ckpt_path: str | os.PathLike[str], strict: bool = True) -> None:
     """The model's weights only, for an evaluation; ``strict`` as of :func:`restore_fit`."""
-    found = find_checkpoint(trainer, ckpt_path, checkpoint_places(trainer), whole=False)
+    found = find_checkpoint(_searcher(trainer), ckpt_path, checkpoint_places(trainer), whole=False)
     if found is None:
         return
     loaded = found.loaded
@@ -255,6 +286,10 @@ def load_weights(trainer: Trainer, ckpt_path: str | os.PathLike[str], strict: bo
     tensors, aliases, what = {"model": seen["state_dict"]}, loaded.manifest.aliases, str(found.path)
     restore(parts, tensors, loaded.state, aliases, wanted={"model"}, what=what, strict=strict)
     notice(f"weights of {found}.")
+
+
+def _searcher(trainer: Trainer) -> Searcher:
+    return Searcher(trainer.strategy, type(trainer.lightning_module).__name__, trainer.callbacks)
 
 
 def _override(parts: Parts, overrides: Mapping[str, Any]) -> None:
