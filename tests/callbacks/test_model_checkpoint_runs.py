@@ -178,7 +178,7 @@ def test_weights_only_and_a_file_that_names_the_newest() -> None:
     assert [found.manifest.contents["resumable"] for found in found("weights") if found.manifest] == [False, False]
     assert read_pointer(Path("weights")) == "step-00000012"
     for word in ("auto", "last"):
-        with pytest.raises(CheckpointError, match=r"holds checkpoints of weights only.*restore=\{'model'\}"):
+        with pytest.raises(CheckpointError, match=r"contains weights-only checkpoints.*restore=\{'model'\}"):
             fit(ModelCheckpoint("weights"), ckpt_path=word)
     with pytest.raises(CheckpointError, match="holds weights only"):
         fit(ckpt_path="weights/last")  # the file that names the newest is followed

@@ -335,7 +335,7 @@ def test_weights_only() -> None:
     for path in Path("only/version_0/checkpoints").glob("step-*"):
         path.rename(path.with_name("." + path.name))
     trainer.save_checkpoint("only/version_0/checkpoints/weights", weights_only=True)
-    with pytest.raises(CheckpointError, match="holds checkpoints of weights only") as caught:
+    with pytest.raises(CheckpointError, match="contains weights-only checkpoints") as caught:
         saving(default_root_dir="only").fit(Adam(), tiny_loader(), ckpt_path="last")
     named = re.search(r"ckpt_path='([^']+)', restore", str(caught.value))
     assert named is not None
