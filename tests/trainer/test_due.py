@@ -1,0 +1,126 @@
+"""``DueDates``: when a fit logs, validates and ends; numbers in, no Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainkit.trainer.arguments import TrainerArguments
+from trainkit.trainer.due import DueDates
+from trainkit.trainer.progress import RunProgress
+
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(TrainerArguments.__dataclass_fields__),
+    "max_steps": -1,
+    "overfit_batches": 0.0,
+    "fast_dev_run": False,
+    "check_val_every_n_epoch": 1,
+    "accumulate_grad_batches": 1,
+    "reload_dataloaders_every_n_epochs": 0,
+    "slurm_requeue": False,
+}
+
+
+def due(progress: RunProgress | None = None, **arguments: Any) -> DueDates:
+    return DueDates(TrainerArguments(**{**DEFAULTS, **arguments}), progress or RunProgress())
+
+
+# ---------------------------------------------------------------------------------------------------------------- logging
+
+
+@pytest.mark.parametrize("every, steps", [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (0, []), (7, [])])
+def test_log_boundaries(every: int, steps: list[int]) -> None:
+    dates = due(log_every_n_steps=every)
+    assert [step for step in range(1, 7) if dates.logs(step)] == steps
+
+
+# ----------------------------------------------------------------------------------------------------------------- ending
+
+
+@pytest.mark.parametrize("step, reached", [(0, False), (9, False), (10, True), (11, True)])
+def test_max_steps(step: int, reached: bool) -> None:
+    dates = due(RunProgress(global_step=step), max_steps=10)
+    assert (dates.max_steps_reached, dates.training_ends) == (reached, reached)
+
+
+def test_without_limits_nothing_ends() -> None:
+    dates = due(RunProgress(global_step=10**9, current_epoch=10**6), max_epochs=-1)
+    assert not dates.max_steps_reached
+    assert not dates.training_ends
+
+
+@pytest.mark.parametrize("epoch, ends", [(1, False), (2, True), (3, True)])
+def test_max_epochs(epoch: int, ends: bool) -> None:
+    assert due(RunProgress(current_epoch=epoch), max_epochs=2).training_ends is ends
+
+
+@pytest.mark.parametrize(
+    "progress, may_stop",
+    [
+        (RunProgress(current_epoch=1, global_step=20), False),
+        (RunProgress(current_epoch=2, global_step=19), False),
+        (RunProgress(current_epoch=2, global_step=20), True),
+    ],
+)
+def test_a_stop_request_counts_from_min_epochs_and_min_steps_on(progress: RunProgress, may_stop: bool) -> None:
+    progress.should_stop = True
+    dates = due(progress, min_epochs=2, min_steps=20, max_epochs=-1)
+    assert (dates.may_stop, dates.training_ends) == (may_stop, may_stop)
+
+
+# ------------------------------------------------------------------------------------------------------------- validation
+
+
+def validated(dates: DueDates, every: int | None, batches: range) -> list[int]:
+    """The micro-batches after which to validate, each of them an accumulation window."""
+    return [batch_idx for batch_idx in batches if dates.validates(batch_idx, True, every)]
+
+
+def test_every_n_micro_batches() -> None:
+    assert validated(due(), 3, range(10)) == [2, 5, 8]
+
+
+def test_an_interval_that_ends_inside_a_window_is_due_at_its_end() -> None:
+    dates = due()
+    windows = [3, 7, 11]  # of four micro-batches
+    assert [last for last in windows if dates.validates(last, True, 6)] == [7, 11]
+
+
+def test_without_an_interval_only_the_end_of_the_epoch_tells() -> None:
+    dates = due()
+    assert validated(dates, None, range(10)) == []
+    assert dates.validates_at_end(None)
+    assert not dates.validates_at_end(5)
+
+
+def test_every_second_epoch() -> None:
+    progress = RunProgress()
+    dates = due(progress, check_val_every_n_epoch=2)
+    assert validated(dates, 3, range(6)) == []
+    assert not dates.validates_at_end(None)
+    progress.current_epoch = 1
+    assert validated(dates, 3, range(6)) == [2, 5]
+    assert dates.validates_at_end(None)
+
+
+def test_across_epochs() -> None:
+    progress = RunProgress()
+    dates = due(progress, check_val_every_n_epoch=None, val_check_interval=4)
+    assert validated(dates, 4, range(6)) == [3]
+    progress.begin_next_epoch(6, across_epochs=True)
+    assert validated(dates, 4, range(6)) == [1, 5]
+
+
+def test_every_n_optimizer_steps() -> None:
+    progress = RunProgress(global_step=4)
+    dates = due(progress, val_every_n_steps=4)
+    assert dates.validates(0, True, None)
+    assert not dates.validates(0, False, None), "an optimizer step that was skipped"
+    progress.global_step = 5
+    assert not dates.validates(1, True, None)
+    assert not dates.validates_at_end(None)
+
+
+def test_an_epoch_resumed_on_another_number_of_processes_does_not_count_its_surplus() -> None:
+    assert validated(due(RunProgress(surplus=2)), 3, range(2, 12)) == [4, 7, 10]
