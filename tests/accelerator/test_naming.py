@@ -32,8 +32,8 @@ FOLDER = Path("project", "checkpoints")
 
 def loop(limit: int | None = None, iteration: int = 0, folder: str = "project", **options: Any) -> Accelerator:
     """An accelerator with one number to learn, which tells the checkpoint that it is of."""
-    accelerator = Accelerator(**options)
-    accelerator.project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit, iteration=iteration)
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit, iteration=iteration)
+    accelerator = Accelerator(project_config=project, **options)
     model = nn.Linear(1, 1, bias=False)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     return accelerator
@@ -157,8 +157,7 @@ def test_damaged_ones_are_named_and_passed_over() -> None:
 
 def test_a_checkpoint_that_does_not_fit_is_no_reason_for_an_older_one() -> None:
     save(loop(), 1.0)
-    other = Accelerator()
-    other.project = ProjectConfiguration("project", automatic_checkpoint_naming=True)
+    other = Accelerator(project_config=ProjectConfiguration("project", automatic_checkpoint_naming=True))
     other.prepare(nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match="checkpoint_0"):
         other.load_state()

@@ -321,7 +321,7 @@ class PrepareVerbs:
     def release_loader(self, loader: PreparedLoader) -> None:
         """Forget a loader that is not read any more, and end its workers."""
         loader.close()
-        self._loaders = [other for other in self._loaders if other is not loader]
+        self._loaders[:] = [other for other in self._loaders if other is not loader]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """:func:`trainkit.skip_first_batches`: a loader whose iterations begin after so many batches."""
