@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.resuming import forked
+from helpers.worlds.teams import in_worlds, values
 from helpers.worlds.worlds import run_world
 from torch import nn
 
 from trainkit import Accelerator
-from trainkit.accelerator.naming import rotate
+from trainkit.accelerator.naming import NumberedCheckpoints, rotate
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
+from trainkit.distributed.world import World
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -277,3 +279,23 @@ def on_two(folder: str) -> list[Any]:
 def test_on_two_processes(run_dir: Path) -> None:
     expected = [f"checkpoint_{number}" for number in range(4)]
     assert run_world(2, on_two, str(run_dir / "there")) == [[expected, 3.0, 4, expected[2:]]] * 2
+
+
+def test_the_part_needs_no_accelerator(run_dir: Path) -> None:
+    """The main process looks, and all get what it finds."""
+    for number in (0, 2):
+        (FOLDER / f"checkpoint_{number}").mkdir(parents=True)
+
+    def work(world: World) -> list[Any]:
+        folder = "project" if world.is_main else "unseen"
+        project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+        numbered = NumberedCheckpoints(project, world)
+        with pytest.raises(ConfigurationError, match="holds checkpoint_0 to checkpoint_2 of an earlier start"):
+            numbered.next_path()
+        numbered.continue_after(run_dir / "elsewhere")
+        found: list[Any] = [project.iteration]
+        numbered.continue_after(run_dir / FOLDER / "checkpoint_0")
+        numbered.check()
+        return [*found, project.iteration, numbered.next_path(), numbered.newest_first()]
+
+    assert values(in_worlds(2, work)) == [[0, 3, run_dir / FOLDER / "checkpoint_3", []]] * 2
