@@ -23,7 +23,7 @@ __all__ = ["CheckpointVerbs"]
 class CheckpointVerbs:
     """Weights, objects and checkpoints in files.
 
-    A subclass has what :class:`~trainkit.accelerator.checkpointing.Loop` lists, and ``unwrap_model``.
+    The class that has these verbs is the :class:`~trainkit.accelerator.checkpointing.Loop` that is saved.
 
     Args:
         options: of the accelerator: the strategy, the project, whether loaders continue.
@@ -35,10 +35,6 @@ class CheckpointVerbs:
         self._saving = Saving(options.strategy, prepared.models)
         self._numbered = NumberedCheckpoints(options.project, options.strategy.world)
         self._checkpointing = Checkpointing(options.strategy, self._numbered, prepared, options.resume_loaders)
-
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> nn.Module:
-        """The user's model."""
-        raise NotImplementedError
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
@@ -109,7 +105,7 @@ class CheckpointVerbs:
             model: prepared or not.
             unwrap: no effect: names have no ``module.`` in front.
         """
-        return self._saving.state_dict(self.unwrap_model(model))
+        return self._saving.state_dict(model)
 
     def save_model(
         self,
@@ -134,8 +130,7 @@ class CheckpointVerbs:
             CheckpointWriteError: the folder cannot be written.
             ConfigurationError: an adapter of a method whose parameters only PEFT can tell; ``safe_serialization=False``.
         """
-        refuse_pickle("save_model", safe_serialization)
-        self._saving.save_model(self.unwrap_model(model), save_directory, max_shard_size)
+        self._saving.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load the state of these objects too; they have ``state_dict`` and ``load_state_dict``."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from trainkit.accelerator.in_precision import without_wrappers
 from trainkit.accelerator.meeting import Meeting
 from trainkit.checkpoint.scattered import is_scattered
 from trainkit.checkpoint.together import together
@@ -64,11 +65,11 @@ class Saving:
             )
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The whole state of a model; with sharded parameters collective, and empty on all but the main process.
+        """The whole state of a model, prepared or not.
 
-        Args:
-            model: without wrappers.
+        With sharded parameters it is collective, and empty on all but the main process.
         """
+        model = without_wrappers(model, self._strategy)
         standins = self._strategy.exported_weights(model)
         sharded = any(is_scattered(tensor) for tensor in standins.values())
         if sharded:
@@ -81,21 +82,23 @@ class Saving:
         order = clean_names(model).values()
         return {name: found[name] for name in order if name in found}  # a lazy parameter has no values yet
 
-    def save_model(self, model: nn.Module, save_directory: str | PathLike[str], max_shard_size: int | str = "10GB") -> None:
-        """Write a model's weights, or its PEFT adapters only. Collective; the main process writes.
-
-        Args:
-            model: without wrappers.
-            save_directory: the folder to write to.
-            max_shard_size: size limit of a file; not for adapters.
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of a model, prepared or not, or only its PEFT adapters. Collective; the main process writes.
 
         Raises:
             CheckpointWriteError: the folder cannot be written.
-            ConfigurationError: an adapter of a method whose parameters only PEFT can tell.
+            ConfigurationError: an adapter of a method whose parameters only PEFT can tell; ``safe_serialization=False``.
         """
+        refuse_pickle("save_model", safe_serialization)
         folder = local_path(save_directory, "save_directory")
         world, size = self._strategy.world, shard_size(max_shard_size)
-        group = VerbGroup(world, "save_model")
+        group, model = VerbGroup(world, "save_model"), without_wrappers(model, self._strategy)
         standins = self._strategy.exported_weights(model)
         if any(is_scattered(tensor) for tensor in standins.values()):
             group.wait()  # they are gathered from all processes
