@@ -94,12 +94,12 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             return
         from trainkit.accelerator.current import gathering
 
-        verbs = gathering(_IN_ORDER)
-        world = verbs.strategy.world
+        part = gathering(_IN_ORDER)
+        world = part.world
         for rank in range(world.size):
             if rank == world.rank and enabled:
                 self.logger.log(level, _marked(text, rank, world.size), *args, **options)
-            verbs.meeting.wait(_IN_ORDER)
+            part.wait(_IN_ORDER)
 
 
 def _marked(msg: object, rank: int, size: int) -> object:

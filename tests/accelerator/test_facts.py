@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainkit import Accelerator
+from trainkit import Accelerator, Strategy
+from trainkit.accelerator.facts import no_attribute, plugin_of, state_of
 from trainkit.config.distributed_type import DistributedType
 from trainkit.strategies import ZeROStrategy
 
@@ -63,3 +64,11 @@ def test_zero_by_a_strategy_has_a_plugin_too() -> None:
     assert state.distributed_type == DistributedType.DEEPSPEED
     assert state.deepspeed_plugin is not None
     assert state.deepspeed_plugin.zero_stage == 3
+
+
+def test_without_an_accelerator() -> None:
+    strategy = Strategy("cpu")
+    assert state_of(strategy, None) == Accelerator(strategy=strategy).state
+    assert plugin_of(strategy, None) is None
+    assert str(no_attribute(Accelerator, "scaler")).startswith("an Accelerator has no 'scaler'. Use ")
+    assert str(no_attribute(str, "uper")).endswith("Did you mean 'upper'?")

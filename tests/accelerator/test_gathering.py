@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worlds.teams import ThreadStrategy, in_worlds, values
 from helpers.worlds.worlds import run_world
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainkit import Accelerator
+from trainkit import Accelerator, Strategy
+from trainkit.accelerator.gathering import Gathering
+from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ConfigurationError
 
 WORLDS = (1, 2, 3)
@@ -200,3 +204,58 @@ def test_one_process_gets_what_it_gave() -> None:
     assert x.tolist() == [[1.0] * 3] * 2  # as with several processes
     assert accelerator.gather_for_metrics(["a"]) == ["a"]
     assert accelerator.gather(torch.tensor(1.0)).ndim == 0
+
+
+# ------------------------------------------------------------------------------------------------ without an Accelerator
+
+
+class Batch:
+    """Three processes read one epoch: the last batch of rank 1 is short, and rank 2 has padding."""
+
+    def __init__(self, rank: int) -> None:
+        self.samples, self.filler = (2, 1, 2)[rank], rank == 2
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        return tensor[: self.samples]
+
+
+def test_the_part_needs_no_accelerator() -> None:
+    x = torch.ones(2, 3)
+    alone = Gathering(Strategy("cpu"))
+    assert alone.world.size == 1
+    assert alone.gather(x) is alone.gather_for_metrics(x) is alone.broadcast(x, 0) is alone.pad_across_processes(x) is x
+    assert alone.reduce(x, "none", 2.0).tolist() == [[2.0] * 3] * 2
+    alone.wait("gather")
+
+
+def test_the_part_drops_padding_only_for_metrics() -> None:
+    def work(world: World) -> list[Any]:
+        part = Gathering(ThreadStrategy(world), batch=Batch(world.rank))
+        x = torch.arange(2) + 10 * world.rank
+        rows = x[:1] if world.rank == 1 else x
+        return [
+            part.gather_for_metrics(x).tolist(),
+            part.gather(rows).tolist(),
+            part.gather_for_metrics([world.rank]),
+            part.reduce(x, "max").tolist(),
+            part.broadcast(x, 1).tolist(),
+        ]
+
+    expected = [[0, 1, 10], [0, 1, 10, 20, 21], [0, 1], [20, 21], [10, 11]]
+    assert values(in_worlds(3, work)) == [expected] * 3
+
+
+def test_the_part_names_what_differs() -> None:
+    def work(world: World) -> list[str]:
+        part = Gathering(ThreadStrategy(world))
+        return [
+            said(CollectiveError, lambda: part.gather(torch.ones(1 + world.rank))),
+            said(CollectiveError, lambda: part.reduce(torch.ones(1 + world.rank))),
+            said(ConfigurationError, lambda: part.broadcast(torch.ones(1), world.rank)),
+        ]
+
+    for gathered, reduced, sent in values(in_worlds(2, work)):
+        assert gathered.startswith("gather: ")
+        assert reduced.startswith("reduce: ")
+        assert "rank 0: float32[1]; rank 1: float32[2]" in gathered
+        assert sent == "broadcast: from_process must be the same on all processes; rank 0: 0, rank 1: 1."

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.resuming import forked
+from helpers.worlds.teams import in_worlds, values
 from helpers.worlds.worlds import run_world
 from torch import nn
 
 from trainkit import Accelerator
-from trainkit.accelerator.naming import rotate
+from trainkit.accelerator.naming import NumberedCheckpoints, rotate
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
+from trainkit.distributed.world import World
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -32,8 +34,8 @@ FOLDER = Path("project", "checkpoints")
 
 def loop(limit: int | None = None, iteration: int = 0, folder: str = "project", **options: Any) -> Accelerator:
     """An accelerator with one number to learn, which tells the checkpoint that it is of."""
-    accelerator = Accelerator(**options)
-    accelerator.project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit, iteration=iteration)
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit, iteration=iteration)
+    accelerator = Accelerator(project_config=project, **options)
     model = nn.Linear(1, 1, bias=False)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     return accelerator
@@ -157,8 +159,7 @@ def test_damaged_ones_are_named_and_passed_over() -> None:
 
 def test_a_checkpoint_that_does_not_fit_is_no_reason_for_an_older_one() -> None:
     save(loop(), 1.0)
-    other = Accelerator()
-    other.project = ProjectConfiguration("project", automatic_checkpoint_naming=True)
+    other = Accelerator(project_config=ProjectConfiguration("project", automatic_checkpoint_naming=True))
     other.prepare(nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match="checkpoint_0"):
         other.load_state()
@@ -278,3 +279,23 @@ def on_two(folder: str) -> list[Any]:
 def test_on_two_processes(run_dir: Path) -> None:
     expected = [f"checkpoint_{number}" for number in range(4)]
     assert run_world(2, on_two, str(run_dir / "there")) == [[expected, 3.0, 4, expected[2:]]] * 2
+
+
+def test_the_part_needs_no_accelerator(run_dir: Path) -> None:
+    """The main process looks, and all get what it finds."""
+    for number in (0, 2):
+        (FOLDER / f"checkpoint_{number}").mkdir(parents=True)
+
+    def work(world: World) -> list[Any]:
+        folder = "project" if world.is_main else "unseen"
+        project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+        numbered = NumberedCheckpoints(project, world)
+        with pytest.raises(ConfigurationError, match="holds checkpoint_0 to checkpoint_2 of an earlier start"):
+            numbered.next_path()
+        numbered.continue_after(run_dir / "elsewhere")
+        found: list[Any] = [project.iteration]
+        numbered.continue_after(run_dir / FOLDER / "checkpoint_0")
+        numbered.check()
+        return [*found, project.iteration, numbered.next_path(), numbered.newest_first()]
+
+    assert values(in_worlds(2, work)) == [[0, 3, run_dir / FOLDER / "checkpoint_3", []]] * 2

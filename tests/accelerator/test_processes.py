@@ -14,6 +14,9 @@ from helpers.worlds.worlds import run_world
 from torch import Tensor
 
 from trainkit import Accelerator, Strategy
+from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.process_verbs import ProcessVerbs
+from trainkit.accelerator.processes import Processes, only_where
 from trainkit.config.distributed_type import DistributedType
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
@@ -282,3 +285,41 @@ def test_several_processes(run_dir: Path) -> None:
     log = Path(run_dir, "log").read_text()
     assert [log[0], log[3]] == ["0", "0"]  # in both rounds the main process was there before the others
     assert sorted(log) == list("001122")
+
+
+# ------------------------------------------------------------------------------------------------ without an Accelerator
+
+
+def test_the_part_needs_no_accelerator() -> None:
+    order: list[int] = []
+
+    def work(world: World) -> list[Any]:
+        part = Processes(Placed(world), Meeting.of(world))
+        with part.first("main_process_first", world.is_main):
+            order.append(world.rank)
+        if world.rank == 1:
+            part.set_trigger()
+        with part.split([1, 2, 3], apply_padding=True) as mine:
+            return [part.check_trigger(), part.check_trigger(), mine]
+
+    assert values(in_worlds(2, work)) == [[True, False, [1, 2]], [True, False, [3, 3]]]
+    assert order == [0, 1]
+
+
+def test_the_verbs_need_no_training() -> None:
+    """They are a base of ``Accelerator`` that can be used by itself."""
+
+    def work(world: World) -> list[Any]:
+        verbs = ProcessVerbs(Placed(world))
+        verbs.wait_for_everyone()
+        return [verbs.process_index, verbs.num_processes, verbs.is_last_process, verbs.state.use_distributed]
+
+    assert values(in_worlds(2, work)) == [[0, 2, False, True], [1, 2, True, True]]
+
+
+def test_where_a_function_runs_is_asked_when_it_is_called() -> None:
+    here = [False]
+    function = only_where(lambda: here[0], lambda x: x + 1, "on_process")
+    assert function(1) is None
+    here[0] = True
+    assert function(1) == 2

@@ -14,7 +14,8 @@ from helpers.worlds.worlds import run_world, start_world
 from safetensors.torch import load_file
 from torch import nn
 
-from trainkit import Accelerator
+from trainkit import Accelerator, Strategy
+from trainkit.accelerator.saving import Saving
 from trainkit.errors import CollectiveError, ConfigurationError, UnsavableError
 from trainkit.strategies import ZeROStrategy
 from trainkit.utils import load, load_checkpoint_in_model
@@ -180,3 +181,12 @@ def test_under_ddp(run_dir: Path) -> None:
     assert first[0] == ["model", "rank.json", "state.safetensors"]
     assert load("folder/rank.json") == {"rank": 0}
     assert {name: tensor.tolist() for name, tensor in load_file("folder/model/model.safetensors").items()} == first[1]
+
+
+def test_the_part_needs_no_accelerator() -> None:
+    part, model = Saving(Strategy("cpu")), Extra(1, 2)
+    assert list(part.state_dict(model)) == list(model.state_dict())
+    part.save({"epoch": 1}, "epoch.json")
+    part.save_model(model, "folder", max_shard_size=4)
+    assert load("epoch.json") == {"epoch": 1}
+    assert len([name for name in os.listdir("folder") if name.endswith(".safetensors")]) > 1

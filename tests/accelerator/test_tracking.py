@@ -56,8 +56,7 @@ class Own(Accelerator, TrackerVerbs):
     """An accelerator with trackers."""
 
     def __init__(self, log_with: Any = None, project_dir: Any = None, logging_dir: Any = None) -> None:
-        super().__init__()
-        self.project = ProjectConfiguration(project_dir, logging_dir)
+        super().__init__(project_config=ProjectConfiguration(project_dir, logging_dir))
         self._log_with = check_trackers(log_with, self.project.logging_dir)
 
 

@@ -174,7 +174,7 @@ def test_of_several_accelerators_the_one_that_is_worked_with(monkeypatch: pytest
     assert current.latest() is second
     first.prepare(nn.Linear(1, 1))
     assert Accelerator(cpu=True).process_index == 0  # made for a word
-    assert current.gathering("gather") is first
+    assert current.gathering("gather") is first._gathering
     second.prepare([1, 2])
     assert current.latest() is second
     second.free_memory()

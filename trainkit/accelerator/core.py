@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -12,26 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.accelerator.checkpoint_verbs import CheckpointVerbs
+from trainkit.accelerator.checkpointing import Prepared
 from trainkit.accelerator.contexts import ContextVerbs
 from trainkit.accelerator.current import remember
-from trainkit.accelerator.facts import FactVerbs
-from trainkit.accelerator.gathering import GatherVerbs
+from trainkit.accelerator.facts import no_attribute
 from trainkit.accelerator.gradients import GradientVerbs
-from trainkit.accelerator.meeting import Meeting
-from trainkit.accelerator.naming import check_place
 from trainkit.accelerator.options import Options, check_steps, resolve
 from trainkit.accelerator.preparing import PrepareVerbs
-from trainkit.accelerator.processes import ProcessVerbs
+from trainkit.accelerator.process_verbs import ProcessVerbs
 from trainkit.accelerator.reading import Reading
-from trainkit.accelerator.state import StateVerbs
 from trainkit.accelerator.stepping import StepVerbs
 from trainkit.accelerator.tracking import TrackerVerbs
 from trainkit.accelerator.weighing import Weighing
-from trainkit.checkpoint.saver import Saver
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.window import Window
-from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
@@ -42,9 +37,7 @@ __all__ = ["Accelerator"]
 _NULL = nullcontext()
 
 
-class Accelerator(
-    PrepareVerbs, GradientVerbs, StepVerbs, ProcessVerbs, GatherVerbs, FactVerbs, ContextVerbs, TrackerVerbs, StateVerbs
-):
+class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextVerbs, TrackerVerbs, CheckpointVerbs):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
     Its arguments are Accelerate's; those after ``fsdp_plugin`` are given by name. What is not given is as
@@ -151,7 +144,6 @@ class Accelerator(
         self._begin_stepping()
         self._watchdog = None
         self._even = options.even_batches
-        self.project = options.project
         self._log_with = list(options.log_with)
         self.window = self.strategy.window = Window(options.steps)
         self._seed: int | None = None
@@ -164,15 +156,12 @@ class Accelerator(
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
-        self.registered: list[Any] = []
-        self.run_id = secrets.token_hex(8)
-        self.saver = Saver(attention=lambda: None)
-        self.meeting = Meeting.of(self.world)
         self.reading = Reading(self.window, self._bare, self.strategy.data_world.devices)
+        ProcessVerbs.__init__(self, options.strategy, self.reading, options.plugin)
+        CheckpointVerbs.__init__(self, options, Prepared(self._bare, self._optimizers, self._schedulers, self._loaders))
         self._weighing: Weighing | None = None
         self._watched = ExitStack()  # the optimizers that were given to prepare
         self._building = ExitStack()  # what models of transformers are made in
-        self._trigger = False
 
     def _accelerator(self) -> Accelerator:
         return self
@@ -189,15 +178,22 @@ class Accelerator(
             self._watchdog.entered()  # from here on this process does not outlive a failure of another one
             self._watches = True
 
-    @property
-    def world(self) -> World:
-        """The processes of the run."""
-        return self.strategy.world
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(type(self), name)
 
     @property
     def split_batches(self) -> bool:
         """Whether a loader's ``batch_size`` is that of all processes together."""
         return self.options.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all processes get the same number of batches, of loaders that are prepared from here on."""
+        return self._even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._even = even
 
     @property
     def steps_of_scheduler(self) -> int:
@@ -331,7 +327,7 @@ class Accelerator(
                 f"{verb}: an optimizer has been prepared and no model has, so nobody would average the gradients over the "
                 "processes. Give the model too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
-        check_place(self.project, self.world)
+        self._numbered.check()
         self._begun = True
 
     def clear(self, *objects: Any) -> Any:
@@ -343,7 +339,7 @@ class Accelerator(
 
         ``model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)``
         """
-        self.saver.close()
+        self._checkpointing.close()
         for loader in self._loaders:
             loader.close()
         held: list[Any] = [self._models, self._bare, self._optimizers, self._schedulers, self._loaders, self._given]

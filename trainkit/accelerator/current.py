@@ -11,10 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from trainkit.accelerator.gathering import GatherVerbs
-from trainkit.accelerator.meeting import Meeting
-from trainkit.accelerator.reading import Reading
-from trainkit.data.window import Window
+from trainkit.accelerator.gathering import Gathering
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_place
 from trainkit.launch.joining import joined
@@ -66,25 +63,19 @@ def place() -> tuple[int, int]:
     return (0, 1) if found is None else (found.rank, found.size)
 
 
-class _Alone(GatherVerbs):
-    """The verbs of a process that is alone, and has no ``Accelerator``."""
+def gathering(verb: str) -> Gathering:
+    """What functions that all processes call exchange tensors by: a part of the ``Accelerator``.
 
-    def __init__(self) -> None:
-        self.strategy = Strategy("cpu")
-        self.meeting, self.reading = Meeting.of(self.strategy.world), Reading(Window(1), [])
-
-
-def gathering(verb: str) -> GatherVerbs:
-    """What a function for all processes works through: the ``Accelerator``; a process that is alone need not have one.
+    A single process needs no ``Accelerator``.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there are several processes, and no ``Accelerator``.
     """
     found = latest()
     if found is not None:
-        return found
+        return found._gathering
     if "torch_xla" not in sys.modules and joined().size == 1:
-        return _Alone()
+        return Gathering(Strategy("cpu"))
     raise ConfigurationError(
         f"{verb} is for all processes, and works through the Accelerator: make it before, and keep it: accelerator = "
         "Accelerator(). In a TrainModule there is self.all_gather."

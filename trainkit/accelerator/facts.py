@@ -1,23 +1,21 @@
-"""What an ``Accelerator`` works with, as Accelerate's scripts ask for it."""
+"""What scripts for Accelerate ask an ``Accelerator``: its state, its precision, and names that only Accelerate has."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trainkit.accelerator.options import Options, mixed_name
-from trainkit.config.configurations import ProjectConfiguration
+from trainkit.accelerator.options import mixed_name
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.config.distributed_type import DistributedType
+from trainkit.config.distributed_type import DistributedType, distributed_type
 from trainkit.console import notice
 from trainkit.errors import nearest
 from trainkit.strategy import Strategy
 from trainkit.unsupported import advice
 
-__all__ = ["AcceleratorState", "FactVerbs"]
+__all__ = ["AcceleratorState", "no_attribute", "plugin_of", "refuse_precision", "state_of"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +23,10 @@ class AcceleratorState:
     """``accelerator.state``.
 
     Attributes:
-        distributed_type: what distributes the run.
-        num_processes: as of the accelerator; the others likewise.
+        distributed_type: how the run is distributed.
+        num_processes: as ``accelerator.num_processes``; the same way for the other names.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        deepspeed_plugin: with ``zero_stage`` and ``deepspeed_config``; ``None`` where it is not ZeRO that runs.
+        deepspeed_plugin: with ``zero_stage`` and ``deepspeed_config``; ``None`` without ZeRO.
     """
 
     distributed_type: DistributedType
@@ -41,93 +39,63 @@ class AcceleratorState:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Whether this is the main process, rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is the first process of its node."""
         return self.local_process_index == 0
 
     @property
     def use_distributed(self) -> bool:
-        """Whether micro-batches are worked on side by side."""
+        """Whether there are several processes, or a process drives several devices."""
         return self.num_processes > 1
 
 
-class FactVerbs:
-    """The properties of :class:`trainkit.Accelerator` that say what it works with."""
+def state_of(strategy: Strategy, plugin: DeepSpeedPlugin | None) -> AcceleratorState:
+    """``accelerator.state``.
 
-    strategy: Strategy
-    options: Options
-    project: ProjectConfiguration
-    _even: bool
+    Args:
+        strategy: that of the run.
+        plugin: the plugin that ``Accelerator`` was given.
+    """
+    return AcceleratorState(
+        distributed_type(strategy),
+        strategy.world_size,
+        strategy.rank,
+        strategy.local_rank,
+        strategy.device,
+        mixed_name(strategy.precision),
+        plugin_of(strategy, plugin),
+    )
 
-    @property
-    def state(self) -> AcceleratorState:
-        """What there is, in one object."""
-        me: Any = self
-        return AcceleratorState(
-            me.distributed_type,
-            me.num_processes,
-            me.process_index,
-            me.local_process_index,
-            me.device,
-            self.mixed_precision,
-            self._plugin(),
+
+def plugin_of(strategy: Strategy, plugin: DeepSpeedPlugin | None) -> DeepSpeedPlugin | None:
+    """The plugin that was given, else one that describes the strategy; ``None`` without ZeRO."""
+    if plugin is not None or not strategy.sharded_state:
+        return plugin
+    config: Any = strategy
+    return DeepSpeedPlugin(zero_stage=config.stage)
+
+
+def refuse_precision(strategy: Strategy, native: bool) -> None:
+    """Say that setting ``accelerator.native_amp`` has no effect, where it would change the precision."""
+    if bool(native) is not (strategy.precision.autocast_dtype is not None):
+        notice(
+            f"accelerator.native_amp = {native} has no effect: the precision is {strategy.precision.name}. To choose "
+            f"another: Accelerator(mixed_precision={'bf16' if native else 'no'!r})"
         )
 
-    def _plugin(self) -> DeepSpeedPlugin | None:
-        """Of ZeRO, whoever has asked for it."""
-        if self.options.plugin is not None or not self.strategy.sharded_state:
-            return self.options.plugin
-        config: Any = self.strategy
-        return DeepSpeedPlugin(zero_stage=config.stage)
 
-    @property
-    def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"`` or ``"bf16"``; ``strategy.precision`` knows more."""
-        return mixed_name(self.strategy.precision)
+def no_attribute(kind: type, name: str) -> AttributeError:
+    """The error for an attribute that an ``Accelerator`` does not have, with what to use instead.
 
-    @property
-    def native_amp(self) -> bool:
-        """Whether forwards run under autocast. Setting it has no effect: the precision is an argument of the accelerator."""
-        return self.strategy.precision.autocast_dtype is not None
-
-    @native_amp.setter
-    def native_amp(self, native: bool) -> None:
-        if bool(native) is not self.native_amp:
-            notice(
-                f"accelerator.native_amp = {native} has no effect: the precision is {self.strategy.precision.name}. To choose "
-                f"another: Accelerator(mixed_precision={'bf16' if native else 'no'!r})"
-            )
-
-    @property
-    def project_dir(self) -> str | os.PathLike[str] | None:
-        """Folder of the project."""
-        return self.project.project_dir
-
-    @property
-    def logging_dir(self) -> str | os.PathLike[str] | None:
-        """Folder of the trackers that write files."""
-        return self.project.logging_dir
-
-    @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """ZeRO's options; ``None`` where it is not ZeRO that runs."""
-        return self._plugin()
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether all processes are given as many batches, of loaders that are prepared from here on."""
-        return self._even
-
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self._even = even
-
-    def __getattr__(self, name: str) -> Any:
-        fix = advice("accelerator", name)
-        text = f" Use {fix}." if fix else nearest(name, [one for one in dir(type(self)) if not one.startswith("_")])
-        # Python would add another "Did you mean", if it knew the object
-        raise AttributeError(f"an Accelerator has no {name!r}.{text}", name=name, obj=None)
+    Args:
+        kind: the class of the accelerator.
+        name: the attribute.
+    """
+    fix = advice("accelerator", name)
+    text = f" Use {fix}." if fix else nearest(name, [one for one in dir(kind) if not one.startswith("_")])
+    # With obj=accelerator Python would add another "Did you mean".
+    return AttributeError(f"an Accelerator has no {name!r}.{text}", name=name, obj=None)

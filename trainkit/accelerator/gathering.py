@@ -1,113 +1,133 @@
-"""Verbs that put together what the processes have: gather, reduce, pad."""
+"""``Gathering``: the part of an ``Accelerator`` that combines tensors and objects of all processes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from trainkit.accelerator.meeting import Meeting
-from trainkit.accelerator.reading import Reading
 from trainkit.console import with_article
+from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ConfigurationError
 from trainkit.nested import leaves, map_tensors
 from trainkit.strategy import Strategy
 
-__all__ = ["GatherVerbs"]
+__all__ = ["CurrentBatch", "Gathering"]
 
 _REDUCTIONS = ("sum", "mean", "max", "none")
 
 
-class GatherVerbs:
-    """The verbs of :class:`trainkit.Accelerator` that exchange tensors and objects; all processes call them."""
+class CurrentBatch(Protocol):
+    """The batch that the loop has read last."""
 
-    strategy: Strategy
-    meeting: Meeting
-    reading: Reading
+    @property
+    def samples(self) -> int | None:
+        """Number of its samples; ``None``: no prepared loader is being read."""
+
+    @property
+    def filler(self) -> bool:
+        """Whether it is padding: its outputs are ignored."""
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """``tensor`` without the rows that do not belong to a sample."""
+
+
+class _NoBatch:
+    """Stands for the batch where no prepared loader is being read."""
+
+    samples, filler = None, False
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class Gathering:
+    """Gathers, reduces, pads and broadcasts. All processes call each method, in the same order.
+
+    Args:
+        strategy: knows the processes and exchanges tensors.
+        checks: compares what the processes call; default: those of ``strategy.world``.
+        batch: the batch that the loop has read last; default: none.
+    """
+
+    def __init__(self, strategy: Strategy, checks: Meeting | None = None, batch: CurrentBatch | None = None) -> None:
+        self._strategy = strategy
+        self._checks = Meeting.of(strategy.world) if checks is None else checks
+        self._batch: CurrentBatch = _NoBatch() if batch is None else batch
+
+    @property
+    def world(self) -> World:
+        """The processes that take part."""
+        return self._strategy.world
+
+    def wait(self, verb: str) -> None:
+        """Wait until all processes have called ``verb``.
+
+        Raises:
+            CollectiveError: another process called something else, waits for this one, or has ended.
+        """
+        self._checks.wait(verb)
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all processes, one after the other in the order of the ranks; scalars become a vector.
-
-        The micro-batches of an epoch may end with a short one, so tensors may differ in the first dimension if it is the size
-        of the micro-batch that each process works on. With one process they are returned as they are.
-
-        Args:
-            tensor: a tensor, or tensors in lists, tuples and dicts; the same containers on all processes.
+        """Tensors of all processes, concatenated in the order of the ranks.
 
         Raises:
-            CollectiveError: other containers, shapes or dtypes on other processes; the message names them.
-            ConfigurationError: something in it is no tensor.
+            CollectiveError: containers, shapes or dtypes differ.
+            ConfigurationError: ``tensor`` contains something else.
         """
-        return self._gathered("gather", tensor, drop=False)
+        return self._concatenated("gather", tensor, drop=False)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As :meth:`gather`, without what was only filled up: each sample of an epoch is there once, in the order of the data.
-
-        Args:
-            input_data: tensors in containers; or lists of objects that can be pickled, which are put together.
-            use_gather_object: take tensors for objects, too: they may then have any shape, and come on the CPU.
+        """Like :meth:`gather`, without padding; or lists of objects, concatenated.
 
         Raises:
-            CollectiveError, ConfigurationError: as of :meth:`gather`.
+            CollectiveError, ConfigurationError: as :meth:`gather`.
         """
         if not use_gather_object and all(isinstance(leaf, Tensor) for leaf in leaves(input_data)):
-            return self._gathered("gather_for_metrics", input_data, drop=True)
-        return self._gathered_objects(input_data)
+            return self._concatenated("gather_for_metrics", input_data, drop=True)
+        return self._concatenated_objects(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, the mean or the largest over the processes, the same on all of them; never the tensor that was given.
-
-        Args:
-            tensor: a tensor, or tensors in lists, tuples and dicts; of the same shapes on all processes.
-            reduction: ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which only scales.
-            scale: the result is multiplied by it.
+        """The sum, mean or maximum over the processes, multiplied by ``scale``; the same bits on all.
 
         Raises:
-            CollectiveError: other shapes or dtypes on other processes.
-            ConfigurationError: another reduction.
+            CollectiveError: shapes or dtypes differ.
+            ConfigurationError: unknown ``reduction``.
         """
         if reduction not in _REDUCTIONS:
             raise ConfigurationError(f"reduce: reduction must be one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
-        size = self.strategy.world.size
-        if size > 1 and reduction != "none":
-            said = self._said("reduce", tensor)
-            _check_alike("reduce", said)
+        if self.world.size > 1 and reduction != "none":
+            _check_alike("reduce", self._exchanged_shapes("reduce", tensor))
             tensor = map_tensors(tensor, lambda t: self._reduced(t, reduction))
         else:
             tensor = map_tensors(tensor, torch.clone)
         return tensor if scale == 1.0 else map_tensors(tensor, lambda t: t * scale)
 
     def _reduced(self, tensor: Tensor, reduction: str) -> Tensor:
-        """Added up in the order of the ranks: the same bits on all of them."""
-        stacked: Tensor = self.strategy.all_gather(tensor.detach(), alike=True)
+        """Added in the order of the ranks, so that all processes get the same bits."""
+        stacked: Tensor = self._strategy.all_gather(tensor.detach(), alike=True)
         if reduction == "max":
             return stacked.amax(0)
-        return stacked.sum(0) / self.strategy.world.size if reduction == "mean" else stacked.sum(0)
+        return stacked.sum(0) / self.world.size if reduction == "mean" else stacked.sum(0)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Tensors that are in one dimension as long as the longest of all processes, so that they can be gathered.
-
-        Args:
-            tensor: a tensor, or tensors in lists, tuples and dicts. One that does not have the dimension is left as it is.
-            dim: which one.
-            pad_index: what is filled in.
-            pad_first: in front instead of behind.
+        """Tensors padded in dimension ``dim`` to the longest of all processes.
 
         Raises:
-            CollectiveError: other containers or numbers of dimensions on other processes.
+            CollectiveError: containers or numbers of dimensions differ.
         """
-        if self.strategy.world.size == 1:
+        if self.world.size == 1:
             return tensor
-        said = self._said("pad_across_processes", tensor)
+        said = self._exchanged_shapes("pad_across_processes", tensor)
         ranks = [[len(shape) for _, shape in its["tensors"]] for its in said]
         if any(other != ranks[0] for other in ranks):
             raise _unlike("pad_across_processes", said, "Give tensors of as many dimensions on all processes.")
         columns = zip(*(its["tensors"] for its in said), strict=True)
-        shapes = [[shape for _, shape in column] for column in columns]
-        positions = iter(shapes)
+        positions = iter([[shape for _, shape in column] for column in columns])
 
         def pad(one: Tensor) -> Tensor:
             column = next(positions)
@@ -121,37 +141,42 @@ class GatherVerbs:
 
         return map_tensors(tensor, pad)
 
-    def _broadcast(self, data: Any, source: int) -> Any:
-        """Of tensors that are alike on all processes, those of one of them, for ``trainkit.utils.broadcast``."""
-        if self.strategy.world.size == 1:
+    def broadcast(self, data: Any, source: int) -> Any:
+        """The tensors that process ``source`` has, on all processes.
+
+        Raises:
+            CollectiveError: shapes or dtypes differ.
+            ConfigurationError: ``source`` differs.
+        """
+        if self.world.size == 1:
             return data
-        said = self._said("broadcast", data, source=source)
+        said = self._exchanged_shapes("broadcast", data, source=source)
         _check_alike("broadcast", said)
         sources = [its["source"] for its in said]
         if any(other != sources[0] for other in sources):
             shown = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(sources))
             raise ConfigurationError(f"broadcast: from_process must be the same on all processes; {shown}.")
-        return map_tensors(data, lambda t: self.strategy.all_gather(t.to(self.strategy.device).detach(), alike=True)[source])
+        device = self._strategy.device
+        return map_tensors(data, lambda t: self._strategy.all_gather(t.to(device).detach(), alike=True)[source])
 
-    def _said(self, verb: str, data: Any, **more: Any) -> list[Any]:
-        """What each process has come with to a verb: dtypes and shapes."""
+    def _exchanged_shapes(self, verb: str, data: Any, **more: Any) -> list[Any]:
+        """The dtypes and shapes that each process has called ``verb`` with, and ``more`` of each."""
         odd = next((leaf for leaf in leaves(data) if not isinstance(leaf, Tensor)), None)
         if odd is not None:
             raise ConfigurationError(
-                f"{verb} takes tensors, in lists, tuples and dicts, and there is {with_article(type(odd).__name__)} "
-                f"in it. Objects: "
-                "accelerator.gather_for_metrics([…], use_gather_object=True)"
+                f"{verb} takes tensors, in lists, tuples and dicts, and there is {with_article(type(odd).__name__)} in it. "
+                "Objects: accelerator.gather_for_metrics([…], use_gather_object=True)"
             )
         tensors = [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in leaves(data)]
-        return self.meeting.exchange(verb, {"tensors": tensors, **more})
+        return self._checks.exchange(verb, {"tensors": tensors, **more})
 
-    def _gathered(self, verb: str, data: Any, drop: bool) -> Any:
-        world, reading = self.strategy.world, self.reading
+    def _concatenated(self, verb: str, data: Any, drop: bool) -> Any:
+        world, batch = self.world, self._batch
         if drop:
-            data = map_tensors(data, reading.cut)
+            data = map_tensors(data, batch.cut)
         if world.size == 1:
             return data
-        said = self._said(verb, data, samples=reading.samples, filler=reading.filler)
+        said = self._exchanged_shapes(verb, data, samples=batch.samples, filler=batch.filler)
         _check_rows(verb, said)
         kept = [not (drop and its["filler"]) for its in said]
         columns = iter([shape for _, shape in column] for column in zip(*(its["tensors"] for its in said), strict=True))
@@ -161,10 +186,10 @@ class GatherVerbs:
             if one.ndim == 0:
                 one, shapes = one[None], [[1]] * world.size
             longest = max(shape[0] for shape in shapes)
-            one = one.to(self.strategy.device).detach()
+            one = one.to(self._strategy.device).detach()
             if len(one) < longest:
                 one = functional.pad(one, [0, 0] * (one.ndim - 1) + [0, longest - len(one)])
-            stacked: Tensor = self.strategy.all_gather(one, alike=True)
+            stacked: Tensor = self._strategy.all_gather(one, alike=True)
             if all(kept) and all(shape[0] == longest for shape in shapes):
                 return stacked.flatten(0, 1)
             parts = [part[: shape[0]] for part, shape, keep in zip(stacked, shapes, kept, strict=True) if keep]
@@ -172,17 +197,16 @@ class GatherVerbs:
 
         return map_tensors(data, gather)
 
-    def _gathered_objects(self, data: Any) -> Any:
-        world = self.strategy.world
+    def _concatenated_objects(self, data: Any) -> Any:
+        world = self.world
         if world.size == 1:
             return data
         if not isinstance(data, list | tuple):
             raise ConfigurationError(
                 f"gather_for_metrics puts lists of objects together, and this is {with_article(type(data).__name__)}. "
-                f"Give one object of "
-                "each process as a list: accelerator.gather_for_metrics([value])"
+                "Give one object of each process as a list: accelerator.gather_for_metrics([value])"
             )
-        fillers = self.meeting.exchange("gather_for_metrics", self.reading.filler)
+        fillers = self._checks.exchange("gather_for_metrics", self._batch.filler)
         said = world.exchange_objects(data)
         return [item for its, filler in zip(said, fillers, strict=True) if not filler for item in its]
 
@@ -193,7 +217,7 @@ def _check_alike(verb: str, said: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_rows(verb: str, said: Sequence[Mapping[str, Any]]) -> None:
-    """Tensors may differ in the first dimension where that is the size of each process's micro-batch."""
+    """Tensors may differ in the first dimension only where that is the size of each process's micro-batch."""
     forms = [[(dtype, len(shape), shape[1:]) for dtype, shape in its["tensors"]] for its in said]
     if any(form != forms[0] for form in forms):
         raise _unlike(verb, said, _PAD)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.accelerator.wrapped import Wrapped
+from trainkit.accelerator.wrapped import Wrapped, unwrapped
 from trainkit.nested import map_tensors
 from trainkit.precision import Precision
+from trainkit.strategy import Strategy
 
-__all__ = ["InPrecision"]
+__all__ = ["InPrecision", "without_wrappers"]
 
 
 class InPrecision(Wrapped):
@@ -47,3 +48,18 @@ class InPrecision(Wrapped):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return InPrecision(copy.deepcopy(self.module, memo), self._precision, **self._autocast)
+
+
+def without_wrappers(model: nn.Module, strategy: Strategy, keep_compiled: bool = False) -> nn.Module:
+    """The user's model, without what ``prepare`` and ``torch.compile`` have put around it.
+
+    Args:
+        model: prepared or not.
+        strategy: which has wrapped it.
+        keep_compiled: of a compiled model, return what ``torch.compile`` returned.
+    """
+
+    def inside(outer: nn.Module) -> nn.Module:
+        return outer.module if isinstance(outer, InPrecision) else strategy.unwrap(outer)
+
+    return unwrapped(model, inside, keep_compiled)

@@ -1,4 +1,4 @@
-"""Checkpoints that name themselves: ``project_dir/checkpoints/checkpoint_0``, ``checkpoint_1``, …"""
+"""``NumberedCheckpoints``: the folders ``project_dir/checkpoints/checkpoint_0``, ``checkpoint_1``, …"""
 
 from __future__ import annotations
 
@@ -18,115 +18,124 @@ from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, ConfigurationError
 
-__all__ = ["check_place", "folder_of", "newest_first", "next_place", "number_after", "rotate"]
+__all__ = ["NumberedCheckpoints", "rotate"]
 
 _NAME = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
 
 
-def folder_of(project: ProjectConfiguration) -> Path:
-    """Where they are.
+class NumberedCheckpoints:
+    """The checkpoints of a project that are named by their number, as ``automatic_checkpoint_naming`` does.
 
-    Raises:
-        ConfigurationError: the project has no folder.
-    """
-    if project.project_dir is None:
-        raise ConfigurationError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) needs a folder: Accelerator(project_dir='runs/first', "
-            "project_config=...), or ProjectConfiguration(project_dir='runs/first', ...)"
-        )
-    return Path(os.path.abspath(project.project_dir), "checkpoints")
+    The main process looks at the folder, and all processes get what it has found.
 
-
-def next_place(project: ProjectConfiguration, world: World) -> Path:
-    """Where the next one goes; the main process's word counts.
-
-    Raises:
-        ConfigurationError: there are some of that number, or later ones, which the loop has not gone on from.
+    Args:
+        project: has the folder, and in ``iteration`` the number of the next checkpoint.
+        world: the processes.
     """
 
-    def choose() -> str | None:
-        return str(_free_place(project)) if world.is_main else None
+    def __init__(self, project: ProjectConfiguration, world: World) -> None:
+        self.project, self._world = project, world
 
-    return Path(together(world, choose)[0])
+    @property
+    def active(self) -> bool:
+        """Whether ``save_state`` names checkpoints by their number."""
+        return self.project.automatic_checkpoint_naming
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkpoints.
 
-def check_place(project: ProjectConfiguration, world: World) -> None:
-    """See to it that there will be a place for the next one, before hours of training are spent; the main process does so.
+        Raises:
+            ConfigurationError: the project has none.
+        """
+        if self.project.project_dir is None:
+            raise ConfigurationError(
+                "ProjectConfiguration(automatic_checkpoint_naming=True) needs a folder: Accelerator(project_dir='runs/first', "
+                "project_config=...), or ProjectConfiguration(project_dir='runs/first', ...)"
+            )
+        return Path(os.path.abspath(self.project.project_dir), "checkpoints")
 
-    Raises:
-        ConfigurationError: as of :func:`next_place`.
-    """
-    if project.automatic_checkpoint_naming and world.is_main:
-        _free_place(project)
+    def next_path(self) -> Path:
+        """The folder of the next checkpoint. Collective.
 
+        Raises:
+            ConfigurationError: the folder holds checkpoints of an earlier start, which this run has not resumed.
+        """
+        return Path(together(self._world, lambda: str(self._free_path()) if self._world.is_main else None)[0])
 
-def _free_place(project: ProjectConfiguration) -> Path:
-    folder = folder_of(project)
-    taken = sorted(number for number, _ in _numbered(folder))
-    if taken and taken[-1] >= project.iteration:
-        shown = f"checkpoint_{taken[0]}" + (f" to checkpoint_{taken[-1]}" if len(taken) > 1 else "")
-        raise ConfigurationError(
-            f"{folder} holds {shown} of an earlier start, and the next would be checkpoint_{project.iteration}. To go on from "
-            "the newest: accelerator.load_state() before the loop; to begin anew beside them: "
-            f"accelerator.project_configuration.iteration = {taken[-1] + 1}, or another project_dir."
-        )
-    return folder / f"checkpoint_{project.iteration}"
+    def check(self) -> None:
+        """On the main process, raise what :meth:`next_path` would raise; before hours of training are spent.
 
+        Raises:
+            ConfigurationError: as :meth:`next_path`.
+        """
+        if self.active and self._world.is_main:
+            self._free_path()
 
-def newest_first(project: ProjectConfiguration, world: World) -> list[tuple[Path, str | None]]:
-    """Those that there are, with what is wrong with each if anything is; as the main process sees them.
+    def _free_path(self) -> Path:
+        folder, number = self.folder, self.project.iteration
+        taken = sorted(number for number, _ in _numbered(folder))
+        if taken and taken[-1] >= number:
+            shown = f"checkpoint_{taken[0]}" + (f" to checkpoint_{taken[-1]}" if len(taken) > 1 else "")
+            raise ConfigurationError(
+                f"{folder} holds {shown} of an earlier start, and the next would be checkpoint_{number}. To go on from "
+                "the newest: accelerator.load_state() before the loop; to begin anew beside them: "
+                f"accelerator.project_configuration.iteration = {taken[-1] + 1}, or another project_dir."
+            )
+        return folder / f"checkpoint_{number}"
 
-    What a kill has left of one has another name, and is not among them.
-    """
+    def newest_first(self) -> list[tuple[Path, str | None]]:
+        """Each checkpoint with what is wrong with it, or ``None``. Collective.
 
-    def look() -> list[list[str | None]] | None:
-        if not world.is_main:
-            return None
-        found = sorted(_numbered(folder_of(project)), reverse=True)
-        return [[str(path), look_at(path)[1]] for _, path in found if is_checkpoint(path)]
+        What a killed save has left has another name and is not listed.
+        """
 
-    return [(Path(path), problem) for path, problem in together(world, look)[0]]
+        def look() -> list[list[str | None]] | None:
+            if not self._world.is_main:
+                return None
+            found = sorted(_numbered(self.folder), reverse=True)
+            return [[str(path), look_at(path)[1]] for _, path in found if is_checkpoint(path)]
 
+        return [(Path(path), problem) for path, problem in together(self._world, look)[0]]
 
-def number_after(project: ProjectConfiguration, loaded: Path, world: World) -> int:
-    """The number of the next one when the loop goes on from a checkpoint: after all that there are, if it is one of them."""
+    def continue_after(self, loaded: Path) -> None:
+        """Number the next checkpoint after all that there are, if the loaded one is one of them. Collective."""
 
-    def count() -> int | None:
-        if not world.is_main:
-            return None
-        folder = folder_of(project)
-        if Path(os.path.realpath(loaded)).parent != Path(os.path.realpath(folder)):
-            return project.iteration
-        return max((number for number, _ in _numbered(folder)), default=-1) + 1
+        def count() -> int | None:
+            if not self._world.is_main:
+                return None
+            folder = self.folder
+            if Path(os.path.realpath(loaded)).parent != Path(os.path.realpath(folder)):
+                return self.project.iteration
+            return max((number for number, _ in _numbered(folder)), default=-1) + 1
 
-    number: int = together(world, count)[0]
-    return number
+        self.project.iteration = together(self._world, count)[0]
 
 
 def rotate(folder: Path, limit: int | None, manifest: Manifest | None) -> None:
-    """Remove what is too old, when a new one is complete; on the process that has its manifest.
+    """Remove the oldest checkpoints after a save; on the process that has the manifest of the new one.
 
-    Only complete ones of the same run count, and only those are removed.
+    Only complete checkpoints of the same run are counted and removed.
 
     Args:
-        folder: where they are.
-        limit: so many stay; ``None``: all.
-        manifest: of the new one.
+        folder: the folder of the checkpoints.
+        limit: number of checkpoints to keep; ``None``: all.
+        manifest: of the new checkpoint; ``None``: another process removes.
     """
     if manifest is None:
         return
     try:
-        for left in folder.glob(".checkpoint_*.del-*"):  # by a kill in the midst of a removal
+        for left in folder.glob(".checkpoint_*.del-*"):  # a process was killed while it removed this
             shutil.rmtree(left, ignore_errors=True)
         if limit is not None:
             for old in _complete(folder, manifest.run_id)[:-limit]:
                 remove(old)
-    except (CheckpointError, OSError) as error:  # the new one is there; the next save tries again
+    except (CheckpointError, OSError) as error:  # the new checkpoint is there; the next save tries again
         notice(f"save_state: the new checkpoint is complete, but: {error}")
 
 
 def _complete(folder: Path, run_id: str) -> list[Path]:
-    """Those of a run that are complete, the oldest first."""
+    """The complete checkpoints of a run, oldest first."""
     found = []
     for _, path in sorted(_numbered(folder)):
         manifest, problem = look_at(path) if is_checkpoint(path) else (None, None)
@@ -136,7 +145,7 @@ def _complete(folder: Path, run_id: str) -> list[Path]:
 
 
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Whatever has the name of one, with its number."""
+    """The number and path of everything that is named like a checkpoint."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:

@@ -12,12 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainkit.accelerator.in_precision import InPrecision
+from trainkit.accelerator.in_precision import InPrecision, without_wrappers
 from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
-from trainkit.accelerator.wrapped import unwrapped
 from trainkit.console import with_article
 from trainkit.data.assembling import Filled
 from trainkit.data.combined import CombinedLoader
@@ -220,10 +219,7 @@ class PrepareVerbs:
                 with ``_orig_mod.``, which is why the default is not Accelerate's. A compilation of what ``prepare`` returned
                 goes with that.
         """
-        return unwrapped(model, self._inside, keep_torch_compile)
-
-    def _inside(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, InPrecision) else self.strategy.unwrap(model)
+        return without_wrappers(model, self.strategy, keep_torch_compile)
 
     def _prepare_model(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
         if self.options.compile is not None:
@@ -321,7 +317,7 @@ class PrepareVerbs:
     def release_loader(self, loader: PreparedLoader) -> None:
         """Forget a loader that is not read any more, and end its workers."""
         loader.close()
-        self._loaders = [other for other in self._loaders if other is not loader]
+        self._loaders[:] = [other for other in self._loaders if other is not loader]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """:func:`trainkit.skip_first_batches`: a loader whose iterations begin after so many batches."""

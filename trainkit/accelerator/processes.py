@@ -1,8 +1,7 @@
-"""Verbs for a loop on several processes: who is who, who goes first, waiting for each other, work shared out."""
+"""``Processes``: the part of an ``Accelerator`` that orders the processes of a run and divides work among them."""
 
 from __future__ import annotations
 
-import builtins
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,175 +12,52 @@ import torch
 from torch import Tensor
 
 from trainkit.accelerator.meeting import Meeting
-from trainkit.config.distributed_type import DistributedType, distributed_type
 from trainkit.errors import ConfigurationError
 from trainkit.nested import rebuild
 from trainkit.strategy import Strategy
 
-__all__ = ["ProcessVerbs"]
+__all__ = ["Processes", "only_where"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class ProcessVerbs:
-    """The verbs of :class:`trainkit.Accelerator` that are about processes."""
+class Processes:
+    """Waits for the other processes, lets one go first, and divides work among all.
 
-    strategy: Strategy
-    meeting: Meeting
-    _trigger: bool
+    Args:
+        strategy: knows the processes and the device of this one.
+        checks: compares what the processes call.
+    """
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model and the batches are."""
-        return self.strategy.device
-
-    @property
-    def num_processes(self) -> int:
-        """So many micro-batches are worked on side by side: of processes, or of the devices that one drives (XLA's SPMD)."""
-        return self.strategy.world_size
-
-    @property
-    def process_index(self) -> int:
-        """The number of this process among all, from 0."""
-        return self.strategy.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """The number of this process among those of its machine, from 0."""
-        return self.strategy.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the process that writes, the first of all."""
-        return self.strategy.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return self.strategy.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last of all processes; where one drives several devices, as XLA's SPMD does, that one."""
-        return self.strategy.rank == self.strategy.world.size - 1
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether micro-batches are worked on side by side."""
-        return self.num_processes > 1
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """What distributes the run: ``DEEPSPEED`` is ZeRO, ``MULTI_CPU`` and ``MULTI_GPU`` are DDP, ``NO`` is one process."""
-        return distributed_type(self.strategy)
-
-    def wait_for_everyone(self) -> None:
-        """Wait until all processes have called it, for as long as that takes: the main one may evaluate or write meanwhile.
-
-        Raises:
-            CollectiveError: another one has called another verb, waits for this one, or has ended; it names the lines.
-        """
-        self.meeting.wait("wait_for_everyone")
+    def __init__(self, strategy: Strategy, checks: Meeting) -> None:
+        self._strategy, self._checks = strategy, checks
+        self._triggered = False
 
     @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """The main process goes through the block first, then the others: it downloads, and they find it in the cache.
+    def first(self, verb: str, is_first: bool) -> Iterator[None]:
+        """Run the block on processes with ``is_first``, then on the others.
 
         Raises:
-            CollectiveError: as of :meth:`wait_for_everyone`.
+            CollectiveError: another process called something other than ``verb``, waits for this one, or has ended.
         """
-        with self._first(self.is_main_process, "main_process_first"):
-            yield
-
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """The first process of each machine goes through the block first, then the others.
-
-        Raises:
-            CollectiveError: as of :meth:`wait_for_everyone`.
-        """
-        with self._first(self.is_local_main_process, "local_main_process_first"):
-            yield
-
-    @contextmanager
-    def _first(self, is_first: bool, verb: str) -> Iterator[None]:
         if not is_first:
-            self.meeting.wait(verb)
+            self._checks.wait(verb)
         yield
-        if is_first:  # not after an error: the others would go on as if there had been none
-            self.meeting.wait(verb)
-
-    def on_main_process(self, function: Function) -> Function:
-        """A decorator: the function is called on the main process only; on the others it returns ``None``."""
-        return _on(lambda: self.is_main_process, function, "on_main_process")
-
-    def on_local_main_process(self, function: Function) -> Function:
-        """A decorator: the function is called on the first process of each machine only."""
-        return _on(lambda: self.is_local_main_process, function, "on_local_main_process")
-
-    def on_last_process(self, function: Function) -> Function:
-        """A decorator: the function is called on the last process only."""
-        return _on(lambda: self.is_last_process, function, "on_last_process")
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """A decorator: ``@accelerator.on_process(process_index=1)`` calls the function on that process only.
-
-        A single process calls it whatever the number is.
-
-        Raises:
-            ConfigurationError: no number.
-        """
-        if process_index is None:
-            raise ConfigurationError("on_process needs the number of the process: @accelerator.on_process(process_index=1)")
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
-        return _on(lambda: self._alone or self.process_index == process_index, function, "on_process")
-
-    def on_local_process(self, function: Callable[..., Any] | None = None, local_process_index: int | None = None) -> Any:
-        """A decorator: ``@accelerator.on_local_process(local_process_index=1)``, on each machine.
-
-        A single process calls it whatever the number is.
-
-        Raises:
-            ConfigurationError: no number.
-        """
-        if local_process_index is None:
-            raise ConfigurationError(
-                "on_local_process needs the number of the process on its machine: "
-                "@accelerator.on_local_process(local_process_index=1)"
-            )
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        return _on(lambda: self._alone or self.local_process_index == local_process_index, function, "on_local_process")
-
-    @property
-    def _alone(self) -> bool:
-        return self.strategy.world.size == 1
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the first process of each machine only."""
-        if self.is_local_main_process:
-            builtins.print(*args, **kwargs)
+        if is_first:  # not after an error: the other processes would continue as if there had been none
+            self._checks.wait(verb)
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of what there is to do, in the order of the processes; the sizes differ by 1 at most.
-
-        ::
-
-            with accelerator.split_between_processes(["A", "B", "C"]) as prompts:
-                ...  # ["A", "B"] on the first of two processes, ["C"] on the second
+    def split(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's contiguous part of ``inputs``; the sizes of the parts differ by at most 1.
 
         Args:
-            inputs: a list, tuple, tensor, array, ``datasets.Dataset``, or a dict of such, which are of one length; on all
-                processes the same.
-            apply_padding: repeat the last element of all where a part is shorter than others, so that what is made of them can
-                be gathered; drop it then. Tensors come on the device.
+            inputs: the same on all processes: a list, tuple, tensor, array, ``datasets.Dataset``, or a dict of these.
+            apply_padding: repeat the last element of ``inputs`` until all parts have one size.
 
         Raises:
-            ConfigurationError: something that has no parts, or a dict whose values differ in length.
+            ConfigurationError: ``inputs`` cannot be divided, or the values of a dict differ in length.
         """
-        world = self.strategy.world
+        world = self._strategy.world
         if world.size == 1:
             yield inputs
             return
@@ -191,24 +67,29 @@ class ProcessVerbs:
         end = start + each + (world.rank < more)
         missing = each + (more > 0) - (end - start) if apply_padding else 0
         part = _part(inputs, start, end, missing)
-        yield _on_device(part, self.device) if apply_padding else part
+        yield _on_device(part, self._strategy.device) if apply_padding else part
 
     def set_trigger(self) -> None:
-        """Set a flag that :meth:`check_trigger` sees on all processes: this one wants to stop, say."""
-        self._trigger = True
+        """Set a flag on this process for :meth:`check_trigger`."""
+        self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has set the flag since this was asked last; on all processes the same. To be called on all.
+        """Whether any process has set the flag since the last check; the same on all. Collective.
 
         Raises:
-            CollectiveError: as of :meth:`wait_for_everyone`.
+            CollectiveError: as :meth:`first`.
         """
-        found = any(self.meeting.exchange("check_trigger", self._trigger))
-        self._trigger = False
+        found = any(self._checks.exchange("check_trigger", self._triggered))
+        self._triggered = False
         return found
 
 
-def _on(here: Callable[[], bool], function: Function, verb: str) -> Function:
+def only_where(here: Callable[[], bool], function: Function, verb: str) -> Function:
+    """``function``, which returns ``None`` without running where ``here()`` is false; asked at each call.
+
+    Raises:
+        ConfigurationError: ``function`` cannot be called; ``verb`` names the decorator.
+    """
     if not callable(function):
         raise ConfigurationError(f"{verb} is a decorator: it needs a function, not {function!r}.")
 
@@ -237,7 +118,7 @@ def _length(inputs: Any) -> int:
 
 
 def _is_dataset(inputs: Any) -> bool:
-    """Whether it is like a ``datasets.Dataset``."""
+    """Whether it has the interface of a ``datasets.Dataset``."""
     return hasattr(inputs, "select") and hasattr(inputs, "__len__") and not isinstance(inputs, Tensor)
 
 

@@ -1,4 +1,4 @@
-"""``skip_first_batches``: a loader that begins in the middle of its epoch."""
+"""``skip_first_batches``: a loader that starts in the middle of its epoch."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ __all__ = ["SkippedLoader", "skip_first_batches"]
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """A loader whose iterations begin after so many batches, to go on in the middle of an epoch.
+    """A loader that skips the first batches of its epochs, to resume in the middle of an epoch.
 
-    Of a prepared loader nothing of a map-style dataset is fetched to get there. After ``accelerator.load_state(folder)`` the
-    batches are counted from the beginning of the checkpoint's epoch; ``load_state(folder, resume_loaders=True)`` needs no
-    skipping.
+    A prepared loader does not fetch the samples of a map-style dataset that it skips. After ``accelerator.load_state(folder)``
+    count the batches from the start of the checkpoint's epoch. ``load_state(folder, resume_loaders=True)`` needs no skipping.
 
     Args:
         dataloader: prepared or not.
-        num_batches: of this process.
+        num_batches: number of batches of this process to skip.
 
     Raises:
-        ConfigurationError: the number is no integer ≥ 0.
+        ConfigurationError: the number is not an integer ≥ 0.
     """
     return SkippedLoader(dataloader, num_batches)
 
 
 class SkippedLoader:
-    """A loader whose iterations begin after some batches; what it does not define is the loader's.
+    """A loader without the first batches of its epochs; other attributes are those of the loader.
 
     Attributes:
         loader: prepared or not.
-        skipped: batches of an epoch that are left out.
+        skipped: number of batches of an epoch to skip.
 
     Raises:
-        ConfigurationError: the number is no integer ≥ 0.
+        ConfigurationError: the number is not an integer ≥ 0.
     """
 
     def __init__(self, loader: Any, skipped: int) -> None:

@@ -72,11 +72,11 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         ConfigurationError: as of :func:`gather`; or there is no such process, or it is not the same on all.
         CollectiveError: as of :func:`gather`.
     """
-    verbs = gathering("broadcast")
-    size = verbs.strategy.world.size
+    part = gathering("broadcast")
+    size = part.world.size
     if isinstance(from_process, bool) or not isinstance(from_process, int) or not 0 <= from_process < size:
         raise ConfigurationError(f"broadcast(from_process={from_process!r}): there are 0 to {size - 1}.")
-    return verbs._broadcast(tensor, from_process)
+    return part.broadcast(tensor, from_process)
 
 
 def wait_for_everyone() -> None:
@@ -85,7 +85,7 @@ def wait_for_everyone() -> None:
     Raises:
         ConfigurationError, CollectiveError: as of :func:`gather`.
     """
-    gathering("wait_for_everyone").meeting.wait("wait_for_everyone")
+    gathering("wait_for_everyone").wait("wait_for_everyone")
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: None = None) -> Any:

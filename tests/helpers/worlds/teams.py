@@ -8,13 +8,16 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+import torch
 from helpers.patience import PATIENCE
+from torch import Tensor
 
 from trainkit.distributed.collective_tracker import Waits
 from trainkit.distributed.failure import Runs
 from trainkit.distributed.world import Team, World
+from trainkit.strategy import Strategy
 
-__all__ = ["GoneError", "Hub", "ThreadWorld", "in_threads", "in_worlds", "values"]
+__all__ = ["GoneError", "Hub", "ThreadStrategy", "ThreadWorld", "in_threads", "in_worlds", "values"]
 
 
 class GoneError(Exception):
@@ -96,6 +99,17 @@ class ThreadWorld(World):
 
     def rows(self, values: Any) -> list[list[float]]:
         return self._all.exchange([float(value) for value in values])
+
+
+class ThreadStrategy(Strategy):
+    """A strategy on the CPU whose processes are the threads of a :class:`ThreadWorld`."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__("cpu")
+        self.world = world
+
+    def all_gather(self, data: Tensor, sync_grads: bool = False, alike: bool = False) -> Tensor:
+        return torch.stack([torch.tensor(one, dtype=data.dtype) for one in self.world.exchange(data.tolist())])
 
 
 def in_threads(size: int, work: Callable[[Team], Any]) -> list[Any]:

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from helpers.runs.trainers import make_trainer, parameters_of, same
 from safetensors.torch import load_file
 from torch import nn
 
-from trainkit import Accelerator, DataLoaderConfiguration, set_seed
+from trainkit import Accelerator, DataLoaderConfiguration, Strategy, set_seed
+from trainkit.accelerator.checkpointing import Checkpointing, Prepared
+from trainkit.accelerator.naming import NumberedCheckpoints
 from trainkit.checkpoint import open_checkpoint
+from trainkit.config.configurations import ProjectConfiguration
 from trainkit.errors import (
     CheckpointError,
     ConfigurationError,
@@ -475,3 +479,43 @@ def test_state_that_was_read_is_not_copied_again() -> None:
         step(*loop_)
     assert same(parameters_of(first[1]), parameters_of(whole[1]))
     assert same(parameters_of(second[1]), parameters_of(whole[1]))
+
+
+class Counter:
+    """An object to register."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_the_part_needs_no_accelerator() -> None:
+    def part(updates: int) -> tuple[Checkpointing, nn.Module, Counter, Any]:
+        model, counter, strategy = nn.Linear(1, 1), Counter(), Strategy("cpu")
+        torch.nn.init.constant_(model.weight, updates)
+        counter.count = updates
+        numbered = NumberedCheckpoints(ProjectConfiguration("project", automatic_checkpoint_naming=True), strategy.world)
+        made = Checkpointing(strategy, numbered, Prepared([model], [], [], []))
+        made.register(counter)
+        window = SimpleNamespace(counted=updates, rows=0)
+        return made, model, counter, SimpleNamespace(updates=updates, seed=1, window=window, reading=SimpleNamespace())
+
+    first, _, _, loop = part(5)
+    path = first.save(loop)
+    second, model, counter, loop = part(0)
+    second.load(loop)
+    assert path.name == "checkpoint_0"
+    assert (model.weight.item(), counter.count, loop.updates, loop.window.counted) == (5.0, 5, 5, 5)
+    assert (second.run_id, second.save(loop).name) == (first.run_id, "checkpoint_1")
+    third, model, counter, loop = part(7)
+    third.load(loop, path, wanted=["model"])
+    assert (model.weight.item(), counter.count, loop.updates) == (5.0, 7, 7), "only what was asked for"
+    assert third.run_id != first.run_id
+    with pytest.raises(ConfigurationError, match="no prepared loader has a position"):
+        third.resume_loaders()
+    third.close()

@@ -1,0 +1,378 @@
+"""``Checkpointing``: the part of an ``Accelerator`` that saves and restores a loop, in the format that ``Trainer`` writes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from trainkit.accelerator.naming import NumberedCheckpoints, rotate
+from trainkit.accelerator.reading import Reading
+from trainkit.accelerator.saving import VerbGroup
+from trainkit.checkpoint.draft import Content, Draft
+from trainkit.checkpoint.folder import next_counter
+from trainkit.checkpoint.reader import Loaded
+from trainkit.checkpoint.saver import Saver
+from trainkit.checkpoint.shared_reading import read_together
+from trainkit.checkpoint.together import together
+from trainkit.console import notice, warn
+from trainkit.data.loader import PreparedLoader
+from trainkit.data.window import Window
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StateMismatchError,
+)
+from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.optim.prepared_scheduler import PreparedScheduler
+from trainkit.paths import local_path
+from trainkit.state.model import has_adapters
+from trainkit.state.parts import Parts, SaveMode, about, capture, restore
+from trainkit.strategy import Strategy
+
+__all__ = ["PARTS", "Checkpointing", "Loop", "Prepared"]
+
+PARTS = ("model", "optimizer", "scheduler", "scaler", "loaders", "registered")
+
+
+class Loop(Protocol):
+    """The counters of a training loop that a checkpoint holds.
+
+    Attributes:
+        updates: number of optimizer steps so far.
+        window: the accumulation window.
+        reading: the loaders that are being read.
+    """
+
+    updates: int
+    window: Window
+    reading: Reading
+
+    @property
+    def seed(self) -> int:
+        """The seed of order and randomness. Collective when it is first asked for."""
+
+
+@dataclass
+class Prepared:
+    """The objects that ``prepare`` was given, in that order.
+
+    Attributes:
+        models: without wrappers.
+    """
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[PreparedOptimizer]
+    schedulers: Sequence[PreparedScheduler]
+    loaders: Sequence[PreparedLoader]
+
+
+class Checkpointing:
+    """Saves and restores prepared and registered objects, and the counters of the loop.
+
+    All processes call :meth:`save` and :meth:`load`, in the same order.
+
+    Args:
+        strategy: knows the processes and the precision, and where state is sharded.
+        numbered: checkpoints that are named by their number.
+        prepared: what to save.
+        resumes: whether :meth:`load` lets loaders continue, by default.
+
+    Attributes:
+        registered: other objects to save, which have ``state_dict`` and ``load_state_dict``.
+        run_id: names the run; a full :meth:`load` takes over that of the checkpoint.
+    """
+
+    def __init__(self, strategy: Strategy, numbered: NumberedCheckpoints, prepared: Prepared, resumes: bool = False) -> None:
+        self._strategy, self._world = strategy, strategy.world
+        self._numbered, self._prepared, self._resumes = numbered, prepared, resumes
+        self._saver = Saver(attention=lambda: None)
+        self.registered: list[Any] = []
+        self.run_id = secrets.token_hex(8)
+
+    def register(self, *objects: Any) -> None:
+        """Save and load the state of these objects too.
+
+        Raises:
+            ConfigurationError: one without ``state_dict`` and ``load_state_dict``.
+        """
+        for thing in objects:
+            if isinstance(thing, type) or not all(
+                callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")
+            ):
+                raise ConfigurationError(
+                    f"register_for_checkpointing needs objects with state_dict() and load_state_dict(state), not {thing!r}."
+                )
+        self.registered.extend(objects)
+
+    def close(self) -> None:
+        """Wait for a save in flight, raise its error if it failed, and free the host buffers."""
+        self._saver.close()
+
+    def save(self, loop: Loop, output_dir: str | PathLike[str] | None = None, *, blocking: bool = True) -> Path:
+        """Write a checkpoint, and return its folder.
+
+        Args:
+            loop: whose counters to save.
+            output_dir: the folder that the checkpoint becomes, unless checkpoints are named by their number.
+            blocking: return when it is complete on the disk; ``False``: when it is copied.
+
+        Raises:
+            CheckpointError: it cannot be written, or a save in flight has failed.
+            UnsavableError: a value cannot be stored; the message names the path to it.
+            ConfigurationError: no folder is named, nothing was prepared, or checkpoints of an earlier start are in the way.
+        """
+        numbered = self._is_numbered(output_dir, "save_state")
+        folder = None if output_dir is None else local_path(output_dir, "output_dir")
+        saver, world = self._saver, self._world
+        VerbGroup(world, "save_state").wait()
+        if world.size > 1 and saver.team.size == 1:
+            self.run_id = world.from_main(self.run_id)
+            saver.team = world.team(f"save_state/{self.run_id}")
+        saver.wait()
+        if not numbered:
+            assert folder is not None
+            saver.save(self._draft(loop, folder), folder, blocking=blocking, replace=True)
+            return folder
+        project, path = self._numbered.project, self._numbered.next_path()
+        if output_dir is not None:
+            notice(f"save_state({str(output_dir)!r}): automatic_checkpoint_naming is on, so it is written to {path}.")
+        done = partial(rotate, path.parent, project.total_limit)
+        saver.save(self._draft(loop, path), path, blocking=blocking, committed=done)
+        project.iteration += 1
+        return path
+
+    def load(
+        self,
+        loop: Loop,
+        input_dir: str | PathLike[str] | None = None,
+        *,
+        wanted: Collection[str] = PARTS,
+        strict: bool = True,
+        resume_loaders: bool | None = None,
+    ) -> None:
+        """Restore a checkpoint.
+
+        Args:
+            loop: whose counters to restore.
+            input_dir: the folder of the checkpoint; default: the newest complete one of those that are named by their number.
+            wanted: what to restore, of ``PARTS``.
+            strict: missing and unexpected names in a model are errors.
+            resume_loaders: let each loader continue where it was; default: as this object was made.
+
+        Raises:
+            CheckpointError: missing, damaged, or it does not fit; the message lists all that does not.
+            ConfigurationError: no folder is named.
+        """
+        numbered = self._is_numbered(input_dir, "load_state")
+        VerbGroup(self._world, "load_state").wait()
+        if input_dir is None:
+            path, loaded = self._newest()
+        else:
+            path = local_path(input_dir, "input_dir")
+            loaded = self._read(path)
+        resumes = self._resumes if resume_loaders is None else resume_loaders
+        self._restore(loop, path, loaded, set(wanted), strict, resumes)
+        if numbered:
+            self._numbered.continue_after(path)
+
+    def resume_loaders(self) -> None:
+        """After :meth:`load`: let each loader continue where it was when the checkpoint was saved.
+
+        Raises:
+            ConfigurationError: no positions were loaded, or the loaders have been read since.
+            CheckpointError: a position lies inside a micro-batch of the loader.
+        """
+        left = [(loader, *loader.left_off) for loader in self._prepared.loaders if loader.left_off is not None]
+        if not left:
+            raise ConfigurationError(
+                "resume_loaders: no prepared loader has a position of a checkpoint that it has not been read since. Call it "
+                "after load_state and before the loop: accelerator.load_state(folder, resume_loaders=True)"
+            )
+        for loader, position, _ in left:
+            loader.go_on(position, loader.start_of(position))
+
+    # ------------------------------------------------------------------------------------------------------------ where
+
+    def _is_numbered(self, folder: str | PathLike[str] | None, verb: str) -> bool:
+        """Whether checkpoints are named by their number.
+
+        Raises:
+            ConfigurationError: they are not, and no folder is named.
+        """
+        if not self._numbered.active and folder is None:
+            raise ConfigurationError(
+                f"{verb} needs a folder: accelerator.{verb}('checkpoints/first'); or let checkpoints name themselves: "
+                "Accelerator(project_config=ProjectConfiguration(project_dir='runs/first', automatic_checkpoint_naming=True))"
+            )
+        return self._numbered.active
+
+    def _read(self, path: str | PathLike[str]) -> Loaded:
+        return read_together(path, self._world, mapped=self._strategy.sharded_state)
+
+    def _newest(self) -> tuple[Path, Loaded]:
+        """The newest complete checkpoint of those that are named by their number.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: all are damaged.
+        """
+        bad: list[str] = []
+        for path, problem in self._numbered.newest_first():
+            try:
+                if problem is None:
+                    loaded = self._read(path)
+                    for said in bad:
+                        warn(f"a checkpoint is damaged and passed over: {said}")
+                    return path, loaded
+            except CorruptCheckpointError as error:
+                problem = str(error)
+            bad.append(problem)
+        folder = self._numbered.folder
+        if bad:
+            raise CorruptCheckpointError(
+                f"none of the checkpoints in {folder} is good:\n  "
+                + "\n  ".join(bad)
+                + "\nRemove them to start from the beginning."
+            )
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {folder}. For a script that goes on only if there is one: "
+            f"if trainkit.checkpoint.list_checkpoints({str(folder)!r}): accelerator.load_state()"
+        )
+
+    # ------------------------------------------------------------------------------------------------------------- what
+
+    def _parts(self) -> Parts:
+        prepared, strategy = self._prepared, self._strategy
+        optimizers = [one.optimizer for one in prepared.optimizers]
+        schedulers = [one.scheduler for one in prepared.schedulers]
+        return Parts(list(prepared.models), optimizers, schedulers, strategy.precision, strategy)
+
+    def _draft(self, loop: Loop, path: Path) -> Draft:
+        """The current state as a checkpoint that has not been written.
+
+        Raises:
+            ConfigurationError: nothing has been prepared.
+            UnsavableError: a value cannot be stored; the message names the path to it.
+        """
+        parts, world = self._parts(), self._world
+        if not parts.models and not self.registered:
+            raise ConfigurationError(
+                "save_state saves what was prepared, and nothing was: model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        save: SaveMode = "trainable" if any(has_adapters(model) for model in parts.models) else "all"
+        # The main process computes the fingerprint of frozen parameters; where they are sharded all processes gather them.
+        fingerprints = world.is_main or self._strategy.sharded_parameters
+        known = {} if fingerprints else dict.fromkeys(range(len(parts.models)), "the main process's")
+        taken = capture(parts, save=save, fingerprints=known)
+        positions = [loader.gathered(loader.state_dict()) for loader in self._prepared.loaders]
+        state = {
+            **taken.state,
+            "loaders": positions,
+            "window": loop.window.counted,
+            "registered": [thing.state_dict() for thing in self.registered],
+        }
+
+        def count() -> int:
+            return next_counter(path.absolute().parent, self.run_id) if world.is_main else 0
+
+        described = about(
+            self._strategy,
+            taken,
+            seed=loop.seed,
+            run_id=self.run_id,
+            save_counter=together(world, count)[0],
+            step=loop.updates,
+            epoch=positions[0]["epoch"] if positions else 0,
+            position=positions[0] if positions else {},
+            save=save,
+        )
+        content = Content(taken.tensors, state, described, taken.attachments)
+        drafts: list[Draft] = []
+        together(world, lambda: drafts.append(Draft(content, rank=world.rank, ranks=world.size)))
+        return drafts[0]
+
+    def _restore(self, loop: Loop, path: Path, loaded: Loaded, wanted: set[str], strict: bool, resumes: bool) -> None:
+        """Load a checkpoint into what was prepared; what does not fit is raised before anything is changed.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        manifest, state = loaded.manifest, loaded.state
+        self._check_fits(path, loaded, wanted)
+        positions = (state.get("loaders") or []) if "loaders" in wanted else []
+        loaders = list(zip(self._prepared.loaders, positions, strict=False))
+        starts = [loader.start_of(position) if resumes else None for loader, position in loaders]
+        restore(self._parts(), loaded.tensors, state, manifest.aliases, wanted=wanted, what=str(path), strict=strict, keep=True)
+        if "loaders" in wanted:
+            if positions and loop.seed != manifest.seed:
+                warn(
+                    f"the seed is {loop.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness "
+                    f"are others from here on. To go on as before: trainkit.set_seed({manifest.seed}) before prepare."
+                )
+            self._close_window(loop.window)
+            for (loader, position), start in zip(loaders, starts, strict=True):
+                if start is None:
+                    loader.begin_again(position)
+                else:
+                    loader.go_on(position, start)
+            loop.window.counted = int(state.get("window", 0))
+        if "optimizer" in wanted:
+            loop.updates = manifest.step
+        if wanted == set(PARTS):
+            self.run_id = manifest.run_id  # the run continues
+        if "registered" in wanted:
+            for thing, own in zip(self.registered, state.get("registered") or [], strict=True):
+                thing.load_state_dict(own)
+        loop.reading.loaded = True
+        left = [part for part in PARTS if part not in wanted]
+        notice(f"state of {path} (step {manifest.step})" + (f"; not restored: {', '.join(left)}." if left else "."))
+        _say_where_loaders_begin(self._prepared.loaders)
+
+    def _check_fits(self, path: Path, loaded: Loaded, wanted: Collection[str]) -> None:
+        """Compare the parts that the checkpoint and this loop have.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        if "optimizer" in wanted and not loaded.manifest.contents.get("resumable", False):
+            raise CheckpointError(f"{path} holds weights only. Load those: accelerator.load_state(path, restore={{'model'}})")
+        here: Mapping[str, Sequence[Any]] = {"loaders": self._prepared.loaders, "registered": self.registered}
+        for part, objects in here.items():
+            saved = len(loaded.state.get(part) or [])
+            if part in wanted and saved != len(objects):
+                raise StateMismatchError(
+                    f"{path} holds {saved} {part}, and there are {len(objects)} here. Prepare and register what the loop had, "
+                    "in the same order, or leave them out: "
+                    "accelerator.load_state(path, restore={'model', 'optimizer', 'scheduler', 'scaler'})"
+                )
+
+    def _close_window(self, window: Window) -> None:
+        """Discard an accumulation window that is open: its gradients are those of other parameters."""
+        if window.rows:
+            window.forget()
+            for optimizer in self._prepared.optimizers:
+                optimizer.zero_grad()
+
+
+def _say_where_loaders_begin(loaders: Sequence[PreparedLoader]) -> None:
+    """A notice, for the training loader, that it does not continue by itself where the checkpoint was saved."""
+    loader = next((one for one in loaders if one.left_off is not None), None)
+    if loader is None or loader.left_off is None:
+        return
+    epoch, batches = loader.epoch, loader.left_off[1]
+    place = f"batch {batches} of" if batches is not None else "in the middle of"
+    skip = f"accelerator.skip_first_batches(loader, {'n' if batches is None else batches})"
+    notice(
+        f"the checkpoint was saved at {place} epoch {epoch}, and the prepared loader starts epoch {epoch} at its first "
+        "batch, as in Accelerate. To continue exactly: accelerator.load_state(folder, resume_loaders=True), or "
+        f"accelerator.resume_loaders() before the loop. A script that skips batches itself: {skip}."
+    )
