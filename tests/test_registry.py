@@ -11,7 +11,7 @@ from helpers.support import run_python
 
 from trainkit import Callback, Strategy
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
-from trainkit.registry import CALLBACKS, STRATEGIES, load_callback, load_strategy, make_strategy
+from trainkit.registry import CALLBACKS, load_callback, load_strategy, make_strategy, strategies
 from trainkit.strategies import ZeROStrategy
 
 
@@ -22,7 +22,7 @@ def test_every_callback_can_be_loaded(name: str) -> None:
     assert CALLBACKS[name] == f"{kind.__module__}:{kind.__name__}"
 
 
-@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize("name", list(strategies()))
 def test_every_strategy_can_be_loaded(name: str) -> None:
     kind = load_strategy(name)
     assert issubclass(kind, Strategy)
@@ -97,7 +97,7 @@ def test_strategies_that_are_called_otherwise(name: str, fix: str) -> None:
 
 @pytest.mark.parametrize("name", [None, 3, Strategy, ["ddp"]])
 def test_what_is_no_name(name: Any) -> None:
-    known = ", ".join(map(repr, ("auto", *STRATEGIES)))
+    known = ", ".join(map(repr, ("auto", *strategies())))
     with pytest.raises(ConfigurationError, match=rf"must be a name \({known}\) or a Strategy object, not"):
         load_strategy(name)
 

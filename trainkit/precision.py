@@ -157,6 +157,15 @@ class Precision:
             return torch.autocast(self.device_type, dtype=self.autocast_dtype, **autocast)
         return self.init_context()
 
+    def applied_to(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step function in this precision: its batch is converted, and it runs in :meth:`forward_context`."""
+
+        def converted(batch: Any, *rest: Any) -> Any:
+            with self.forward_context():
+                return step(self.convert_input(batch), *rest)
+
+        return converted
+
     @property
     def plain(self) -> bool:
         """Whether inputs and forward need nothing done (``32-true``)."""

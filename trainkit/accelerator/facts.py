@@ -78,11 +78,9 @@ class FactVerbs:
         )
 
     def _plugin(self) -> DeepSpeedPlugin | None:
-        """Of ZeRO, whoever has asked for it."""
-        if self.options.plugin is not None or not self.strategy.sharded_state:
-            return self.options.plugin
-        config: Any = self.strategy
-        return DeepSpeedPlugin(zero_stage=config.stage)
+        """The plugin as it was given, else the one that the strategy describes itself by."""
+        plugin: DeepSpeedPlugin | None = self.strategy.plugin if self.options.plugin is None else self.options.plugin
+        return plugin
 
     @property
     def mixed_precision(self) -> str:

@@ -62,7 +62,7 @@ class SavingVerbs:
         accelerator = self._accelerator()
         if not accelerator.is_main_process:
             return
-        if accelerator.strategy.sharded_parameters and isinstance(obj, Mapping):
+        if accelerator.strategy.shards_parameters and isinstance(obj, Mapping):
             _refuse_without_values(accelerator, obj)
         write_object(Path(f), obj)
         if str(f).endswith(_OF_PICKLES):

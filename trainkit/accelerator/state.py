@@ -195,7 +195,7 @@ def _is_naming(accelerator: Accelerator, folder: str | PathLike[str] | None, ver
 
 
 def _read(accelerator: Accelerator, path: str | PathLike[str]) -> Loaded:
-    return read_together(path, accelerator.world, mapped=accelerator.strategy.sharded_state)
+    return read_together(path, accelerator.world, mapped=accelerator.strategy.reads_checkpoint_parts)
 
 
 def _newest(accelerator: Accelerator) -> tuple[Path, Loaded]:
@@ -250,7 +250,7 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
     adapters = any(has_adapters(model) for model in parts.models)
     save: SaveMode = "trainable" if adapters else "all"
     # of frozen parameters the main process takes the fingerprint, which all of them have to read for
-    main = accelerator.world.is_main or accelerator.strategy.sharded_parameters  # which are gathered, to be read
+    main = accelerator.world.is_main or accelerator.strategy.shards_parameters  # which are gathered, to be read
     known = {} if main else dict.fromkeys(range(len(parts.models)), "the main process's")
     taken = capture(parts, save=save, fingerprints=known)
     positions = [loader.gathered(loader.state_dict()) for loader in accelerator.loaders]
