@@ -54,8 +54,8 @@ class StrategyInfo:
         handlers: class names of Accelerate's ``kwargs_handlers`` whose ``strategy_options()`` its constructor takes.
         distributed_type: Accelerate's ``DistributedType`` that it reports; ``None``: by device and number of processes.
         file_types: values of ``distributed_type`` in Accelerate's configuration files that mean it, each with the short name.
-        file_section: section of these files that holds its options; ``None``: there is none.
-        plugin: path of the class that reads the options of that section; see :class:`trainkit.config.values.Plugin`.
+        plugin: path of the class that reads their section for it, see :class:`trainkit.config.values.Plugin`; ``None``: they
+            have no section for it.
         footprints: what ``trainer.plan`` compares, the fastest first: paths, each with the options to call it with. The
             result has ``footprint`` and ``supported_precisions``.
         packages: the backend's packages: ``trainkit env`` shows their versions, and their frames are not the user's.
@@ -81,7 +81,6 @@ class StrategyInfo:
     handlers: tuple[str, ...] = ()
     distributed_type: str | None = None
     file_types: Mapping[str, str] = field(default_factory=dict)
-    file_section: str | None = None
     plugin: str | None = None
     footprints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     packages: tuple[str, ...] = ()

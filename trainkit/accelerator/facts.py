@@ -79,8 +79,8 @@ class FactVerbs:
 
     def _plugin(self) -> DeepSpeedPlugin | None:
         """The plugin as it was given, else the one that the strategy describes itself by."""
-        plugin: DeepSpeedPlugin | None = self.strategy.plugin if self.options.plugin is None else self.options.plugin
-        return plugin
+        plugin: Any = self.strategy.plugin if self.options.plugin is None else self.options.plugin
+        return plugin  # type: ignore[no-any-return]
 
     @property
     def mixed_precision(self) -> str:

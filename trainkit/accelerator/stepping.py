@@ -156,7 +156,9 @@ class StepVerbs:
         if closure is not None or spent < self._backwards or not self._takes_part:
             return
         # where there are none it does no harm; under ZeRO nobody knows
-        if self.strategy.accumulates_in_engine or any(p.grad is not None for group in own.param_groups for p in group["params"]):
+        if self.strategy.accumulates_in_engine or any(
+            p.grad is not None for group in own.param_groups for p in group["params"]
+        ):
             raise ConfigurationError(
                 "step: there has been no accelerator.backward(loss) since the last step of this optimizer. Write "
                 "accelerator.backward(loss) instead of loss.backward(): it scales the loss and passes the gradients to the "

@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
-from trainkit.config.keys import KEYS, checked
+from trainkit.config.keys import KEYS, SECTIONS, checked
 from trainkit.config.read import default_file
 from trainkit.config.values import Settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
+from trainkit.registry import automatic_info
 
 __all__ = ["write_basic_config", "write_settings"]
 
@@ -70,10 +71,10 @@ def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
 
 def _content(settings: Settings) -> dict[str, Any]:
     """As Accelerate has it, which reads these files but for ``gradient_accumulation_steps`` outside of DeepSpeed."""
-    values, deepspeed = dict(settings.values), dict(settings.deepspeed)
-    if values.get("distributed_type") == "DEEPSPEED" and "gradient_accumulation_steps" in values:
-        deepspeed["gradient_accumulation_steps"] = values.pop("gradient_accumulation_steps")
-    sections = {"deepspeed_config": deepspeed, "dynamo_config": dict(settings.dynamo)}
+    values, backend = dict(settings.values), dict(settings.backend)
+    if settings.takes_section and "gradient_accumulation_steps" in values:
+        backend["gradient_accumulation_steps"] = values.pop("gradient_accumulation_steps")
+    sections = dict(zip(SECTIONS, (backend, dict(settings.dynamo)), strict=True))
     content = {"compute_environment": "LOCAL_MACHINE", **values, **{name: part for name, part in sections.items() if part}}
     return dict(sorted(content.items()))
 
@@ -82,11 +83,11 @@ def _devices() -> dict[str, Any]:
     """What this machine has."""
     import torch
 
-    from trainkit.launch.tpu import tpu_is_chosen
+    from trainkit.launch.tpu import DEVICE, tpu_is_chosen
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus > 1:
         return {"distributed_type": "MULTI_GPU", "num_processes": gpus, "use_cpu": False}
     if gpus == 0 and tpu_is_chosen():
-        return {"distributed_type": "XLA", "use_cpu": False}
+        return {"distributed_type": automatic_info(DEVICE).distributed_type, "use_cpu": False}
     return {"distributed_type": "NO", "num_processes": 1, "use_cpu": gpus == 0 and not torch.backends.mps.is_available()}
