@@ -54,6 +54,7 @@ class StrategyInfo:
         handlers: class names of Accelerate's ``kwargs_handlers`` whose ``strategy_options()`` its constructor takes.
         distributed_type: Accelerate's ``DistributedType`` that it reports; ``None``: by device and number of processes.
         file_types: values of ``distributed_type`` in Accelerate's configuration files that mean it, each with the short name.
+        file_aliases: other spellings of these values, in lower case, each with the value.
         plugin: path of the class that reads their section for it, see :class:`trainkit.config.values.Plugin`; ``None``: they
             have no section for it.
         footprints: what ``trainer.plan`` compares, the fastest first: paths, each with the options to call it with. The
@@ -81,6 +82,7 @@ class StrategyInfo:
     handlers: tuple[str, ...] = ()
     distributed_type: str | None = None
     file_types: Mapping[str, str] = field(default_factory=dict)
+    file_aliases: Mapping[str, str] = field(default_factory=dict)
     plugin: str | None = None
     footprints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     packages: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ INFO = StrategyInfo(
     process_group=False,
     distributed_type="XLA",
     file_types={"XLA": "xla"},
+    file_aliases={"tpu": "XLA"},
     packages=("torch_xla",),
     variables=("PJRT_", "TPU_", "XLA_"),
     swapped_devices=("xla",),

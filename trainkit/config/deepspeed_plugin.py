@@ -133,6 +133,11 @@ class DeepSpeedPlugin:
                 "DeepSpeedPlugin(enable_msamp=True): FP8 is not offered. Use mixed_precision='bf16'."
             )
 
+    @classmethod
+    def of_file(cls, path: str | None, **options: Any) -> DeepSpeedPlugin:
+        """The plugin of a DeepSpeed configuration, if there is one, and the other arguments."""
+        return cls(hf_ds_config=path, **options)
+
     @property
     def strategy(self) -> str:
         """The short name of the strategy: ``"zero1"``, ``"zero2"`` or ``"zero3"``."""

@@ -10,13 +10,28 @@ from typing import Any
 from trainkit.config.foreign import INSTEAD
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
 from trainkit.precision import MIXED
+from trainkit.registry import strategy_infos
 
-__all__ = ["BACKEND", "CONFIG_FILE", "DYNAMO", "HOSTFILE", "KEYS", "MULTINODE_LAUNCHER", "SECTIONS", "Key", "checked"]
+__all__ = [
+    "BACKEND",
+    "CONFIG_FILE",
+    "DYNAMO",
+    "HOSTFILE",
+    "KEYS",
+    "MULTINODE_LAUNCHER",
+    "NOT_IN_FILE",
+    "SECTIONS",
+    "Key",
+    "checked",
+]
 
 CONFIG_FILE = "deepspeed_config_file"
 HOSTFILE = "deepspeed_hostfile"
 MULTINODE_LAUNCHER = "deepspeed_multinode_launcher"
 """Keys of :data:`BACKEND` that are no options of a strategy: its own configuration, and how nodes are started."""
+
+NOT_IN_FILE = (CONFIG_FILE, HOSTFILE, MULTINODE_LAUNCHER, "zero3_init_flag")
+"""Keys of :data:`BACKEND` that a backend's own configuration does not have."""
 
 
 _TRUTH = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
@@ -76,6 +91,13 @@ def _one_of(*known: str, also: Mapping[str, str] | None = None) -> Callable[[Any
     return read
 
 
+def _distributed_type(value: Any) -> str:
+    """What a strategy declares; read when it is used, as declarations are imported then."""
+    infos = strategy_infos()
+    also = {alias: kind for info in infos for alias, kind in info.file_aliases.items()}
+    return _one_of(*(kind for info in infos for kind in info.file_types), also=also)(value)
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
         raise ValueError("text")
@@ -121,7 +143,7 @@ _BACKEND = Key(_backend, "compile the model by torch.compile with this backend, 
 
 KEYS: dict[str, Key] = {
     "distributed_type": Key(
-        _one_of("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "XLA", also={"tpu": "XLA"}),
+        _distributed_type,
         "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; XLA: TPUs",
         "TYPE",
     ),

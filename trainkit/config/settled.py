@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainkit.config.keys import CONFIG_FILE, HOSTFILE, MULTINODE_LAUNCHER
+from trainkit.config.keys import CONFIG_FILE, HOSTFILE, NOT_IN_FILE
 from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
 
 __all__ = ["settled"]
-
-# What may be given in addition to a backend's own configuration file: keys that such a file does not have.
-_NOT_IN_FILE = (CONFIG_FILE, HOSTFILE, MULTINODE_LAUNCHER, "zero3_init_flag")
 
 
 def settled(settings: Settings) -> Settings:
@@ -79,7 +76,7 @@ def _check_backend(settings: Settings) -> None:
             f"{said}. Write distributed_type: DEEPSPEED (--use_deepspeed), or leave out what is for it."
         )
     if CONFIG_FILE in given:
-        beside = [name for name, value in given.items() if name not in _NOT_IN_FILE and value != "auto"]
+        beside = [name for name, value in given.items() if name not in NOT_IN_FILE and value != "auto"]
         if beside:
             raise ConfigurationError(
                 f"{settings.source}: deepspeed_config_file and {', '.join(beside)} both say it. Write it into "

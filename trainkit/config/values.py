@@ -165,14 +165,11 @@ class Settings:
         """
         if self.info is None or self.info.plugin is None:
             return None
-        kind = load(self.info.plugin)
         told = {name: value for name, value in self.backend.items() if name not in _NOT_OF_PLUGIN and value != "auto"}
-        file = self.backend.get(CONFIG_FILE)
-        if file is not None:
-            told["hf_ds_config"] = file
-        elif (steps := self.values.get("gradient_accumulation_steps")) != "auto":
+        file, steps = self.backend.get(CONFIG_FILE), self.values.get("gradient_accumulation_steps")
+        if file is None and steps != "auto":
             told["gradient_accumulation_steps"] = steps
-        plugin: Plugin = kind(**told)
+        plugin: Plugin = load(self.info.plugin).of_file(file, **told)
         return plugin
 
 
