@@ -5,6 +5,7 @@ Every rule comes twice: applied to what is there, and to small examples that bre
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import types
@@ -497,6 +498,15 @@ def test_an_undeclared_attribute_is_found(text: str) -> None:
 @pytest.mark.parametrize("text", ["strategy.world.rank", "module.stage", "hasattr(strategy, 'optimizer_step')", "x: Any = y"])
 def test_declared_attributes_pass(text: str) -> None:
     assert not house.undeclared_attributes(example(text), dir(Strategy))
+
+
+def test_capabilities_are_documented_and_read() -> None:
+    flags = [name for name, kind in vars(Strategy)["__annotations__"].items() if kind == "ClassVar[bool]"]
+    undocumented = [name for name in flags if f"        {name}: " not in (Strategy.__doc__ or "")]
+    elsewhere = [s for s in SOURCES if not s.path.startswith("strategies/") and s.path != "trainkit/strategy.py"]
+    read = {node.attr for source in elsewhere for node in house.all_of(source.tree, ast.Attribute)}
+    assert len(flags) > 5
+    assert (undocumented, [name for name in flags if name not in read]) == ([], [])
 
 
 # --------------------------------------------------------------------------------------------------- names and words
