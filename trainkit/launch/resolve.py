@@ -86,13 +86,18 @@ def chosen_strategy(name: str, wanted: Wanted) -> str:
         if not on_tpu and processes(wanted) == 1:
             note_alone(wanted.per_node)
             return name
-        # the host stands for all devices that are not known yet
-        return automatic_strategy(DEVICE if on_tpu else "cpu" if wanted.accelerator == "auto" else wanted.accelerator)
+        return automatic_strategy(DEVICE if on_tpu else _type_of_device(wanted))
     if info is not None and info.one_device:
         note_alone(1)
     if wanted.accelerator == DEVICE and (info is None or DEVICE not in info.devices):
         raise ConfigurationError(f"accelerator='tpu' works with strategy='xla', not with {name!r}. Leave strategy out.")
     return name
+
+
+def _type_of_device(wanted: Wanted) -> str:
+    if wanted.accelerator != "auto":
+        return wanted.accelerator
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def joined_strategy(
