@@ -55,8 +55,8 @@ class StrategyInfo:
         distributed_type: Accelerate's ``DistributedType`` that it reports; ``None``: by device and number of processes.
         file_types: values of ``distributed_type`` in Accelerate's configuration files that mean it, each with the short name.
         file_aliases: other spellings of these values, in lower case, each with the value.
-        plugin: path of the class that reads their section for it, see :class:`trainkit.config.values.Plugin`; ``None``: they
-            have no section for it.
+        plugin: path of the class whose ``of_file(path, **options)`` reads their section for it into a
+            :class:`trainkit.config.values.Plugin`; ``None``: they have no section for it.
         footprints: what ``trainer.plan`` compares, the fastest first: paths, each with the options to call it with. The
             result has ``footprint`` and ``supported_precisions``.
         packages: the backend's packages: ``trainkit env`` shows their versions, and their frames are not the user's.
@@ -65,7 +65,8 @@ class StrategyInfo:
         shape_attribute: attribute of a sharded parameter that holds the shape of the whole one.
         swapped_devices: types of devices whose tensors cannot be put into a parameter, so that a module is moved to and from
             them by swapping the tensors of its parameters.
-        adam_classes: class names of the backend's optimizers whose state is that of ``torch.optim.Adam``.
+        adam_classes: class names of the backend's optimizers whose state is that of ``torch.optim.Adam``, each with the
+            attribute that says whether weight decay is decoupled, as in ``AdamW``.
         host_optimizers: class names of the backend's optimizers that step on the CPU only.
     """
 
@@ -90,7 +91,7 @@ class StrategyInfo:
     parameter_marks: tuple[str, ...] = ()
     shape_attribute: str | None = None
     swapped_devices: tuple[str, ...] = ()
-    adam_classes: tuple[str, ...] = ()
+    adam_classes: Mapping[str, str] = field(default_factory=dict)
     host_optimizers: tuple[str, ...] = ()
 
 

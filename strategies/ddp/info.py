@@ -21,7 +21,7 @@ INFO = StrategyInfo(
         "ddp_notebook": "processes are not started by the strategy. Put the training into a function, leave strategy out, and "
         "start it from the notebook with: notebook_launcher(function, num_processes=2)",
         "ddp_spawn": _STARTED,
-        "dp": "DataParallel is not offered, it is slower than DDP. Use strategy='ddp', with the same devices",
+        "dp": "DataParallel is not supported: it is slower than DDP. Use strategy='ddp', with the same devices",
     },
     auto=dict.fromkeys(("cpu", "cuda", "mps"), "ddp"),
     handlers=("DistributedDataParallelKwargs",),

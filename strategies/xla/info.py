@@ -13,7 +13,7 @@ INFO = StrategyInfo(
     refused={
         "single_xla": "write strategy='xla', devices=1",
         "tpu_spawn": "write strategy='xla', with the same devices",
-        "xla_debug": "write strategy='xla'; what is compiled is told by the callback RecompileMonitor",
+        "xla_debug": "write strategy='xla'; the callback RecompileMonitor reports what is compiled",
     },
     devices=("xla", "cpu"),  # the CPU through XLA's own runtime
     auto={"xla": "xla"},

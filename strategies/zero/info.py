@@ -44,6 +44,6 @@ INFO = StrategyInfo(
     packages=("deepspeed",),
     parameter_marks=("ds_id", "_hp_mapping"),  # of stage 3, and of stages 1 and 2
     shape_attribute="ds_shape",
-    adam_classes=("DeepSpeedCPUAdam", "FusedAdam"),
+    adam_classes=dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam"), "adam_w_mode"),
     host_optimizers=("DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion"),
 )

@@ -98,6 +98,10 @@ def _distributed_type(value: Any) -> str:
     return _one_of(*(kind for info in infos for kind in info.file_types), also=also)(value)
 
 
+def _mixed_precision(value: Any) -> str:
+    return _one_of(*MIXED)(value)  # registered later ones too
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
         raise ValueError("text")
@@ -147,7 +151,7 @@ KEYS: dict[str, Key] = {
         "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; XLA: TPUs",
         "TYPE",
     ),
-    "mixed_precision": Key(_one_of(*MIXED), "what is computed in: no (float32), fp16 or bf16", "NAME"),
+    "mixed_precision": Key(_mixed_precision, "what is computed in: no (float32), fp16 or bf16", "NAME"),
     "num_processes": Key(_whole(1), "processes of all machines together"),
     "num_machines": Key(_whole(1), "machines"),
     "machine_rank": Key(_whole(0), "the number of this machine, from 0", "R"),

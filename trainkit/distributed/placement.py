@@ -35,8 +35,8 @@ def refuse_divided(module: nn.Module) -> None:
     divided = sum(any(hasattr(parameter, name) for name in attributes) for parameter in module.parameters())
     if divided:
         raise ConfigurationError(
-            f"{divided} parameters are divided by ZeRO-3: configure_model has made them in an earlier run on several "
-            f"processes, or deepspeed.zero.Init. Go on with strategy='zero3', or start from a checkpoint: "
+            f"{divided} parameters are sharded by ZeRO-3: configure_model has made them in an earlier run on several "
+            f"processes, or deepspeed.zero.Init. Continue with strategy='zero3', or start from a checkpoint: "
             f"{type(module).__name__}.load_from_checkpoint(path)"
         )
 

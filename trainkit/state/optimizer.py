@@ -170,12 +170,10 @@ def _kind(optimizer: Optimizer) -> str:
     """The class, by one name for those of torch and DeepSpeed that do the same with the same state."""
     bare = _bare(optimizer)
     name = type(bare).__name__
-    return ("AdamW" if getattr(bare, "adam_w_mode", True) else "Adam") if _is_adam(name) else name
-
-
-def _is_adam(name: str) -> bool:
-    """Whether it is a backend's class with the state of torch's Adam."""
-    return any(name in info.adam_classes for info in strategy_infos())
+    decoupled = next((info.adam_classes[name] for info in strategy_infos() if name in info.adam_classes), None)
+    if decoupled is None:
+        return name
+    return "AdamW" if getattr(bare, decoupled, True) else "Adam"
 
 
 def _name(parameter: Tensor, names: Mapping[int, str], index: int, kind: str) -> str:
