@@ -52,7 +52,7 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.max_depth == 0 or not trainer.is_global_zero:
             return
-        divided = trainer.strategy.stored_weights(module) if trainer.strategy.sharded_parameters else None
+        divided = trainer.strategy.stored_weights(module) if trainer.strategy.shards_parameters else None
         print(summarize(module, self.max_depth, precision=trainer.precision, standins=divided), flush=True)
 
 

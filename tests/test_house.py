@@ -14,6 +14,9 @@ import pytest
 from helpers import house
 from helpers.support import run_python
 
+from trainkit import Strategy
+from trainkit.registry import StrategyInfo, strategy_infos
+
 # What a user may rely on. A new name is a decision: it needs a line in the changelog and one here.
 PUBLIC = {
     "trainkit": [
@@ -464,6 +467,156 @@ def test_a_question_for_the_class_is_found(text: str) -> None:
 @pytest.mark.parametrize("text", ["isinstance(strategy, str)", "isinstance(x, Callback)", "type(x) is int", "DDPStrategy()"])
 def test_other_questions_pass(text: str) -> None:
     assert not house.branches_on_strategy(example(text))
+
+
+# Where the name of a strategy must stand in the core: the names, and why. Everything else asks StrategyInfo or a capability.
+_PLUGIN = {"DeepSpeedPlugin", "trainkit.config.deepspeed_plugin"}
+NAMED: dict[str, tuple[set[str], str]] = {
+    "trainkit/__init__.py": ({*_PLUGIN, "DDPCommunicationHookType"}, "public names of Accelerate's"),
+    "trainkit/accelerator/core.py": ({"deepspeed_plugin"}, "an argument of Accelerate's Accelerator"),
+    "trainkit/accelerator/facts.py": ({*_PLUGIN, "deepspeed_plugin"}, "an attribute of Accelerate's Accelerator"),
+    "trainkit/accelerator/options.py": ({*_PLUGIN, "deepspeed_plugin"}, "checks that argument"),
+    "trainkit/cli/config.py": (
+        {"DEEPSPEED", "zero_stage", "zero3_init_flag", "zero3_save_16bit_model"},
+        "asks for the keys of Accelerate's section for DeepSpeed, each in its own words",
+    ),
+    "trainkit/cli/settings_flags.py": ({"DEEPSPEED", "XLA", "use_deepspeed"}, "flags of accelerate launch"),
+    "trainkit/config/carried.py": ({"ACCELERATE_USE_DEEPSPEED"}, "a variable of Accelerate's"),
+    "trainkit/config/deepspeed_plugin.py": (
+        {
+            *("DeepSpeedPlugin", "deepspeed_config", "deepspeed_config_file", "hf_ds_config", "zero3_init_flag"),
+            *("zero3_save_16bit_model", "zero_optimization", "zero_stage"),
+        },
+        "a public class of Accelerate's, with its arguments",
+    ),
+    "trainkit/config/distributed_type.py": ({"DEEPSPEED", "XLA"}, "members of a public enum of Accelerate's"),
+    "trainkit/config/foreign.py": (
+        {
+            *("aot_torchxla_trace_once", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
+            *("deepspeed_moe_layer_cls_names", "deepspeed_multinode_launcher", "torchxla_trace_once", "zero_stage"),
+        },
+        "keys and values of Accelerate's files that are refused",
+    ),
+    "trainkit/config/keys.py": (
+        {
+            *("deepspeed_config", "deepspeed_config_file", "deepspeed_hostfile", "deepspeed_multinode_launcher"),
+            *("zero3_init_flag", "zero3_save_16bit_model", "zero_stage"),
+        },
+        "keys of Accelerate's files",
+    ),
+    "trainkit/config/kwargs_handlers.py": ({"DDPCommunicationHookType"}, "a public name of Accelerate's"),
+    "trainkit/launch/environment.py": ({"_DEEPSPEED", "deepspeed"}, "a launcher, whatever the strategy"),
+    "trainkit/launch/joining.py": ({"deepspeed"}, "a launcher, whatever the strategy"),
+    "trainkit/launch/notebook.py": (
+        {"_XLAC", "_check_xla", "_on_xla", "_xla_runtime_is_initialized", "torch_xla"},
+        "XLA's runtime starts processes itself",
+    ),
+    "trainkit/launch/notebook_child.py": ({"xla"}, "XLA's runtime starts processes itself"),
+    "trainkit/launch/tpu.py": ({"TRAINKIT_XLA_REPLICA", "torch_xla", "xla"}, "the device: torch's type, and its runtime"),
+    "trainkit/unsupported.py": (
+        {
+            *("HfDeepSpeedConfig", "accelerator.deepspeed_plugin", "ddp_handler", "deepspeed_plugins"),
+            *("deepspeed_ulysses_dl_adapter", "get_active_deepspeed_plugin", "replace_sampler_ddp"),
+        },
+        "names of Lightning's and Accelerate's that are refused",
+    ),
+    "trainkit/utils/__init__.py": (
+        {*_PLUGIN, "DDPCommunicationHookType", "is_deepspeed_available", "is_torch_xla_available"},
+        "public names of Accelerate's",
+    ),
+    "trainkit/utils/available.py": (
+        {"deepspeed", "is_deepspeed_available", "is_torch_xla_available", "torch_xla"},
+        "public functions of Accelerate's, and the packages that they ask for",
+    ),
+}
+
+
+def test_the_core_names_no_strategy() -> None:
+    names = house.strategy_names(strategy_infos()[1:])  # the first one is of the core: one device
+    found = {s.path: house.names_of_strategies(s, names) for s in SOURCES if s.path.startswith("trainkit/")}
+    allowed = {path: tokens for path, (tokens, _) in NAMED.items()}
+    report([c for path, tokens in found.items() for token, c in tokens.items() if token not in allowed.get(path, ())])
+    assert {path: set(tokens) for path, tokens in found.items() if tokens} == allowed, (
+        "an exception that is not needed any more"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = 'ddp'",
+        "x = strategy.name == 'zero3'",
+        "x = 'zero3_offload'",
+        "def f(deepspeed_config): ...",
+        "f(use_deepspeed=True)",
+        "from trainkit.x import XLAStrategy",
+        "import torch_xla",
+        "x.ds_shape",
+        "hasattr(x, 'ds_numel')",
+        "config['zero_optimization']",
+        "DistributedType.DEEPSPEED",
+        "class DDPThing: ...",
+        "f'{x:>10}' + f(strategy='zero1')",
+    ],
+)
+def test_the_name_of_a_strategy_is_found(text: str) -> None:
+    assert house.names_of_strategies(example(text), house.strategy_names(strategy_infos()[1:]))
+
+
+def test_the_names_of_a_new_strategy_are_found_too() -> None:
+    info = StrategyInfo(path="other.package:Pipeline", names={"pipes": {}}, packages=("piper",))
+    names = house.strategy_names([info])
+    assert [bool(house.names_of_strategies(example(f"x = {n!r}"), names)) for n in ("pipes", "piper", "Pipeline")] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Under ddp."""',
+        "raise ValueError('Use ddp.')",
+        "raise ValueError(f'{x}ddp')",
+        "plot.set_xlabel('loss')",
+        "strategy.shards_parameters",
+        "optimizer.zero_grad()",
+    ],
+)
+def test_texts_and_other_names_pass(text: str) -> None:
+    assert not house.names_of_strategies(example(text), house.strategy_names(strategy_infos()[1:]))
+
+
+def test_what_is_asked_of_a_strategy_is_declared() -> None:
+    declared = {*dir(Strategy), *vars(Strategy("cpu"))}
+    report([c for s in SOURCES if not s.path.startswith("strategies/") for c in house.undeclared_attributes(s, declared)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "strategy.stage",
+        "trainer.strategy.claims.lead(x)",
+        "self._strategy.stage",
+        "getattr(trainer.strategy, 'stage', None)",
+        "hasattr(strategy, 'stage')",
+        "strategy.stage = 3",
+        "config: Any = self.strategy",
+    ],
+)
+def test_an_undeclared_attribute_is_found(text: str) -> None:
+    assert house.undeclared_attributes(example(text), dir(Strategy))
+
+
+@pytest.mark.parametrize("text", ["strategy.world.rank", "module.stage", "hasattr(strategy, 'optimizer_step')", "x: Any = y"])
+def test_declared_attributes_pass(text: str) -> None:
+    assert not house.undeclared_attributes(example(text), dir(Strategy))
+
+
+def test_capabilities_are_documented_and_read() -> None:
+    flags = [name for name, kind in vars(Strategy)["__annotations__"].items() if kind == "ClassVar[bool]"]
+    undocumented = [name for name in flags if f"        {name}: " not in (Strategy.__doc__ or "")]
+    elsewhere = [s for s in SOURCES if not s.path.startswith("strategies/") and s.path != "trainkit/strategy.py"]
+    read = {node.attr for source in elsewhere for node in house.all_of(source.tree, ast.Attribute)}
+    assert len(flags) > 5
+    assert (undocumented, [name for name in flags if name not in read]) == ([], [])
 
 
 # --------------------------------------------------------------------------------------------------- names and words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from trainkit import Precision
+from trainkit import precision as precisions
+from trainkit.config.keys import KEYS, checked
 from trainkit.errors import ConfigurationError, UnknownNameError
-from trainkit.precision import PRECISIONS
+from trainkit.precision import MIXED as OF_ACCELERATE
+from trainkit.precision import OVER_MASTERS, PRECISIONS, PrecisionSpec, register_precision
+from trainkit.strategy import Strategy
 
 CPU = torch.device("cpu")
 TRUE = {"32-true": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -338,3 +343,55 @@ def test_reset_is_the_start_of_a_run() -> None:
     weights.backward(3.0)
     weights.step()
     assert weights.values == [-3.0]
+
+
+# Precisions that another file registers
+
+
+@pytest.fixture
+def halves() -> Iterator[PrecisionSpec]:
+    """A registered precision, which is gone after the test."""
+    tables = (PRECISIONS, OF_ACCELERATE, OVER_MASTERS, precisions._ALIASES)
+    before = [dict(table) for table in tables]
+
+    class Scaler(torch.amp.GradScaler):
+        pass
+
+    spec = PrecisionSpec("half", torch.float32, torch.float16, Scaler, ("h",), "halves", refused={"meta": "which is nothing"})
+    register_precision(spec)
+    yield spec
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
+
+
+def test_a_registered_precision_is_like_the_others(halves: PrecisionSpec) -> None:
+    made = precision("h")
+    assert (made.name, made.spec, made.autocast_dtype, made.plain) == ("half", halves, torch.float16, False)
+    assert type(made.scaler) is halves.scaler
+    assert OF_ACCELERATE["halves"] == "half"
+    assert checked("mixed_precision", "halves", KEYS, "mixed_precision") == "halves"
+    assert Strategy("cpu", precision="half").precision.name == "half"
+    with pytest.raises(ConfigurationError, match=r"precision='half' does not work on META, which is nothing\. Use"):
+        made.setup(torch.device("meta"))
+
+
+def test_accelerates_names_stand_from_fine_to_coarse(halves: PrecisionSpec) -> None:
+    assert list(OF_ACCELERATE) == ["no", "fp16", "halves", "bf16"]
+    assert OVER_MASTERS == {"no": "32-true", "fp16": "16-true", "bf16": "bf16-true"}
+
+
+@pytest.mark.parametrize(
+    "spec, name",
+    [
+        (PrecisionSpec("32-true", torch.float32), "32-true"),
+        (PrecisionSpec("bf16", torch.float32), "bf16"),
+        (PrecisionSpec("mine", torch.float32, aliases=("m", "64")), "64"),
+        (PrecisionSpec("mine", torch.float32, mixed_precision="no"), "no"),
+        (PrecisionSpec("mine", torch.float32, over_masters="fp16"), "fp16"),
+    ],
+)
+def test_a_name_that_is_taken(spec: PrecisionSpec, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"the name '{name}' is taken, .*unique. Choose another: PrecisionSpec"):
+        register_precision(spec)
+    assert "mine" not in PRECISIONS

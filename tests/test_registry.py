@@ -7,11 +7,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.support import run_python
 
-from trainkit import Callback, Strategy
+from trainkit import Accelerator, Callback, Strategy, Trainer, registry
+from trainkit.config.values import Settings
+from trainkit.distributed.placement import whole_shape
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
-from trainkit.registry import CALLBACKS, STRATEGIES, load_callback, load_strategy, make_strategy
+from trainkit.launch.resolve import chosen_strategy, read_wanted
+from trainkit.registry import (
+    CALLBACKS,
+    SINGLE,
+    StrategyInfo,
+    automatic_info,
+    automatic_strategy,
+    find_info,
+    find_info_by_type,
+    load_callback,
+    load_footprints,
+    load_strategy,
+    make_strategy,
+    register_strategy,
+    strategies,
+    strategy_infos,
+)
 from trainkit.strategies import ZeROStrategy
 
 
@@ -22,7 +41,7 @@ def test_every_callback_can_be_loaded(name: str) -> None:
     assert CALLBACKS[name] == f"{kind.__module__}:{kind.__name__}"
 
 
-@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize("name", list(strategies()))
 def test_every_strategy_can_be_loaded(name: str) -> None:
     kind = load_strategy(name)
     assert issubclass(kind, Strategy)
@@ -97,7 +116,7 @@ def test_strategies_that_are_called_otherwise(name: str, fix: str) -> None:
 
 @pytest.mark.parametrize("name", [None, 3, Strategy, ["ddp"]])
 def test_what_is_no_name(name: Any) -> None:
-    known = ", ".join(map(repr, ("auto", *STRATEGIES)))
+    known = ", ".join(map(repr, ("auto", *strategies())))
     with pytest.raises(ConfigurationError, match=rf"must be a name \({known}\) or a Strategy object, not"):
         load_strategy(name)
 
@@ -132,3 +151,123 @@ def test_nothing_is_imported_before_it_is_used() -> None:
     )
     done = run_python(program)
     assert done.returncode == 0, done.stderr
+
+
+# ----------------------------------------------------------------------------------------------- what strategies declare
+
+
+class Mine(Strategy):
+    """A strategy of another package."""
+
+    name = "mine"
+
+    def __init__(self, level: int = 0, *, device: Any = "auto", precision: Any = None) -> None:
+        super().__init__(device, precision)
+        self.level = level
+
+
+MINE = StrategyInfo(
+    path=f"{__name__}:Mine",
+    names={"mine": {}, "mine_high": {"level": 9}},
+    aliases={"theirs": ("mine_high", {})},
+    refused={"mine_old": "write strategy='mine'"},
+    command_line={"theirs": f"{__name__}:of_command_line"},
+    devices=("cpu",),
+    distributed_type="MULTI_XPU",
+    file_types={"MULTI_XPU": "mine"},
+    footprints=((f"{__name__}:Mine", {"device": "cpu"}),),
+    shape_attribute="whole_of_mine",
+)
+Mine.info = MINE
+
+
+def of_command_line(argv: list[str]) -> dict[str, Any] | None:
+    """Options on the command line of a script."""
+    return {"level": int(argv[1])} if argv[:1] == ["--level"] else None
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registered strategy, which is gone after the test."""
+    monkeypatch.setattr(registry, "_registered", [])
+    register_strategy(MINE)
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_registered_strategy_is_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call is all that a strategy needs to be known everywhere."""
+    assert strategy_infos()[-1] is MINE
+    assert [type(make_strategy(name, device="cpu")).__name__ for name in ("mine", "mine_high")] == ["Mine", "Mine"]
+    assert Trainer(strategy="mine_high", accelerator="cpu", logger=False).strategy.level == 9  # type: ignore[attr-defined]
+    assert str(Accelerator(strategy="mine", cpu=True).distributed_type) == "MULTI_XPU"
+    assert [one.name for one in load_footprints()][-1] == "mine"
+    with pytest.raises(UnsupportedArgumentError, match="strategy='mine_old_too': write strategy='mine'"):
+        make_strategy("mine_old_too")
+    with pytest.raises(ConfigurationError, match="accelerator='tpu' works with strategy='xla', not with 'mine'"):
+        chosen_strategy("mine", read_wanted("tpu", "auto", None))
+    assert Settings({"distributed_type": "MULTI_XPU"}).strategy == "mine"
+    monkeypatch.setattr(sys, "argv", ["script.py", "--level", "4"])
+    assert [make_strategy(name, device="cpu").level for name in ("theirs", "mine")] == [4, 0]
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    assert make_strategy("theirs", device="cpu").level == 9
+
+
+@pytest.mark.usefixtures("mine")
+def test_the_whole_shape_of_a_sharded_parameter() -> None:
+    shard = torch.nn.Parameter(torch.zeros(2))
+    assert whole_shape(shard) == (2,)
+    shard.whole_of_mine = (4, 3)  # type: ignore[attr-defined]
+    assert whole_shape(shard) == (4, 3)
+    scalar = torch.nn.Parameter(torch.zeros(1))
+    scalar.whole_of_mine = ()  # type: ignore[attr-defined]
+    assert whole_shape(scalar) == ()
+
+
+@pytest.mark.parametrize("name", ["ddp", "deepspeed", "auto", "single"])
+def test_a_name_that_is_taken(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"the name '{name}' is taken, .*Choose another: StrategyInfo"):
+        register_strategy(StrategyInfo("x:X", names={name: {}}))
+    assert len(strategy_infos()) == 4
+
+
+def test_every_strategy_declares_itself() -> None:
+    """The declaration that is found by name is the one of the class."""
+    for info in strategy_infos():
+        kind = registry.load(info.path)
+        assert kind.info is info
+        assert all(short in info.names for short, _ in info.aliases.values())
+        assert all(short in info.names for short in (*info.auto.values(), *info.file_types.values()))
+        assert set(info.command_line) <= {*info.names, *info.aliases}
+        for path in (*info.command_line.values(), *(path for path, _ in info.footprints), info.plugin):
+            assert path is None or callable(registry.load(path))
+
+
+def test_what_auto_is_on_devices() -> None:
+    assert {kind: automatic_strategy(kind) for kind in ("cpu", "cuda", "mps", "xla", "other")} == {
+        "cpu": "ddp",
+        "cuda": "ddp",
+        "mps": "ddp",
+        "xla": "xla",
+        "other": "single",
+    }
+    assert automatic_info("other") is SINGLE
+
+
+def test_declarations_are_found_by_every_name() -> None:
+    assert find_info("auto") is find_info("single") is find_info_by_type("NO") is SINGLE
+    assert find_info("deepspeed_stage_1") is find_info("zero3") is find_info_by_type("DEEPSPEED")
+    assert find_info("nonsense") is find_info_by_type("nonsense") is find_info_by_type(None) is None
+
+
+def test_declarations_import_no_backend() -> None:
+    program = (
+        "import sys, trainkit.registry\n"
+        "assert not any(name.startswith('trainkit.strategies') for name in sys.modules)\n"
+        "infos = trainkit.registry.strategy_infos()\n"
+        "packages = {package for info in infos for package in info.packages}\n"
+        "print(len(infos), sorted(packages & set(sys.modules)), 'torch' in sys.modules)\n"
+        "print(sorted(n for n in sys.modules if n.startswith('trainkit.strategies.') and n.count('.') == 3))\n"
+    )
+    done = run_python(program)
+    infos = [f"trainkit.strategies.{package}.info" for package in ("ddp", "xla", "zero")]
+    assert done.stdout.splitlines() == ["4 [] False", str(infos)], done.stderr

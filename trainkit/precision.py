@@ -1,15 +1,17 @@
 """``Precision``: the dtype of parameters and inputs, autocast, the loss scale.
 
-The six names are Lightning's. ``*-true`` converts parameters and floating-point inputs; ``*-mixed`` keeps float32
+The built-in names are Lightning's: ``*-true`` converts parameters and floating-point inputs; ``*-mixed`` keeps float32
 parameters and runs the forward under autocast; ``16-mixed`` scales the loss and skips the update when a scaled gradient
-overflows (Micikevicius et al., Mixed Precision Training, ICLR 2018).
+overflows (Micikevicius et al., Mixed Precision Training, ICLR 2018). Another file adds a precision by one call of
+:func:`register_precision`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +20,89 @@ from torch.optim import Optimizer
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.nested import map_tensors
 
-__all__ = ["MIXED", "OVER_MASTERS", "PRECISIONS", "Precision", "is_short"]
+__all__ = ["MIXED", "OVER_MASTERS", "PRECISIONS", "Precision", "PrecisionSpec", "is_short", "register_precision"]
 
 
-class _Kind(NamedTuple):
-    parameters: torch.dtype
-    autocast: torch.dtype | None = None
-    scaled: bool = False
+@dataclass(frozen=True)
+class PrecisionSpec:
+    """What a precision is; :func:`register_precision` makes it known by its name.
+
+    Attributes:
+        name: its name in ``precision=``, which is Lightning's where Lightning has it.
+        parameter_dtype: dtype of parameters and floating-point inputs.
+        autocast_dtype: dtype of the forward under ``torch.autocast``; ``None``: no autocast.
+        scaler: makes the loss scaler from the options of ``torch.amp.GradScaler``; ``None``: the loss is not scaled.
+        aliases: other names in ``precision=``.
+        mixed_precision: Accelerate's name in ``mixed_precision=``; ``None``: it has none.
+        over_masters: Accelerate's name where the backend keeps float32 copies of 16-bit parameters, as DeepSpeed does.
+        refused: types of devices that cannot compute in it, each with the reason.
+    """
+
+    name: str
+    parameter_dtype: torch.dtype
+    autocast_dtype: torch.dtype | None = None
+    scaler: Callable[..., torch.amp.GradScaler] | None = None
+    aliases: tuple[str, ...] = ()
+    mixed_precision: str | None = None
+    over_masters: str | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
-PRECISIONS: dict[str, _Kind] = {
-    "32-true": _Kind(torch.float32),
-    "64-true": _Kind(torch.float64),
-    "bf16-mixed": _Kind(torch.float32, autocast=torch.bfloat16),
-    "16-mixed": _Kind(torch.float32, autocast=torch.float16, scaled=True),
-    "bf16-true": _Kind(torch.bfloat16),
-    "16-true": _Kind(torch.float16),
-}
+PRECISIONS: dict[str, PrecisionSpec] = {}
+"""The precisions by name."""
 
-# What Lightning accepts besides, for the same six.
-_ALIASES: dict[str, str] = {
-    "32": "32-true",
-    "64": "64-true",
-    "16": "16-mixed",
-    "bf16": "bf16-mixed",
-}
-# Accelerate's names; and what they mean to DeepSpeed, which keeps parameters in 16 bits and masters of them in float32.
-MIXED: dict[str, str] = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
-OVER_MASTERS: dict[str, str] = {"no": "32-true", "fp16": "16-true", "bf16": "bf16-true"}
+MIXED: dict[str, str] = {}
+"""Accelerate's names → ours, the finest first."""
+
+OVER_MASTERS: dict[str, str] = {}
+"""Accelerate's names → ours, where the backend keeps float32 copies of 16-bit parameters."""
+
+_ALIASES: dict[str, str] = {}
+
+
+def register_precision(spec: PrecisionSpec) -> None:
+    """Make a precision known by its names.
+
+    Raises:
+        ConfigurationError: a name is taken.
+    """
+    taken = [name for name in (spec.name, *spec.aliases) if name in PRECISIONS or name in _ALIASES]
+    taken += [name for name, table in _of_accelerate(spec) if name in table]
+    if taken:
+        raise ConfigurationError(
+            f"register_precision: the name {taken[0]!r} is taken, and names of precisions must be unique. Choose another: "
+            f"PrecisionSpec('my-{taken[0]}', ...)"
+        )
+    PRECISIONS[spec.name] = spec
+    _ALIASES.update(dict.fromkeys(spec.aliases, spec.name))
+    for name, table in _of_accelerate(spec):
+        table[name] = spec.name
+        by_fineness = sorted(table.items(), key=lambda item: _epsilon(PRECISIONS[item[1]]))
+        table.clear()
+        table.update(by_fineness)
+
+
+def _of_accelerate(spec: PrecisionSpec) -> list[tuple[str, dict[str, str]]]:
+    """Accelerate's names of a precision, each with the table that it belongs to."""
+    names = ((spec.mixed_precision, MIXED), (spec.over_masters, OVER_MASTERS))
+    return [(name, table) for name, table in names if name is not None]
+
+
+def _epsilon(spec: PrecisionSpec) -> float:
+    """The relative rounding error of the forward."""
+    return torch.finfo(spec.autocast_dtype or spec.parameter_dtype).eps
+
+
+for _spec in (
+    PrecisionSpec("32-true", torch.float32, aliases=("32",), mixed_precision="no", over_masters="no"),
+    PrecisionSpec("64-true", torch.float64, aliases=("64",), refused={"mps": "which has no float64"}),
+    PrecisionSpec("bf16-mixed", torch.float32, torch.bfloat16, aliases=("bf16",), mixed_precision="bf16"),
+    PrecisionSpec("16-mixed", torch.float32, torch.float16, torch.amp.GradScaler, aliases=("16",), mixed_precision="fp16"),
+    PrecisionSpec("bf16-true", torch.bfloat16, over_masters="bf16"),
+    PrecisionSpec("16-true", torch.float16, over_masters="fp16"),
+):
+    register_precision(_spec)
+
 _NULL = nullcontext()
 
 
@@ -80,10 +137,10 @@ class Precision:
             raise UnknownNameError(
                 f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}.{nearest(str(name), PRECISIONS)}"
             )
-        self.name = resolved
-        self.parameter_dtype, self.autocast_dtype, self._scaled = PRECISIONS[resolved]
+        self.name, self.spec = resolved, PRECISIONS[resolved]
+        self.parameter_dtype, self.autocast_dtype = self.spec.parameter_dtype, self.spec.autocast_dtype
         self._enabled = enabled
-        self._scaled = self._scaled and enabled
+        self._scaled = self.spec.scaler is not None and enabled
         self._scaling: dict[str, Any] = {
             "init_scale": init_scale,
             "growth_interval": growth_interval,
@@ -106,9 +163,10 @@ class Precision:
         Raises:
             ConfigurationError: the device cannot compute in this precision.
         """
-        if device.type == "mps" and self.name == "64-true":
+        if device.type in self.spec.refused:
             raise ConfigurationError(
-                "precision='64-true' does not work on MPS, which has no float64. Use precision='32-true' or accelerator='cpu'."
+                f"precision={self.name!r} does not work on {device.type.upper()}, {self.spec.refused[device.type]}. Use "
+                "precision='32-true' or accelerator='cpu'."
             )
         self.device_type = device.type
         if self.scaler is None:
@@ -126,7 +184,7 @@ class Precision:
         self._unscaled.clear()
         self._over.clear()
         if self._scaled:
-            self.scaler = torch.amp.GradScaler(self.device_type, **self._scaling)
+            self.scaler = (self.spec.scaler or torch.amp.GradScaler)(self.device_type, **self._scaling)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """The module with its floating-point parameters and buffers in the parameter dtype (in place)."""
@@ -156,6 +214,15 @@ class Precision:
         if self.autocast_dtype is not None:
             return torch.autocast(self.device_type, dtype=self.autocast_dtype, **autocast)
         return self.init_context()
+
+    def applied_to(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step function in this precision: its batch is converted, and it runs in :meth:`forward_context`."""
+
+        def converted(batch: Any, *rest: Any) -> Any:
+            with self.forward_context():
+                return step(self.convert_input(batch), *rest)
+
+        return converted
 
     @property
     def plain(self) -> bool:

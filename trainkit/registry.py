@@ -1,52 +1,111 @@
-"""Short names → import paths, loaded on use.
+"""Short names → classes, imported on use, and what the core knows of each strategy: :class:`StrategyInfo`.
 
-The core knows strategies and callbacks only by the names in these tables, so that nothing is imported that a run does not
-use and the core never depends on the two folders.
+A strategy's package declares its ``StrategyInfo`` in a module ``info`` of its own, which imports nothing of the backend. The
+core reads these declarations and never names a backend, so a new strategy needs no change here.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
-from trainkit.launch.arguments import deepspeed_config
-
-if TYPE_CHECKING:
-    from trainkit.strategy import Strategy
 
 __all__ = [
     "CALLBACKS",
-    "FOOTPRINTS",
-    "STRATEGIES",
+    "SINGLE",
+    "StrategyInfo",
+    "automatic_info",
+    "automatic_strategy",
+    "find_info",
+    "find_info_by_type",
+    "load",
     "load_callback",
     "load_footprints",
     "load_strategy",
     "make_strategy",
+    "register_strategy",
+    "strategies",
+    "strategy_infos",
 ]
 
-STRATEGIES: dict[str, str] = {
-    "ddp": "trainkit.strategies.ddp.ddp_strategy:DDPStrategy",
-    "single": "trainkit.strategy:Strategy",
-    "xla": "trainkit.strategies.xla.xla_strategy:XLAStrategy",
-    "zero1": "trainkit.strategies.zero.zero_strategy:ZeROStrategy",
-    "zero2": "trainkit.strategies.zero.zero_strategy:ZeROStrategy",
-    "zero3": "trainkit.strategies.zero.zero_strategy:ZeROStrategy",
-    "zero3_offload": "trainkit.strategies.zero.zero_strategy:ZeROStrategy",
-}
 
-# What a plan of memory compares, the cheapest in time first: paths, and options. Each has footprint, supported_precisions.
-_ZERO = "trainkit.strategies.zero.memory_plan:ZeROMemory"
-FOOTPRINTS: list[tuple[str, dict[str, Any]]] = [
-    (STRATEGIES["single"], {"device": "cpu"}),
-    (STRATEGIES["ddp"], {"device": "cpu"}),
-    *((_ZERO, {"stage": stage}) for stage in (1, 2, 3)),
-    *((_ZERO, {"stage": stage, "offload_optimizer": "cpu"}) for stage in (1, 2, 3)),
-    (_ZERO, {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}),
-    (_ZERO, {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "."}),
-    (_ZERO, {"stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": "."}),
-]
+@dataclass(frozen=True)
+class StrategyInfo:
+    """What the core knows of a strategy without importing it. Paths are written ``"module:attribute"``.
+
+    Attributes:
+        path: path of the class.
+        names: short names, each with the options that it stands for.
+        aliases: Lightning's other names, each with the short name and the further options that it stands for.
+        refused: Lightning's names that are not supported, each with what to use instead. A name that continues one of them
+            after an underscore is refused the same way.
+        command_line: names whose options may come from the command line of the script, each with the path of a function that
+            gets its arguments and returns options, or ``None`` if they say nothing.
+        devices: types of torch devices that the strategy runs on.
+        auto: for which types of devices ``strategy="auto"`` chooses it, each with the short name; not for one device only.
+        one_device: it runs on one device in one process, and takes no options about processes.
+        one_process: one process drives all devices of a node.
+        process_group: the backend of torch's process group can be chosen, by the option ``process_group_backend``.
+        handlers: class names of Accelerate's ``kwargs_handlers`` whose ``strategy_options()`` its constructor takes.
+        distributed_type: Accelerate's ``DistributedType`` that it reports; ``None``: by device and number of processes.
+        file_types: values of ``distributed_type`` in Accelerate's configuration files that mean it, each with the short name.
+        file_aliases: other spellings of these values, in lower case, each with the value.
+        plugin: path of the class whose ``of_file(path, **options)`` reads their section for it into a
+            :class:`trainkit.config.values.Plugin`; ``None``: they have no section for it.
+        footprints: what ``trainer.plan`` compares, the fastest first: paths, each with the options to call it with. The
+            result has ``footprint`` and ``supported_precisions``.
+        packages: the backend's packages: ``trainkit env`` shows their versions, and their frames are not the user's.
+        variables: prefixes of environment variables that configure the backend, which ``trainkit env`` shows.
+        parameter_marks: attributes that the backend gives to parameters which it manages.
+        shape_attribute: attribute of a sharded parameter that holds the shape of the whole one.
+        swapped_devices: types of devices whose tensors cannot be put into a parameter, so that a module is moved to and from
+            them by swapping the tensors of its parameters.
+        adam_classes: class names of the backend's optimizers whose state is that of ``torch.optim.Adam``, each with the
+            attribute that says whether weight decay is decoupled, as in ``AdamW``.
+        host_optimizers: class names of the backend's optimizers that step on the CPU only.
+    """
+
+    path: str
+    names: Mapping[str, Mapping[str, Any]]
+    aliases: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    command_line: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] = ("cpu", "cuda", "mps")
+    auto: Mapping[str, str] = field(default_factory=dict)
+    one_device: bool = False
+    one_process: bool = False
+    process_group: bool = True
+    handlers: tuple[str, ...] = ()
+    distributed_type: str | None = None
+    file_types: Mapping[str, str] = field(default_factory=dict)
+    file_aliases: Mapping[str, str] = field(default_factory=dict)
+    plugin: str | None = None
+    footprints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    packages: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    parameter_marks: tuple[str, ...] = ()
+    shape_attribute: str | None = None
+    swapped_devices: tuple[str, ...] = ()
+    adam_classes: Mapping[str, str] = field(default_factory=dict)
+    host_optimizers: tuple[str, ...] = ()
+
+
+SINGLE = StrategyInfo(
+    path="trainkit.strategy:Strategy",
+    names={"single": {}},
+    aliases={"auto": ("single", {})},
+    refused={"single_device": "write strategy='auto' and choose the device with accelerator='cpu', 'gpu' or 'mps'"},
+    one_device=True,
+    process_group=False,
+    file_types={"NO": "single"},
+    footprints=(("trainkit.strategy:Strategy", {"device": "cpu"}),),
+)
+"""The base class, :class:`trainkit.Strategy`: one device."""
 
 CALLBACKS: dict[str, str] = {
     "early_stopping": "trainkit.callbacks.early_stopping:EarlyStopping",
@@ -59,46 +118,68 @@ CALLBACKS: dict[str, str] = {
     "timer": "trainkit.callbacks.timer:Timer",
 }
 
-# The options that a name stands for.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
-}
-
-# Other names of a strategy, Lightning's among them, with the options that they stand for besides.
-_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "auto": ("single", {}),
-    "ddp_find_unused_parameters_false": ("ddp", {}),
-    "ddp_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
-    "deepspeed": ("zero2", {}),
-    "deepspeed_stage_1": ("zero1", {}),
-    "deepspeed_stage_1_offload": ("zero1", {"offload_optimizer": "cpu"}),
-    "deepspeed_stage_2": ("zero2", {}),
-    "deepspeed_stage_2_offload": ("zero2", {"offload_optimizer": "cpu"}),
-    "deepspeed_stage_3": ("zero3", {}),
-    "deepspeed_stage_3_offload": ("zero3_offload", {}),
-    "xla_fsdp": ("xla", {"fsdp": True}),
-}
-
-# What Lightning calls by these names, and what to use here.
-_STARTED = "processes are not started by the strategy. Write strategy='ddp': a script is started once for each device"
-_NOT_OURS: dict[str, str] = {
-    "ddp_fork": _STARTED,
-    "ddp_notebook": "processes are not started by the strategy. Put the training into a function, leave strategy out, and "
-    "start it from the notebook with: notebook_launcher(function, num_processes=2)",
-    "ddp_spawn": _STARTED,
-    "dp": "DataParallel is not offered, it is slower than DDP. Use strategy='ddp', with the same devices",
-    "deepspeed_stage_3_offload_nvme": "name the folder on the NVMe disk: ZeROStrategy(stage=3, offload_optimizer='nvme', "
-    "offload_params='nvme', nvme_path='/local_nvme')",
-    "fsdp": "parameters are sharded by ZeRO. Use strategy='zero3'",
-    "single_xla": "write strategy='xla', devices=1",
-    "tpu_spawn": "write strategy='xla', with the same devices",
-    "xla_debug": "write strategy='xla'; what is compiled is told by the callback RecompileMonitor",
-    "single_device": "write strategy='auto' and choose the device with accelerator='cpu', 'gpu' or 'mps'",
-}
+# Lightning's strategies for which there is nothing here, by the beginning of their names.
 _NOT_YET = ("hpu", "horovod", "bagua", "colossalai")
+
+_registered: list[StrategyInfo] = []
+
+
+def register_strategy(info: StrategyInfo) -> None:
+    """Make a strategy known by its short names: ``Trainer(strategy="mine")``.
+
+    The strategies of ``trainkit.strategies`` need no call: that package lists them.
+
+    Raises:
+        ConfigurationError: one of its names is taken.
+    """
+    taken = {name for one in strategy_infos() for name in (*one.names, *one.aliases)}
+    twice = sorted(taken.intersection((*info.names, *info.aliases)))
+    if twice:
+        raise ConfigurationError(
+            f"register_strategy: the name {twice[0]!r} is taken, and names of strategies must be unique. Choose another: "
+            f"StrategyInfo(names={{'my_{twice[0]}': {{}}}}, ...)"
+        )
+    _registered.append(info)
+
+
+def strategy_infos() -> tuple[StrategyInfo, ...]:
+    """What all strategies declare: one device, then those of ``trainkit.strategies``, then the registered ones."""
+    return (*_built_in(), *_registered)
+
+
+@cache
+def _built_in() -> tuple[StrategyInfo, ...]:
+    packages: Iterable[str] = load("trainkit.strategies:PACKAGES")
+    return (SINGLE, *(load(f"trainkit.strategies.{package}.info:INFO") for package in packages))
+
+
+def strategies() -> dict[str, str]:
+    """Short names of all strategies → paths of their classes, in alphabetical order."""
+    return dict(sorted((name, info.path) for info in strategy_infos() for name in info.names))
+
+
+def find_info(name: str) -> StrategyInfo | None:
+    """The declaration of the strategy with a short name or one of Lightning's; ``None`` if no strategy has that name."""
+    return next((info for info in strategy_infos() if name in info.names or name in info.aliases), None)
+
+
+def find_info_by_type(distributed_type: str | None) -> StrategyInfo | None:
+    """The declaration of the strategy that a ``distributed_type`` in a configuration file means, if it means one."""
+    return next((info for info in strategy_infos() if distributed_type in info.file_types), None)
+
+
+def automatic_info(device: str) -> StrategyInfo:
+    """The declaration of the strategy that ``strategy="auto"`` means on devices of a type.
+
+    Args:
+        device: a type of torch's devices, such as ``"cuda"``.
+    """
+    return next((info for info in strategy_infos() if device in info.auto), SINGLE)
+
+
+def automatic_strategy(device: str) -> str:
+    """The short name of the strategy that ``strategy="auto"`` means on several devices of a type."""
+    return automatic_info(device).auto.get(device, "single")
 
 
 def load_callback(name: str) -> Any:
@@ -107,65 +188,66 @@ def load_callback(name: str) -> Any:
     Raises:
         UnknownNameError: no callback has that name.
     """
-    return _load(_path(name, CALLBACKS, "callback"))
+    if name not in CALLBACKS:
+        raise UnknownNameError(f"unknown callback {name!r}; known: {', '.join(CALLBACKS)}.{nearest(name, list(CALLBACKS))}")
+    return load(CALLBACKS[name])
 
 
 def load_footprints() -> list[Any]:
-    """What a plan of memory compares, of :data:`FOOTPRINTS`."""
-    return [_load(path)(**options) for path, options in FOOTPRINTS]
+    """What a memory plan compares, the fastest strategies first."""
+    return [load(path)(**options) for info in strategy_infos() for path, options in info.footprints]
 
 
 def load_strategy(name: str) -> Any:
     """The strategy class of a short name, imported now.
 
     Raises:
-        UnsupportedArgumentError: a strategy of Lightning's that is not offered; the message names what to use.
-        UnknownNameError: nobody knows the name.
+        ConfigurationError: no string.
+        UnsupportedArgumentError: a strategy of Lightning's that is not supported; the message says what to use.
+        UnknownNameError: no strategy has that name.
     """
+    known = strategies()
     if not isinstance(name, str):
         raise ConfigurationError(
-            f"strategy must be a name ({', '.join(map(repr, ('auto', *STRATEGIES)))}) or a Strategy object, not {name!r}."
+            f"strategy must be a name ({', '.join(map(repr, ('auto', *known)))}) or a Strategy object, not {name!r}."
         )
-    if name not in STRATEGIES:
-        kind = next((key for key in _NOT_OURS if name == key or name.startswith(f"{key}_")), None)
-        if kind is not None:
-            raise UnsupportedArgumentError(f"strategy={name!r}: {_NOT_OURS[kind]}.")
-        if name.lower().startswith(_NOT_YET):
-            raise UnsupportedArgumentError(
-                f"strategy={name!r} is not in this version: it has one device (strategy='auto'), DDP ('ddp'), ZeRO "
-                "('zero1', 'zero2', 'zero3') and XLA ('xla')."
-            )
-    return _load(_path(name, STRATEGIES, "strategy"))
+    if name in known:
+        return load(known[name])
+    for refused, advice in ((refused, advice) for info in strategy_infos() for refused, advice in info.refused.items()):
+        if name == refused or name.startswith(f"{refused}_"):
+            raise UnsupportedArgumentError(f"strategy={name!r}: {advice}.")
+    if name.lower().startswith(_NOT_YET):
+        raise UnsupportedArgumentError(
+            f"strategy={name!r} is not in this version: use strategy='auto', or one of {', '.join(map(repr, known))}."
+        )
+    names = sorted({*known, *(alias for info in strategy_infos() for alias in info.aliases)})
+    raise UnknownNameError(f"unknown strategy {name!r}; known: {', '.join(names)}.{nearest(name, names)}")
 
 
-def make_strategy(strategy: str | Strategy, **options: Any) -> Strategy:
+def make_strategy(strategy: Any, **options: Any) -> Any:
     """The strategy of a name, ``"auto"`` among them, or the object itself.
 
     Args:
-        strategy: a name, or a ``Strategy`` object; with "deepspeed" the command line's ``--deepspeed_config FILE`` counts.
+        strategy: a name, or a :class:`trainkit.Strategy` object.
         **options: arguments of the class, where a name was given.
 
     Raises:
-        ConfigurationError: neither of the two, or a name as of :func:`load_strategy`.
+        ConfigurationError: neither of the two, or a name that :func:`load_strategy` refuses.
     """
     if isinstance(strategy, str):
-        name, own = _VARIANTS.get(strategy, (strategy, {}))
-        if strategy == "deepspeed" and (file := deepspeed_config(sys.argv[1:])) is not None:
-            return load_strategy(name)(config=file, **options)  # type: ignore[no-any-return]
-        made: Strategy = load_strategy(name)(**{**_OPTIONS.get(name, {}), **own, **options})
-        return made
+        info = find_info(strategy)
+        if info is None:
+            return load_strategy(strategy)(**options)  # which raises
+        name, own = info.aliases.get(strategy, (strategy, {}))
+        if strategy in info.command_line and (told := load(info.command_line[strategy])(sys.argv[1:])) is not None:
+            return load(info.path)(**{**told, **options})
+        return load(info.path)(**{**info.names[name], **own, **options})
     if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
         raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
     return strategy
 
 
-def _path(name: str, table: dict[str, str], kind: str) -> str:
-    if name not in table:
-        known = sorted({*_VARIANTS, *table}) if kind == "strategy" else list(table)
-        raise UnknownNameError(f"unknown {kind} {name!r}; known: {', '.join(known)}.{nearest(name, known)}")
-    return table[name]
-
-
-def _load(path: str) -> Any:
+def load(path: str) -> Any:
+    """Import what a path names: ``"module:attribute"``."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit.data.window import Window
 from trainkit.distributed.device import find_device, generators_of
-from trainkit.distributed.placement import move_module, note_other_dtypes, refuse_divided
+from trainkit.distributed.placement import move_module, move_state, note_other_dtypes, refuse_divided
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
@@ -21,6 +21,7 @@ from trainkit.nested import move
 from trainkit.optim.gradient_norm import total_norm
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import PRECISIONS, Precision
+from trainkit.registry import SINGLE, StrategyInfo
 
 if TYPE_CHECKING:
     from trainkit.optim.step_arguments import StepArguments
@@ -39,14 +40,19 @@ class Strategy:
             and means ``"32-true"`` alone.
 
     Attributes:
-        owns_accumulation: the backend divides by the window itself.
-        owns_clipping: the backend clips; it is told the value beforehand.
-        owns_masters: with parameters in 16 bits the backend keeps them in float32 too.
-        averages_in_step: no backward pass averages gradients over the processes; each step asks for it.
-        sharded_parameters: no process holds whole parameters.
-        sharded_state: no process holds whole optimizer state; each takes its part out of a checkpoint's files.
-        lazy_tensors: values exist only after a sync.
+        info: what is known of the strategy before it is imported; one with short names of its own declares its own.
+        accumulates_in_engine: the backend sums the gradients of an accumulation window; ``parameter.grad`` does not show them.
+        averages_in_step: no backward pass averages gradients over the processes; each optimizer step does.
+        can_sync_batchnorm: the strategy has an option ``sync_batchnorm``.
+        compiles: it works with modules from ``torch.compile``.
+        lazy_tensors: operations are recorded, and values exist only after a sync.
+        owns_masters: with parameters in 16 bits the backend keeps float32 copies of them, which the optimizer updates.
+        reads_checkpoint_parts: each process reads only its part of a checkpoint's tensors, whose files are therefore mapped.
+        shards_optimizer_state: no process holds the whole optimizer state.
+        shards_parameters: no process holds whole parameters, and a forward is a collective.
         supported_precisions: names of the precisions that work.
+        plugin: the options as Accelerate's plugin for this backend, for ``accelerator.state``; ``None``: it has no plugin.
+        sync_batchnorm: BatchNorm takes its statistics over all processes.
         world: the processes of the run.
         pad_last_batch: short batches are filled up in training.
         joined: :meth:`join` has been called.
@@ -58,14 +64,20 @@ class Strategy:
     """
 
     name: ClassVar[str] = "single"
-    owns_accumulation: ClassVar[bool] = False
-    owns_clipping: ClassVar[bool] = False
-    owns_masters: ClassVar[bool] = False
+    info: ClassVar[StrategyInfo] = SINGLE
+    accumulates_in_engine: ClassVar[bool] = False
     averages_in_step: ClassVar[bool] = False
-    sharded_parameters: ClassVar[bool] = False
-    sharded_state: ClassVar[bool] = False
+    can_sync_batchnorm: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
     lazy_tensors: ClassVar[bool] = False
-    supported_precisions: ClassVar[tuple[str, ...]] = tuple(PRECISIONS)
+    owns_masters: ClassVar[bool] = False
+    reads_checkpoint_parts: ClassVar[bool] = False
+    shards_optimizer_state: ClassVar[bool] = False
+    shards_parameters: ClassVar[bool] = False
+    supported_precisions: ClassVar[Collection[str]] = PRECISIONS.keys()  # those that are registered later too
+
+    plugin: Any = None
+    sync_batchnorm: bool = False
 
     world: World = World()
     pad_last_batch: bool = False
@@ -122,8 +134,7 @@ class Strategy:
         """
         self.joined = True
         asked = {"devices": wanted.per_node or 1, "num_nodes": wanted.nodes or 1}
-        more = [f"{name}={number}" for name, number in asked.items() if number > 1]
-        if more:
+        if more := [f"{name}={number}" for name, number in asked.items() if number > 1]:
             raise ConfigurationError(
                 f"{self!r} runs on one device, and {' and '.join(more)} asks for more. Use strategy='ddp', or devices=1."
             )
@@ -148,12 +159,14 @@ class Strategy:
         """
 
     def check_batches(self, micro_batch: int | None, window: int) -> None:
-        """Refuse sizes of batches that contradict what the strategy was made with: ``micro_batch`` samples of a process, if
-        the loader says so, and ``window`` micro-batches of it in an update.
+        """Refuse ``micro_batch`` samples of a process, or ``window`` micro-batches, where the options have other numbers.
 
         Raises:
             ConfigurationError: they do.
         """
+
+    def configured_by(self, source: str) -> None:
+        """Let the options, which come from a plugin or a configuration file that messages call so, override the loop's."""
 
     @property
     def has_optimizer(self) -> bool:
@@ -222,10 +235,7 @@ class Strategy:
 
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
         """The optimizer, its state where its parameters are."""
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim > 0 and value.device != parameter.device:
-                    state[key] = value.to(parameter.device)
+        move_state(optimizer)
         return optimizer
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -249,15 +259,7 @@ class Strategy:
 
         if compiler is not None:
             step = compiler(step)
-        if self.precision.plain:
-            return step
-        precision = self.precision
-
-        def converted(batch: Any, *rest: Any) -> Any:
-            with precision.forward_context():
-                return step(precision.convert_input(batch), *rest)
-
-        return converted
+        return step if self.precision.plain else self.precision.applied_to(step)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Within it a user's own loop runs its forward."""

@@ -23,6 +23,7 @@ from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import average_gradients, broadcast, mean, sparse_parameters
 from trainkit.strategies.ddp.compression import Compression
 from trainkit.strategies.ddp.fixed_buckets import FixedDDP
+from trainkit.strategies.ddp.info import INFO
 from trainkit.strategies.ddp.replica import PreparedModel, Replica, TrainingStep
 from trainkit.strategies.ddp.sync_batchnorm import SyncedBatchNorms
 from trainkit.strategy import Strategy
@@ -59,6 +60,8 @@ class DDPStrategy(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
+    info = INFO
+    can_sync_batchnorm: ClassVar[bool] = True
 
     def __init__(
         self,

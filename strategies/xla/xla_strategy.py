@@ -23,6 +23,7 @@ from trainkit.metrics.values import TO_HOST
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._membership import duration
+from trainkit.strategies.xla.info import INFO
 from trainkit.strategies.xla.rates import steady_rates
 from trainkit.strategies.xla.runtime import (
     XLAGenerator,
@@ -76,11 +77,12 @@ class XLAStrategy(Strategy):
     """
 
     name: ClassVar[str] = "xla"
-    lazy_tensors: ClassVar[bool] = True
+    info = INFO
     averages_in_step: ClassVar[bool] = True
+    can_sync_batchnorm: ClassVar[bool] = True  # under SPMD BatchNorm sees the batches of all devices anyway
+    compiles: ClassVar[bool] = False
+    lazy_tensors: ClassVar[bool] = True
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "64-true", "bf16-mixed", "bf16-true")
-
-    sync_batchnorm: bool = False  # under SPMD BatchNorm sees the batches of all devices anyway
 
     def __init__(
         self,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.console import warn
-from trainkit.errors import OptimizerError
+from trainkit.errors import ConfigurationError, OptimizerError
 from trainkit.state.slots import bare_copy
 
-__all__ = ["Shadow", "refuse_optimizer", "warn_of_slow_updates"]
+if TYPE_CHECKING:
+    from trainkit.strategies.zero.engine import Engine
+
+__all__ = ["Shadow", "engine_over", "refuse_optimizer", "warn_of_slow_updates"]
 
 # They look at a parameter as a whole, of which ZeRO has a flat part in each process.
 _WHOLE = {
@@ -160,3 +163,19 @@ class Shadow:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # by which schedulers see that there was a step
         for hook in self.optimizer._optimizer_step_post_hooks.values():
             hook(self.optimizer, (), {})
+
+
+def engine_over(parameters: Iterable[Tensor], engines: Iterable[Engine]) -> Engine:
+    """The engine whose parameters are all among the given ones.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    given = {id(parameter) for parameter in parameters}
+    found = [engine for engine in engines if {id(parameter) for parameter in engine.parameters} <= given]
+    if found:
+        return found[0]
+    raise ConfigurationError(
+        "under ZeRO gradients are clipped for all parameters of an optimizer together, and these are not all of one. "
+        "Write: clip_grad_norm_(model.parameters(), 1.0)"
+    )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.optim.step_arguments import StepArguments
@@ -29,8 +30,9 @@ from trainkit.strategies.zero.deepspeed_api import require
 from trainkit.strategies.zero.deepspeed_config import NO_VALUES, RUN_IS_OVER
 from trainkit.strategies.zero.engine import Engine
 from trainkit.strategies.zero.engine_setup import Setup, check_machine, configured, prepare_precision
+from trainkit.strategies.zero.info import INFO
 from trainkit.strategies.zero.loss_scale import LossScale
-from trainkit.strategies.zero.optimizer_adapter import warn_of_slow_updates
+from trainkit.strategies.zero.optimizer_adapter import engine_over, warn_of_slow_updates
 from trainkit.strategies.zero.transformers_models import told_transformers
 from trainkit.strategies.zero.zero_model import Dispatch, ShardedModel, holder
 from trainkit.strategies.zero.zero_window import EngineWindow
@@ -67,9 +69,9 @@ class ZeROStrategy(Strategy):
         MissingPackageError: DeepSpeed is not installed.
     """
 
-    owns_clipping: ClassVar[bool] = True
-    owns_masters: ClassVar[bool] = True
-    sharded_state: ClassVar[bool] = True
+    info = INFO
+    accumulates_in_engine = owns_masters = reads_checkpoint_parts = shards_optimizer_state = True
+    compiles = False
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
     footprint = memory_plan.footprint
 
@@ -89,7 +91,8 @@ class ZeROStrategy(Strategy):
         check_machine(self.config)
         self.stage = self.config.stage
         self.name = f"zero{self.stage}"  # type: ignore[misc]
-        self.sharded_parameters = self.stage == 3  # type: ignore[misc]  # of this object
+        self.plugin = DeepSpeedPlugin(zero_stage=self.stage)
+        self.shards_parameters = self.stage == 3  # type: ignore[misc]  # of this object
         super().__init__(device, None if told is None else told.precision)
         if precision is not None:
             self.use_precision(precision)
@@ -127,6 +130,10 @@ class ZeROStrategy(Strategy):
     def check_batches(self, micro_batch: int | None, window: int) -> None:
         """See :meth:`trainkit.Strategy.check_batches`."""
         self.claims.check_batches(micro_batch, window, self.world)
+
+    def configured_by(self, source: str) -> None:
+        """See :meth:`trainkit.Strategy.configured_by`."""
+        self.claims.lead(source)
 
     @property
     def has_optimizer(self) -> bool:
@@ -323,19 +330,9 @@ class ZeROStrategy(Strategy):
         """
         if norm_type != 2.0:
             raise ConfigurationError(f"ZeRO clips by the 2-norm, and norm_type is {norm_type!r}. Leave it out, or use 'ddp'.")
-        engine = self._engine_of(parameters)
+        engine = engine_over(parameters, self._engines.values())
         engine.clip = self.claims.clipping(max_norm)
         return engine.norm()
-
-    def _engine_of(self, parameters: Iterable[Tensor]) -> Engine:
-        given = {id(parameter) for parameter in parameters}
-        found = [e for e in self._engines.values() if {id(parameter) for parameter in e.parameters} <= given]
-        if found:
-            return found[0]
-        raise ConfigurationError(
-            "under ZeRO gradients are clipped for all parameters of an optimizer together, and these are not all of one. "
-            "Write: clip_grad_norm_(model.parameters(), 1.0)"
-        )
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Not under ZeRO.

@@ -237,7 +237,7 @@ def test_deepspeeds_keys(monkeypatch: pytest.MonkeyPatch) -> None:
             "use_cpu": True,
             "gradient_accumulation_steps": 2,
         },
-        deepspeed={"zero_stage": 2, "gradient_clipping": 0.5},
+        backend={"zero_stage": 2, "gradient_clipping": 0.5},
     )
     accelerator = Accelerator()
     assert accelerator.distributed_type == "DEEPSPEED"
@@ -263,7 +263,7 @@ SAYS_ZERO = "distributed_type: DEEPSPEED, use_cpu: true"
     [
         ({"values": {**ZERO, "mixed_precision": "fp16"}}, [SAYS_ZERO, "mixed_precision: fp16", "precision='16-true' under"]),
         (
-            {"values": ZERO, "deepspeed": {"zero_stage": 2, "offload_param_device": "cpu"}},
+            {"values": ZERO, "backend": {"zero_stage": 2, "offload_param_device": "cpu"}},
             [f"({SAYS_ZERO}, zero_stage: 2, offload_param_device: cpu): offload_params='cpu': parameters are divided"],
         ),
         ({"values": ZERO, "dynamo": {"dynamo_backend": "eager"}}, [SAYS_ZERO, "dynamo_backend: eager", "does not work with"]),

@@ -20,6 +20,7 @@ from trainkit.accelerator.processes import Processes, only_where
 from trainkit.config.distributed_type import DistributedType
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
+from trainkit.registry import find_info
 
 
 class Placed(Strategy):
@@ -101,13 +102,13 @@ def test_what_distributes() -> None:
     def kind(strategy: Strategy) -> str:
         return str(Accelerator(strategy=strategy).distributed_type)
 
-    class Lazy(Strategy):
-        lazy_tensors = True
+    class OfXLA(Strategy):
+        info = find_info("xla") or Strategy.info
 
-    class Divided(Strategy):
-        name = "zero2"
+    class OfZeRO(Strategy):
+        info = find_info("zero2") or Strategy.info
 
-    assert [kind(Lazy("cpu")), kind(Divided("cpu"))] == ["XLA", "DEEPSPEED"]
+    assert [kind(OfXLA("cpu")), kind(OfZeRO("cpu"))] == ["XLA", "DEEPSPEED"]
     assert everywhere(2, lambda accelerator: accelerator.distributed_type) == [DistributedType.MULTI_CPU] * 2
     assert DistributedType.TPU is DistributedType.XLA
 

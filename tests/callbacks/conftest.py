@@ -96,7 +96,7 @@ def trainer() -> Any:
             device=torch.device("cpu"),
             gradient_norm=lambda optimizer: None,
             lazy_tensors=False,
-            sharded_parameters=False,
+            shards_parameters=False,
             world=World(),
         ),
         _train_metrics=SimpleNamespace(in_bar=dict),

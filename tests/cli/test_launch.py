@@ -220,7 +220,7 @@ def test_a_flag_beats_the_file(launch: Launch) -> None:
     told = carried(job.environment)
     assert told.source == "the command line and conf.yaml"
     assert told.values["mixed_precision"] == "fp16"
-    assert told.deepspeed == {
+    assert told.backend == {
         "zero_stage": 3,
         "offload_optimizer_device": "cpu",
         "offload_param_device": "none",
@@ -240,7 +240,7 @@ def test_debug_mode_of_the_environment(launch: Launch) -> None:
 def test_flags_without_a_file(launch: Launch) -> None:
     job = launch("--cpu", "--use_deepspeed", "--offload_optimizer_device", "cpu", "script.py")
     told = carried(job.environment)
-    assert (told.values, told.deepspeed) == (
+    assert (told.values, told.backend) == (
         {"distributed_type": "DEEPSPEED", "use_cpu": True},
         {"offload_optimizer_device": "cpu"},
     )

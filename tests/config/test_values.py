@@ -29,8 +29,8 @@ def test_what_is_over_counts() -> None:
 
 
 def test_another_kind_of_run_leaves_deepspeed_behind() -> None:
-    assert Settings({"distributed_type": "MULTI_CPU"}).over(FILE).deepspeed == {}
-    assert Settings({"distributed_type": "DEEPSPEED"}).over(FILE).deepspeed == FILE.deepspeed
+    assert Settings({"distributed_type": "MULTI_CPU"}).over(FILE).backend == {}
+    assert Settings({"distributed_type": "DEEPSPEED"}).over(FILE).backend == FILE.backend
 
 
 def test_one_machine_has_no_number() -> None:
@@ -101,6 +101,6 @@ def test_zero_as_little_as_it_says() -> None:
 
 def test_a_key_in_two_places() -> None:
     one = Settings.out_of({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}, {}, "conf.yaml")
-    assert (one.values, one.deepspeed) == ({"gradient_accumulation_steps": 2}, {})
+    assert (one.values, one.backend) == ({"gradient_accumulation_steps": 2}, {})
     with pytest.raises(ConfigurationError, match="conf.yaml has gradient_accumulation_steps twice, 2 and 3"):
         Settings.out_of({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 3}, {}, "conf.yaml")

@@ -26,7 +26,7 @@ SETTINGS = Settings(
 def test_what_is_written_is_read(name: str) -> None:
     assert write_settings(SETTINGS, name) == Path(name)
     found = read_settings(name)
-    assert (found.values, found.deepspeed, found.dynamo) == (SETTINGS.values, SETTINGS.deepspeed, SETTINGS.dynamo)
+    assert (found.values, found.backend, found.dynamo) == (SETTINGS.values, SETTINGS.backend, SETTINGS.dynamo)
 
 
 def test_the_form_is_accelerates() -> None:

@@ -10,10 +10,10 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,6 +78,9 @@ CODE_RUNNING_CALLS = {
     "yaml.unsafe_load": "use yaml.safe_load",
 }
 CODE_RUNNING_BUILTINS = {"eval", "exec"}
+
+# Beginnings of DeepSpeed's keys and attributes that no declaration lists.
+PREFIXES = ("zero_stage", "zero_opt", "ds_")
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
@@ -373,6 +376,75 @@ def _class_names(node: ast.AST) -> list[str]:
         return _class_names(node.left) + _class_names(node.right)
     name = dotted(node).split(".")[-1]
     return [name] if name else []
+
+
+def strategy_names(infos: Iterable[Any]) -> frozenset[str]:
+    """What names a strategy, in lower case, by what the strategies declare of themselves."""
+    found: set[str] = set()
+    for info in infos:
+        found |= {*info.names, *info.packages, *info.parameter_marks, *info.adam_classes, *info.host_optimizers}
+        found |= {info.path.partition(":")[2], info.shape_attribute or "", info.distributed_type or ""}
+    return frozenset(found - {""})
+
+
+def names_of_strategies(source: Source, names: Collection[str]) -> dict[str, str]:
+    """Names, attributes, arguments, imports and one-word strings that contain the name of a strategy, with complaints.
+
+    Texts for people are exempt: docstrings, f-strings, and every string with a space in it.
+    """
+    # "set_xlabel" does not contain "xla", nor "shards_state" the beginning "ds_"
+    parts = [rf"(?i:{re.escape(name)})(?![a-z])" for name in names] + [f"(?<![a-z]){prefix}" for prefix in PREFIXES]
+    pattern = re.compile("|".join(parts))
+    found: dict[str, str] = {}
+    tree = source.tree
+    texts = {id(part) for text in all_of(tree, ast.JoinedStr) for part in text.values}
+    for node in ast.walk(tree):
+        if id(node) in texts:
+            continue
+        for token in _tokens(node):
+            if pattern.search(token):
+                complaint = f"names a strategy: {token}. Ask its StrategyInfo or a capability of Strategy"
+                found.setdefault(token, source.at(getattr(node, "lineno", 1), complaint))
+    return found
+
+
+def undeclared_attributes(source: Source, declared: Collection[str]) -> list[str]:
+    """Attributes that are read or set on something called ``strategy`` and that ``trainkit.Strategy`` does not declare."""
+    complaints = []
+    for node in ast.walk(source.tree):
+        name = None
+        if isinstance(node, ast.Attribute) and _is_strategy(node.value):
+            name = node.attr
+        elif (
+            isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr") and _is_strategy(node.args[0])
+        ):
+            name = str(constant(node.args[1]))
+        elif isinstance(node, ast.AnnAssign) and dotted(node.annotation) == "Any" and node.value and _is_strategy(node.value):
+            complaints.append(source.at(node.lineno, "looks at a strategy through Any"))
+        if name is not None and name not in declared:
+            complaints.append(source.at(node.lineno, f"uses strategy.{name}, which trainkit.Strategy does not declare"))
+    return complaints
+
+
+def _is_strategy(node: ast.AST) -> bool:
+    """Whether an expression is called ``strategy``: ``self.strategy``, ``trainer.strategy``, an argument of that name."""
+    return dotted(node).split(".")[-1].lstrip("_") == "strategy"
+
+
+def _tokens(node: ast.AST) -> list[str]:
+    """The names that a node of a syntax tree has by itself, and a string without spaces."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            return [name]
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.alias(name=name, asname=other):
+            return [name, *([other] if other else [])]
+        case ast.ImportFrom(module=str(name)):
+            return [name]
+        case ast.Constant(value=str(text)) if text and not any(letter.isspace() for letter in text):
+            return [text]
+    return []
 
 
 def wrong_exports(source: Source) -> list[str]:

@@ -216,7 +216,7 @@ class Checkpointing:
         return self._numbered.active
 
     def _read(self, path: str | PathLike[str]) -> Loaded:
-        return read_together(path, self._world, mapped=self._strategy.sharded_state)
+        return read_together(path, self._world, mapped=self._strategy.reads_checkpoint_parts)
 
     def _newest(self) -> tuple[Path, Loaded]:
         """The newest complete checkpoint of those that are named by their number.
@@ -270,7 +270,7 @@ class Checkpointing:
             )
         save: SaveMode = "trainable" if any(has_adapters(model) for model in parts.models) else "all"
         # The main process computes the fingerprint of frozen parameters; where they are sharded all processes gather them.
-        fingerprints = world.is_main or self._strategy.sharded_parameters
+        fingerprints = world.is_main or self._strategy.shards_parameters
         known = {} if fingerprints else dict.fromkeys(range(len(parts.models)), "the main process's")
         taken = capture(parts, save=save, fingerprints=known)
         positions = [loader.gathered(loader.state_dict()) for loader in self._prepared.loaders]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from itertools import count
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from trainkit.accelerator.gathering import Gathering
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_place
 from trainkit.launch.joining import joined
+from trainkit.launch.tpu import runtime_is_loaded
 from trainkit.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def gathering(verb: str) -> Gathering:
     found = latest()
     if found is not None:
         return found._gathering
-    if "torch_xla" not in sys.modules and joined().size == 1:
+    if not runtime_is_loaded() and joined().size == 1:
         return Gathering(Strategy("cpu"))
     raise ConfigurationError(
         f"{verb} is for all processes, and works through the Accelerator: make it before, and keep it: accelerator = "

@@ -10,6 +10,7 @@ import torch
 from trainkit.accelerator.options import mixed_name
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType, distributed_type
+from trainkit.config.values import Plugin
 from trainkit.console import notice
 from trainkit.errors import nearest
 from trainkit.strategy import Strategy
@@ -53,7 +54,7 @@ class AcceleratorState:
         return self.num_processes > 1
 
 
-def state_of(strategy: Strategy, plugin: DeepSpeedPlugin | None) -> AcceleratorState:
+def state_of(strategy: Strategy, plugin: Plugin | None) -> AcceleratorState:
     """``accelerator.state``.
 
     Args:
@@ -71,12 +72,10 @@ def state_of(strategy: Strategy, plugin: DeepSpeedPlugin | None) -> AcceleratorS
     )
 
 
-def plugin_of(strategy: Strategy, plugin: DeepSpeedPlugin | None) -> DeepSpeedPlugin | None:
-    """The plugin that was given, else one that describes the strategy; ``None`` without ZeRO."""
-    if plugin is not None or not strategy.sharded_state:
-        return plugin
-    config: Any = strategy
-    return DeepSpeedPlugin(zero_stage=config.stage)
+def plugin_of(strategy: Strategy, plugin: Plugin | None) -> DeepSpeedPlugin | None:
+    """The plugin that was given, else the one that the strategy describes itself by; ``None`` without ZeRO."""
+    found: Any = strategy.plugin if plugin is None else plugin
+    return found  # type: ignore[no-any-return]
 
 
 def refuse_precision(strategy: Strategy, native: bool) -> None:

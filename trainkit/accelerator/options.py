@@ -19,18 +19,20 @@ from trainkit.config.kwargs_handlers import (
     ProfileKwargs,
     sorted_handlers,
 )
+from trainkit.config.values import Plugin
 from trainkit.distributed.device import find_device
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.resolve import chosen_strategy
+from trainkit.launch.tpu import DEVICE
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
-from trainkit.registry import load_strategy, make_strategy
+from trainkit.registry import find_info, load_strategy, make_strategy
 from trainkit.strategy import Strategy
 from trainkit.unsupported import refuse_unknown
 
 __all__ = ["Options", "check_steps", "mixed_name", "resolve"]
 
-_GENERATORS = ("torch", "cuda", "xla", "generator")
+_GENERATORS = ("torch", "cuda", DEVICE, "generator")
 _ZERO = "Parameters are divided by ZeRO: Accelerator(strategy='zero3')"
 
 
@@ -51,7 +53,7 @@ class Options:
         autocast: of :meth:`trainkit.Accelerator.autocast`.
         profile: of :meth:`trainkit.Accelerator.profile`.
         compile: arguments of ``torch.compile`` for models; ``None``: they are not compiled.
-        plugin: DeepSpeed's, as it was given or as the configuration says.
+        plugin: the options of the strategy, as ``deepspeed_plugin=`` or the configuration gives them.
         debug: the calls of all processes are compared.
         watched: the process ends when another one fails.
     """
@@ -68,7 +70,7 @@ class Options:
     autocast: AutocastKwargs | None = None
     profile: ProfileKwargs | None = None
     compile: Mapping[str, Any] | None = None
-    plugin: DeepSpeedPlugin | None = None
+    plugin: Plugin | None = None
     debug: bool = False
     watched: bool = True
 
@@ -149,7 +151,7 @@ def _loaders(given: Mapping[str, Any]) -> DataLoaderConfiguration:
     return configuration
 
 
-def _steps(given: Mapping[str, Any], settings: Settings, plugin: DeepSpeedPlugin | None) -> int:
+def _steps(given: Mapping[str, Any], settings: Settings, plugin: Plugin | None) -> int:
     """Micro-batches in an update: of the argument, its plugin, DeepSpeed's plugin, or the configuration."""
     steps, accumulation = given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"]
     if accumulation is not None:
@@ -163,7 +165,7 @@ def _steps(given: Mapping[str, Any], settings: Settings, plugin: DeepSpeedPlugin
             )
         return accumulation.num_steps
     if steps is None:
-        claimed = None if plugin is None else plugin.deepspeed_config.get("gradient_accumulation_steps")
+        claimed = None if plugin is None else plugin.claimed("gradient_accumulation_steps")
         said = [claimed, settings.get("gradient_accumulation_steps")]
         if given["deepspeed_plugin"] is None:  # it is of the settings, in which an option beats the file
             said.reverse()
@@ -215,7 +217,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _strategy(
     given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any]
-) -> tuple[Strategy, DeepSpeedPlugin | None, bool]:
+) -> tuple[Strategy, Plugin | None, bool]:
     """The strategy as one of the processes, the plugin that it is made of, and whether it is watched over."""
     strategy, plugin = given["strategy"], given["deepspeed_plugin"]
     if strategy is not None and plugin is not None:
@@ -244,7 +246,7 @@ def _strategy(
 
 def _made(
     given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], wanted: Wanted
-) -> tuple[Strategy, DeepSpeedPlugin | None]:
+) -> tuple[Strategy, Plugin | None]:
     """The strategy, and the plugin that it is made of."""
     strategy, plugin = given["strategy"], given["deepspeed_plugin"]
     if strategy is None and plugin is None:
@@ -252,12 +254,12 @@ def _made(
     if plugin is not None:
         precision = _precision(given, settings, handlers, masters=True)
         config = plugin.config_for(short=precision is not None and is_short(precision))
-        source = "DeepSpeedPlugin"
+        source = type(plugin).__name__
         if given["deepspeed_plugin"] is None:
             config.pop("gradient_accumulation_steps", None)  # arguments beat what it says
             source = settings.source
-        made = load_strategy("zero2")(config=config, device=wanted.accelerator, **_common(handlers))
-        made.claims.lead(plugin.hf_ds_config if isinstance(plugin.hf_ds_config, str) else source)
+        made = load_strategy(plugin.strategy)(config=config, device=wanted.accelerator, **_common(handlers))
+        made.configured_by(plugin.source or source)
     elif strategy is None or isinstance(strategy, str):
         name = chosen_strategy(strategy or settings.strategy or "auto", wanted)
         made = make_strategy(name, **_named(name, wanted, handlers))
@@ -280,18 +282,20 @@ def _common(handlers: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _named(name: str, wanted: Wanted, handlers: Mapping[Any, Any]) -> dict[str, Any]:
-    """The options of a strategy of that name. Those of DDP count where it is DDP: the same script runs on one process too."""
+    """The options of a strategy of that name. Handlers for another strategy have no effect: one script runs under several."""
     options: dict[str, Any] = {"device": wanted.accelerator}
-    connected = handlers.get(InitProcessGroupKwargs)
-    if name.startswith("xla") and connected is not None and connected.backend is not None:
+    info, connected = find_info(name), handlers.get(InitProcessGroupKwargs)
+    if info is None or info.one_device:
+        return options
+    if not info.process_group and connected is not None and connected.backend is not None:
         raise UnsupportedArgumentError(
             f"InitProcessGroupKwargs(backend={connected.backend!r}): on XLA its runtime connects the processes. Leave backend "
             "out."
         )
-    if name not in ("auto", "single"):
-        options |= _common(handlers)
-    if name.startswith("ddp") and DistributedDataParallelKwargs in handlers:
-        options |= handlers[DistributedDataParallelKwargs].strategy_options()
+    options |= _common(handlers)
+    for kind, handler in handlers.items():
+        if kind.__name__ in info.handlers:
+            options |= handler.strategy_options()
     return options
 
 

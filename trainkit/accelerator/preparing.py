@@ -155,7 +155,7 @@ class PrepareVerbs:
             UnsupportedArgumentError: ``evaluation_mode`` where parameters or optimizer states are divided.
         """
         strategy = self.strategy
-        if evaluation_mode and (strategy.sharded_state or strategy.sharded_parameters):
+        if evaluation_mode and (strategy.shards_optimizer_state or strategy.shards_parameters):
             raise UnsupportedArgumentError(
                 f"prepare_model(evaluation_mode=True): what {type(strategy).__name__} prepares it divides over the processes. "
                 "A model that is whole on each needs no preparation: model.to(accelerator.device).eval()"
@@ -281,7 +281,7 @@ class PrepareVerbs:
             window=True,
             index=len(self._loaders),
             weigh=weigh,
-            repeat_filler=self._even or self.strategy.sharded_parameters,
+            repeat_filler=self._even or self.strategy.shards_parameters,
             follow=self.reading.follow,
             **more,
         )
@@ -339,7 +339,7 @@ class PrepareVerbs:
         if even_batches is None:
             yield
             return
-        loaders, repeats = self.loaders, even_batches or self.strategy.sharded_parameters
+        loaders, repeats = self.loaders, even_batches or self.strategy.shards_parameters
         before = [loader.repeat_filler for loader in loaders]
         for loader in loaders:
             loader.repeat_filler = repeats

@@ -17,6 +17,7 @@ from trainkit.accelerator.options import mixed_name
 from trainkit.accelerator.processes import Processes, only_where
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType, distributed_type
+from trainkit.config.values import Plugin
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.strategy import Strategy
@@ -41,7 +42,7 @@ class ProcessVerbs:
         meeting: compares what the processes call.
     """
 
-    def __init__(self, strategy: Strategy, batch: CurrentBatch | None = None, plugin: DeepSpeedPlugin | None = None) -> None:
+    def __init__(self, strategy: Strategy, batch: CurrentBatch | None = None, plugin: Plugin | None = None) -> None:
         self.strategy = strategy
         self.meeting = Meeting.of(strategy.world)
         self._processes = Processes(strategy, self.meeting)

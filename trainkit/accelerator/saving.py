@@ -55,7 +55,7 @@ class Saving:
             raise ConfigurationError(f"save(obj, f): f is the path of a file, not {f!r}. For example: save(obj, 'state.json')")
         if not self._strategy.is_main_process:
             return
-        if self._strategy.sharded_parameters and isinstance(obj, Mapping):
+        if self._strategy.shards_parameters and isinstance(obj, Mapping):
             self._refuse_without_values(obj)
         write_object(Path(f), obj)
         if str(f).endswith(_OF_PICKLES):

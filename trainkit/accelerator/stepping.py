@@ -137,13 +137,13 @@ class StepVerbs:
         return (
             self.window.size > 1
             or strategy.precision.scaler is not None
-            or strategy.sharded_state
+            or strategy.accumulates_in_engine
             or self.averages_in_step  # by the step
         )
 
     def _check_spent(self) -> None:
         """ZeRO begins anew with each window: gradients of one that has had no step would be lost without a word."""
-        if self.window.first and self.strategy.sharded_state and len(self._optimizers) == 1:
+        if self.window.first and self.strategy.accumulates_in_engine and len(self._optimizers) == 1:
             raise ConfigurationError(
                 "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "
                 "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "
@@ -156,7 +156,9 @@ class StepVerbs:
         if closure is not None or spent < self._backwards or not self._takes_part:
             return
         # where there are none it does no harm; under ZeRO nobody knows
-        if self.strategy.sharded_state or any(p.grad is not None for group in own.param_groups for p in group["params"]):
+        if self.strategy.accumulates_in_engine or any(
+            p.grad is not None for group in own.param_groups for p in group["params"]
+        ):
             raise ConfigurationError(
                 "step: there has been no accelerator.backward(loss) since the last step of this optimizer. Write "
                 "accelerator.backward(loss) instead of loss.backward(): it scales the loss and passes the gradients to the "

@@ -34,7 +34,7 @@ class Weighing:
     """
 
     def __init__(self, window: Window, world: World, strategy: Strategy, meeting: Meeting) -> None:
-        if strategy.sharded_state and window.size > 1:
+        if strategy.accumulates_in_engine and window.size > 1:
             raise UnsupportedArgumentError(
                 "backward(weight=) with gradient_accumulation_steps > 1 needs the gradients of a window whole, and they are "
                 "divided here. Say the weight when the batch is read: accelerator.prepare(loader, batch_weight=lambda batch: "

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, with_nearest
-from trainkit.config.keys import DEEPSPEED, DYNAMO, KEYS, Key, checked
+from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, KEYS, Key, checked
 from trainkit.config.settled import settled
 from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
+from trainkit.launch.tpu import DEVICE
+from trainkit.registry import automatic_info
 
 __all__ = ["add_arguments", "run"]
 
@@ -68,7 +70,7 @@ class _Questions:
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
-        self._deepspeed: dict[str, Any] = {}
+        self._backend: dict[str, Any] = {}
         self._dynamo: dict[str, Any] = {}
 
     def all(self) -> Settings:
@@ -81,17 +83,19 @@ class _Questions:
             if kind == "gpu" and machines == 1:
                 self._keep("gpu_ids", "GPUs that may be used, by number, or all", "all", fits=_at_least(processes))
             self._zero()
-        several = "XLA" if kind == "tpu" else f"MULTI_{kind.upper()}" if processes > 1 else "NO"
-        self._values["distributed_type"] = "DEEPSPEED" if self._deepspeed else several
+        several = (
+            automatic_info(DEVICE).distributed_type if kind == "tpu" else f"MULTI_{kind.upper()}" if processes > 1 else "NO"
+        )
+        self._values["distributed_type"] = "DEEPSPEED" if self._backend else several
         self._values["use_cpu"] = kind == "cpu"
-        if "deepspeed_config_file" not in self._deepspeed:  # which says it
+        if CONFIG_FILE not in self._backend:  # which says it
             self._keep("mixed_precision", "Precision: no (float32), fp16 or bf16", "no")
-        if kind != "tpu" and not self._deepspeed:
+        if kind != "tpu" and not self._backend:
             question = "Compile the model: no, or a backend of torch.compile such as inductor"
             backend = self._ask(question, "no", lambda text: checked("dynamo_backend", text, DYNAMO, "dynamo_backend"))
             if backend != "no":
                 self._dynamo["dynamo_backend"] = backend
-        return Settings(self._values, self._deepspeed, self._dynamo, "what was answered")
+        return Settings(self._values, self._backend, self._dynamo, "what was answered")
 
     def _machines(self) -> int:
         machines = int(self._keep("num_machines", "Machines", 1))
@@ -118,22 +122,22 @@ class _Questions:
         if stage == "no":
             return
         if not isinstance(stage, int):
-            self._deepspeed["deepspeed_config_file"] = stage
+            self._backend[CONFIG_FILE] = stage
             return
-        self._deepspeed["zero_stage"] = stage
+        self._backend["zero_stage"] = stage
         places = ("none", "cpu", "nvme") if stage == 3 else ("none", "cpu")
         parts = ("optimizer", "param") if stage == 3 else ("optimizer",)
         for part in parts:
             what = "the optimizer's state" if part == "optimizer" else "the parameters"
             place = self._choose(f"Keep {what} on: {', '.join(places)} (none: the device)", places, "none")
-            self._deepspeed[f"offload_{part}_device"] = place
+            self._backend[f"offload_{part}_device"] = place
             if place == "nvme":
-                self._keep(f"offload_{part}_nvme_path", "A folder on a fast disk", None, DEEPSPEED)
+                self._keep(f"offload_{part}_nvme_path", "A folder on a fast disk", None, BACKEND)
         self._keep("gradient_accumulation_steps", "Micro-batches in an update; auto: as the script says", "auto")
-        self._keep("gradient_clipping", "Largest norm of the gradients; auto: as the script says", "auto", DEEPSPEED)
+        self._keep("gradient_clipping", "Largest norm of the gradients; auto: as the script says", "auto", BACKEND)
         if stage == 3:
-            self._keep("zero3_init_flag", "Divide a transformers model as it is made (yes or no)", True, DEEPSPEED)
-            self._keep("zero3_save_16bit_model", "Let save_model write 16-bit parameters (yes or no)", False, DEEPSPEED)
+            self._keep("zero3_init_flag", "Divide a transformers model as it is made (yes or no)", True, BACKEND)
+            self._keep("zero3_save_16bit_model", "Let save_model write 16-bit parameters (yes or no)", False, BACKEND)
 
     def _keep(
         self,
@@ -154,7 +158,7 @@ class _Questions:
 
         answer = self._ask(question, default, read)
         if answer != "auto":
-            (self._deepspeed if table is DEEPSPEED else self._values)[name] = answer
+            (self._backend if table is BACKEND else self._values)[name] = answer
         return answer
 
     def _choose(self, question: str, words: tuple[str, ...], default: str) -> str:
@@ -185,7 +189,7 @@ def _stage(text: str) -> int | str:
         if os.path.isfile(text):
             return text
         raise ConfigurationError(f"no, 1, 2, 3 or a file, and there is no file {text!r}.")
-    return int(checked("zero_stage", text, DEEPSPEED, "the stage"))
+    return int(checked("zero_stage", text, BACKEND, "the stage"))
 
 
 def _at_least(processes: int) -> Callable[[str], str | None]:

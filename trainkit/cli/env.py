@@ -13,20 +13,21 @@ from pathlib import Path
 from trainkit._version import __version__
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_place
+from trainkit.registry import strategy_infos
 
 __all__ = ["add_arguments", "run"]
 
 _PACKAGES = (
     "torch", "numpy", "safetensors", "tqdm", "PyYAML", "tensorboard", "wandb", "mlflow", "mlflow-skinny", "comet_ml",
-    "torchmetrics", "deepspeed", "torch_xla", "lightning", "pytorch-lightning", "accelerate", "transformers", "peft",
-    "matplotlib",
+    "torchmetrics",
 )  # fmt: skip
+_OTHERS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "peft", "matplotlib")
 _REQUIRED = {"torch", "numpy", "safetensors", "tqdm", "PyYAML"}
 
 # Variables whose values say how a run was set up.
 _SHOWN = (
-    "CUDA_", "CUBLAS_", "GLOO_", "KMP_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_VISIBLE", "OMP_", "PET_", "PJRT_",
-    "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTORCH_", "TORCH", "TPU_", "TRAINKIT_", "XLA_",
+    "CUDA_", "CUBLAS_", "GLOO_", "KMP_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_VISIBLE", "OMP_", "PET_",
+    "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTORCH_", "TORCH", "TRAINKIT_",
 )  # fmt: skip
 _PLACES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "SLURM_PROCID",
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     rows = [("trainkit", __version__), ("python", f"{platform.python_version()} ({platform.python_implementation()})")]
     rows += [("platform", platform.platform()), ("cpu", _cpu()), ("memory", _memory())]
     rows += _torch()
-    rows += [(name, version) for name in _PACKAGES if (version := _version(name)) is not None and name != "torch"]
+    names = (*_PACKAGES, *(package for info in strategy_infos() for package in info.packages), *_OTHERS)
+    rows += [(name, version) for name in names if (version := _version(name)) is not None and name != "torch"]
     rows += [("started by", _launcher(os.environ))]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -133,8 +135,9 @@ def _launcher(env: Mapping[str, str]) -> str:
 
 def _variables(env: Mapping[str, str]) -> Iterator[str]:
     """The variables that matter here; values only where they cannot be secret."""
+    prefixes = (*_SHOWN, *(prefix for info in strategy_infos() for prefix in info.variables))
     for name in sorted(env):
-        shown = name in _PLACES or name.startswith(_SHOWN)
+        shown = name in _PLACES or name.startswith(prefixes)
         if not shown and not name.startswith(_NAMED):
             continue
         secret = any(part in name.upper() for part in _SECRET)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from trainkit.config.carried import carry
+from trainkit.config.keys import HOSTFILE, MULTINODE_LAUNCHER
 from trainkit.config.settled import settled
 from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
@@ -131,7 +132,7 @@ def per_node(args: argparse.Namespace, flags: Settings, settings: Settings, node
     Raises:
         ConfigurationError: a number that makes no sense, contradicts another, or cannot be had here.
     """
-    kind, machines, total = settings.get("distributed_type"), nodes.most or 1, settings.get("num_processes")
+    machines, total = nodes.most or 1, settings.get("num_processes")
     gpus = _visible_gpus(settings)
     if args.nproc_per_node is not None:
         each = _counted(args.nproc_per_node, "--nproc-per-node", gpus)
@@ -140,7 +141,7 @@ def per_node(args: argparse.Namespace, flags: Settings, settings: Settings, node
                 f"--nproc-per-node {each} on {machines} machine{'s' if machines > 1 else ''} and --num_processes {total} "
                 "contradict each other. Give one of them."
             )
-    elif kind in ("NO", "XLA"):
+    elif settings.info is not None and (settings.info.one_device or settings.info.one_process):
         each = 1
     elif total is not None:
         if nodes.least != nodes.most:
@@ -155,13 +156,13 @@ def per_node(args: argparse.Namespace, flags: Settings, settings: Settings, node
         each = total // machines
     elif nodes.per_node is not None or not settings.get("use_cpu"):
         each = _counted(nodes.per_node or "auto", "PET_NPROC_PER_NODE", gpus)
-    elif kind == "MULTI_CPU":
+    elif settings.get("distributed_type") == "MULTI_CPU":
         raise ConfigurationError(
             f"{settings.source}: distributed_type: MULTI_CPU, and not how many processes. Write num_processes: 2"
         )
     else:
         each = 1
-    if kind == "NO" and each * machines > 1:
+    if settings.get("distributed_type") == "NO" and each * machines > 1:
         raise ConfigurationError(
             f"{settings.source}: distributed_type: NO is one process, and {each * machines} are to be started. Give "
             "--distributed_type MULTI_GPU or MULTI_CPU."
@@ -211,9 +212,9 @@ def told(settings: Settings, elsewhere: bool = False) -> dict[str, str]:
 
 def hostfile(args: argparse.Namespace, settings: Settings) -> str | None:
     """The file of the machines that are to be started by ssh."""
-    if args.hostfile is not None or settings.get("deepspeed_multinode_launcher") == "standard":
+    if args.hostfile is not None or settings.get(MULTINODE_LAUNCHER) == "standard":
         return args.hostfile  # type: ignore[no-any-return]
-    return settings.get("deepspeed_hostfile")  # type: ignore[no-any-return]
+    return settings.get(HOSTFILE)  # type: ignore[no-any-return]
 
 
 def check_hosts(hosts: list[Host], file: str, args: argparse.Namespace, flags: Settings, settings: Settings) -> None:

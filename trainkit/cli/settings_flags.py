@@ -9,14 +9,14 @@ from typing import Any, NoReturn
 
 from trainkit.config.carried import VARIABLE, carried
 from trainkit.config.foreign import FLAGS
-from trainkit.config.keys import DEEPSPEED, DYNAMO, KEYS, checked
+from trainkit.config.keys import BACKEND, DYNAMO, KEYS, checked
 from trainkit.config.values import Settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, nearest
 
 __all__ = ["add_config_file", "add_flags", "flagged", "in_either_spelling", "of_file", "with_nearest"]
 
-_ALL = {**DEEPSPEED, **DYNAMO, **KEYS}
+_ALL = {**BACKEND, **DYNAMO, **KEYS}
 _SHORT = {  # of Accelerate's
     "cpu": ("use_cpu", True),
     "multi_gpu": ("distributed_type", "MULTI_GPU"),
@@ -33,7 +33,7 @@ def add_config_file(parser: argparse.ArgumentParser, help: str) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for each key, and Accelerate's short ones."""
     seen = set()
-    for title, table in {"settings": KEYS, "settings for DeepSpeed": DEEPSPEED, "settings for torch.compile": DYNAMO}.items():
+    for title, table in {"settings": KEYS, "settings for DeepSpeed": BACKEND, "settings for torch.compile": DYNAMO}.items():
         group = parser.add_argument_group(title)
         for name, key in table.items():
             if name in seen:
@@ -55,7 +55,7 @@ def flagged(args: argparse.Namespace) -> Settings:
     Raises:
         ConfigurationError: a value that a key may not have, or two flags that contradict each other.
     """
-    parts: dict[str, dict[str, Any]] = {"values": {}, "deepspeed": {}, "dynamo": {}}
+    parts: dict[str, dict[str, Any]] = {"values": {}, "backend": {}, "dynamo": {}}
     short = {name: (f"--{flag}", value) for flag, (name, value) in _SHORT.items() if getattr(args, flag, False)}
     for flag, (name, value) in _SHORT.items():
         if getattr(args, flag, False) and short[name][1] != value:
@@ -68,7 +68,7 @@ def flagged(args: argparse.Namespace) -> Settings:
         if name in short:
             value = short[name][1]
         if value is not None:
-            parts["dynamo" if name in DYNAMO else "values" if name in KEYS else "deepspeed"][name] = value
+            parts["dynamo" if name in DYNAMO else "values" if name in KEYS else "backend"][name] = value
     return Settings(**parts, source="the command line")
 
 

@@ -20,7 +20,6 @@ from trainkit._version import __version__
 from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import TrainkitError
 from trainkit.module.train_module import TrainModule
-from trainkit.registry import make_strategy
 from trainkit.strategy import Strategy
 from trainkit.trainer.trainer import Trainer
 
@@ -52,7 +51,7 @@ class Setup:
     @property
     def alone(self) -> Strategy:
         """A strategy that runs in this process alone, on its device."""
-        return make_strategy("single", device=self.strategy.device)
+        return Strategy(self.strategy.device)
 
 
 class Check(NamedTuple):

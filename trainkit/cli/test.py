@@ -18,6 +18,7 @@ from trainkit.config.values import Settings
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
+from trainkit.registry import automatic_strategy
 
 __all__ = ["add_arguments", "print_line", "run"]
 
@@ -33,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_config_file(parser, "a file of trainkit config, or of Accelerate, that is tried too. Default: that of trainkit config")
     parser.add_argument("--nproc-per-node", metavar="N", type=int, help="processes (default: those of the file, or 2)")
-    parser.add_argument("--strategy", choices=("ddp",), default="ddp", help="what they run under (default: ddp)")
+    several = automatic_strategy("cpu")
+    parser.add_argument("--strategy", choices=(several,), default=several, help=f"what they run under (default: {several})")
     backend = "what they exchange tensors by (default: nccl if there are as many GPUs as processes, else gloo on the CPU)"
     parser.add_argument("--backend", choices=("gloo", "nccl"), help=backend)
     in_either_spelling(parser)
@@ -76,7 +78,7 @@ def print_line(name: str, fine: bool, text: str) -> None:
 
 def _processes(given: int | None, settings: Settings) -> int:
     """How many are to be started: those of this machine."""
-    if settings.get("distributed_type") == "XLA":
+    if settings.info is not None and settings.info.one_process:
         raise ConfigurationError(
             f"{settings.source}: distributed_type: XLA is not tried by this command, which is about several processes. Try "
             "another file, or none: --config_file " + os.devnull

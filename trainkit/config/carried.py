@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
+from trainkit.config.keys import HOSTFILE, MULTINODE_LAUNCHER
 from trainkit.config.values import Settings
 from trainkit.console import warn
 
@@ -24,8 +25,8 @@ _OF_LAUNCHER = (
     "main_process_port",
     "gpu_ids",
     "debug",
-    "deepspeed_hostfile",
-    "deepspeed_multinode_launcher",
+    HOSTFILE,
+    MULTINODE_LAUNCHER,
 )
 _COUNTS = ("num_processes", "num_machines")
 
@@ -41,7 +42,7 @@ def carry(settings: Settings, always: bool = False) -> dict[str, str]:
     found = {} if debug is None else {_DEBUG[0]: str(int(debug))}
     told = settings.without(*_OF_LAUNCHER, *(() if settings.devices else _COUNTS))
     if told or always:
-        parts = {"values": told.values, "deepspeed": told.deepspeed, "dynamo": told.dynamo}
+        parts = {"values": told.values, "backend": told.backend, "dynamo": told.dynamo}
         found[VARIABLE] = json.dumps({"source": told.source, **{name: dict(part) for name, part in parts.items()}})
     return found
 

@@ -32,7 +32,7 @@ def refuse_compiled(backend: str, strategy: Strategy) -> None:
     Raises:
         UnsupportedArgumentError: it is one.
     """
-    if strategy.sharded_state or strategy.lazy_tensors:
+    if not strategy.compiles:
         raise UnsupportedArgumentError(
             f"dynamo_backend={backend!r} does not work with {type(strategy).__name__}, whose hooks and tensors are not for "
             "code that torch.compile has made. Leave it out, or use strategy='ddp'."

@@ -133,6 +133,32 @@ class DeepSpeedPlugin:
                 "DeepSpeedPlugin(enable_msamp=True): FP8 is not offered. Use mixed_precision='bf16'."
             )
 
+    @classmethod
+    def of_file(cls, path: str | None, **options: Any) -> DeepSpeedPlugin:
+        """The plugin of a DeepSpeed configuration, if there is one, and the other arguments."""
+        return cls(hf_ds_config=path, **options)
+
+    @property
+    def strategy(self) -> str:
+        """The short name of the strategy: ``"zero1"``, ``"zero2"`` or ``"zero3"``."""
+        return f"zero{self.zero_stage}"
+
+    @property
+    def source(self) -> str | None:
+        """The file that ``hf_ds_config`` names."""
+        return self.hf_ds_config if isinstance(self.hf_ds_config, str) else None
+
+    def claimed(self, name: str) -> Any:
+        """The value of a key at the top of ``deepspeed_config``; ``None`` if it is missing or ``"auto"``."""
+        value = self.deepspeed_config.get(name)
+        return None if value == "auto" else value
+
+    def described(self) -> dict[str, Any]:
+        """The strategy, the configuration and the offload, where they are given."""
+        words = {"strategy": self.strategy, "deepspeed_config_file": self.hf_ds_config}
+        words |= {name: getattr(self, name) for name in ("offload_optimizer_device", "offload_param_device")}
+        return {name: value for name, value in words.items() if value not in _NOTHING}
+
     def config_for(self, short: bool) -> dict[str, Any]:
         """``deepspeed_config`` for parameters in 16 bits; or in float32, where there are no 16-bit ones to be saved."""
         zero = self.deepspeed_config["zero_optimization"]

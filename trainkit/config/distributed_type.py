@@ -41,10 +41,8 @@ class DistributedType(str, enum.Enum):
 
 def distributed_type(strategy: Strategy) -> DistributedType:
     """What distributes a run under a strategy that has joined its processes."""
-    if strategy.name.startswith("zero"):
-        return DistributedType.DEEPSPEED
-    if strategy.lazy_tensors:
-        return DistributedType.XLA
+    if strategy.info.distributed_type is not None:
+        return DistributedType(strategy.info.distributed_type)
     if strategy.world_size == 1:
         return DistributedType.NO
     return DistributedType.MULTI_CPU if strategy.device.type == "cpu" else DistributedType.MULTI_GPU

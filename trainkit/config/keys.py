@@ -9,8 +9,30 @@ from typing import Any
 
 from trainkit.config.foreign import INSTEAD
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
+from trainkit.precision import MIXED
+from trainkit.registry import strategy_infos
 
-__all__ = ["DEEPSPEED", "DYNAMO", "KEYS", "Key", "checked"]
+__all__ = [
+    "BACKEND",
+    "CONFIG_FILE",
+    "DYNAMO",
+    "HOSTFILE",
+    "KEYS",
+    "MULTINODE_LAUNCHER",
+    "NOT_IN_FILE",
+    "SECTIONS",
+    "Key",
+    "checked",
+]
+
+CONFIG_FILE = "deepspeed_config_file"
+HOSTFILE = "deepspeed_hostfile"
+MULTINODE_LAUNCHER = "deepspeed_multinode_launcher"
+"""Keys of :data:`BACKEND` that are no options of a strategy: its own configuration, and how nodes are started."""
+
+NOT_IN_FILE = (CONFIG_FILE, HOSTFILE, MULTINODE_LAUNCHER, "zero3_init_flag")
+"""Keys of :data:`BACKEND` that a backend's own configuration does not have."""
+
 
 _TRUTH = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
@@ -69,6 +91,17 @@ def _one_of(*known: str, also: Mapping[str, str] | None = None) -> Callable[[Any
     return read
 
 
+def _distributed_type(value: Any) -> str:
+    """What a strategy declares; read when it is used, as declarations are imported then."""
+    infos = strategy_infos()
+    also = {alias: kind for info in infos for alias, kind in info.file_aliases.items()}
+    return _one_of(*(kind for info in infos for kind in info.file_types), also=also)(value)
+
+
+def _mixed_precision(value: Any) -> str:
+    return _one_of(*MIXED)(value)  # registered later ones too
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
         raise ValueError("text")
@@ -114,11 +147,11 @@ _BACKEND = Key(_backend, "compile the model by torch.compile with this backend, 
 
 KEYS: dict[str, Key] = {
     "distributed_type": Key(
-        _one_of("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "XLA", also={"tpu": "XLA"}),
+        _distributed_type,
         "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; XLA: TPUs",
         "TYPE",
     ),
-    "mixed_precision": Key(_one_of("no", "fp16", "bf16"), "what is computed in: no (float32), fp16 or bf16", "NAME"),
+    "mixed_precision": Key(_mixed_precision, "what is computed in: no (float32), fp16 or bf16", "NAME"),
     "num_processes": Key(_whole(1), "processes of all machines together"),
     "num_machines": Key(_whole(1), "machines"),
     "machine_rank": Key(_whole(0), "the number of this machine, from 0", "R"),
@@ -132,7 +165,7 @@ KEYS: dict[str, Key] = {
 }
 """The keys at the top of the file."""
 
-DEEPSPEED: dict[str, Key] = {
+BACKEND: dict[str, Key] = {
     "zero_stage": Key(_whole(1, 3), "stage of ZeRO: 1, 2 or 3; default: 2"),
     "offload_optimizer_device": Key(_PLACES, "keep the optimizer's state there: none, cpu or nvme", "PLACE", none=True),
     "offload_param_device": Key(_PLACES, "keep the parameters there (stage 3): none, cpu or nvme", "PLACE", none=True),
@@ -142,13 +175,13 @@ DEEPSPEED: dict[str, Key] = {
     "gradient_clipping": Key(_clipping, "largest norm of the gradients; auto: as the script says", "NORM"),
     "zero3_init_flag": Key(_truth, "divide a transformers model as it is made (stage 3): true or false", "BOOL"),
     "zero3_save_16bit_model": Key(_truth, "save_model writes 16-bit parameters (stage 3): true or false", "BOOL"),
-    "deepspeed_config_file": Key(_text, "DeepSpeed's own configuration, in JSON, instead of the keys above", "FILE"),
-    "deepspeed_hostfile": Key(_text, "start all machines that it names, by ssh", "FILE"),
-    "deepspeed_multinode_launcher": Key(
+    CONFIG_FILE: Key(_text, "DeepSpeed's own configuration, in JSON, instead of the keys above", "FILE"),
+    HOSTFILE: Key(_text, "start all machines that it names, by ssh", "FILE"),
+    MULTINODE_LAUNCHER: Key(
         _one_of("standard", "pdsh"), "standard: each machine is started by you; pdsh: by ssh, of deepspeed_hostfile", "NAME"
     ),
 }
-"""Those of ``deepspeed_config``."""
+"""The keys of ``deepspeed_config``, the section for a strategy with a backend of its own."""
 
 DYNAMO: dict[str, Key] = {
     "dynamo_backend": _BACKEND,
@@ -160,7 +193,10 @@ DYNAMO: dict[str, Key] = {
     "dynamo_use_fullgraph": Key(_truth, "refuse to compile in parts", switch=True),
     "dynamo_use_dynamic": Key(_truth, "compile for any shape", switch=True),
 }
-"""Those of ``dynamo_config``."""
+"""The keys of ``dynamo_config``."""
+
+SECTIONS: dict[str, dict[str, Key]] = {"deepspeed_config": BACKEND, "dynamo_config": DYNAMO}
+"""The sections of the file."""
 
 
 def checked(name: str, value: Any, table: Mapping[str, Key], label: str) -> Any:

@@ -11,13 +11,12 @@ from typing import Any
 import yaml
 
 from trainkit.config.foreign import EMPTY, UNUSED, UNUSED_IN_SECTIONS
-from trainkit.config.keys import DEEPSPEED, DYNAMO, KEYS, Key, checked
+from trainkit.config.keys import DYNAMO, KEYS, SECTIONS, Key, checked
 from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
 __all__ = ["default_file", "read_settings"]
 
-_SECTIONS = {"deepspeed_config": DEEPSPEED, "dynamo_config": DYNAMO}
 _OLD = {"fp16": "mixed_precision: fp16"}
 _NONE = ("", "none", "null")
 
@@ -47,12 +46,13 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     content = _content(Path(path), source)
     name = "compute_environment"  # first: with another one come keys that nobody knows here
     _check_unused(f"{source}: {name}", content.get(name), *UNUSED[name])
-    sections = {name: _section(content.pop(name, None), table, name, source) for name, table in _SECTIONS.items()}
+    sections = {name: _section(content.pop(name, None), table, name, source) for name, table in SECTIONS.items()}
     for name in _OLD:
         if name in content:
             raise UnsupportedArgumentError(f"{source}: {name} is of an old version of Accelerate; write {_OLD[name]}.")
     values = _values(content, KEYS, UNUSED, source)
-    return Settings.out_of(values, sections["deepspeed_config"], sections["dynamo_config"], source)
+    backend, dynamo = sections.values()
+    return Settings.out_of(values, backend, dynamo, source)
 
 
 def _content(path: Path, source: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _values(
         if name in unused:
             _check_unused(f"{source}: {where}{name}", value, *unused[name])
         elif name not in table:
-            known = [*table, *unused, *(() if where else _SECTIONS)]
+            known = [*table, *unused, *(() if where else SECTIONS)]
             raise UnknownNameError(f"{source}: {where}unknown key {name!r}.{nearest(name, known)}")
         elif value is not None and (table[name].none or str(value).strip().lower() not in _NONE):
             found[name] = checked(name, value, table, f"{source}: {where}{name}")

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainkit.config.keys import CONFIG_FILE, HOSTFILE, NOT_IN_FILE
 from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
 
 __all__ = ["settled"]
-
-# What may stand beside a DeepSpeed configuration.
-_BESIDE_FILE = ("deepspeed_config_file", "deepspeed_hostfile", "deepspeed_multinode_launcher", "zero3_init_flag")
 
 
 def settled(settings: Settings) -> Settings:
@@ -23,17 +21,17 @@ def settled(settings: Settings) -> Settings:
     if not settings:
         return settings
     _check_processes(settings)
-    _check_deepspeed(settings)
+    _check_backend(settings)
     values = {name: value for name, value in settings.values.items() if value != "auto"}
-    deepspeed = {name: value for name, value in settings.deepspeed.items() if value != "auto"}
-    file = deepspeed.get("deepspeed_config_file")
+    backend = {name: value for name, value in settings.backend.items() if value != "auto"}
+    file = backend.get(CONFIG_FILE)
     if file is not None and not Path(file).is_file():
         raise ConfigurationError(f"{settings.source}: deepspeed_config_file: there is no file {file!r}.")
     if file is not None:
-        deepspeed["deepspeed_config_file"] = str(Path(file).absolute())  # the script may change the folder
+        backend[CONFIG_FILE] = str(Path(file).absolute())  # the script may change the folder
     if values.get("distributed_type") == "MULTI_CPU":
         values["use_cpu"] = True
-    found = Settings(values, deepspeed, _dynamo(settings), settings.source)
+    found = Settings(values, backend, _dynamo(settings), settings.source)
     with found.blamed(*found.of_place):
         found.plugin()  # its own checks
     return found
@@ -69,22 +67,22 @@ def _check_processes(settings: Settings) -> None:
         )
 
 
-def _check_deepspeed(settings: Settings) -> None:
-    given, kind = settings.deepspeed, settings.get("distributed_type")
-    if given and kind != "DEEPSPEED":
+def _check_backend(settings: Settings) -> None:
+    given, kind = settings.backend, settings.get("distributed_type")
+    if given and not settings.takes_section:
         said = "is not given" if kind is None else f"is {kind}"
         raise ConfigurationError(
             f"{settings.source}: {', '.join(given)} {'is' if len(given) == 1 else 'are'} for DeepSpeed, and distributed_type "
             f"{said}. Write distributed_type: DEEPSPEED (--use_deepspeed), or leave out what is for it."
         )
-    if "deepspeed_config_file" in given:
-        beside = [name for name, value in given.items() if name not in _BESIDE_FILE and value != "auto"]
+    if CONFIG_FILE in given:
+        beside = [name for name, value in given.items() if name not in NOT_IN_FILE and value != "auto"]
         if beside:
             raise ConfigurationError(
                 f"{settings.source}: deepspeed_config_file and {', '.join(beside)} both say it. Write it into "
-                f"{given['deepspeed_config_file']}, or leave the file out."
+                f"{given[CONFIG_FILE]}, or leave the file out."
             )
-    if "deepspeed_hostfile" in given and settings.get("num_machines") == 1:
+    if HOSTFILE in given and settings.get("num_machines") == 1:
         raise ConfigurationError(
             f"{settings.source}: deepspeed_hostfile names machines, and num_machines: 1. Leave one of them out."
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from trainkit.config.keys import SECTIONS
 from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
 
@@ -45,9 +46,9 @@ def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
 
 def _content(settings: Settings) -> dict[str, Any]:
     """As Accelerate has it, which reads these files but for ``gradient_accumulation_steps`` outside of DeepSpeed."""
-    values, deepspeed = dict(settings.values), dict(settings.deepspeed)
-    if values.get("distributed_type") == "DEEPSPEED" and "gradient_accumulation_steps" in values:
-        deepspeed["gradient_accumulation_steps"] = values.pop("gradient_accumulation_steps")
-    sections = {"deepspeed_config": deepspeed, "dynamo_config": dict(settings.dynamo)}
+    values, backend = dict(settings.values), dict(settings.backend)
+    if settings.takes_section and "gradient_accumulation_steps" in values:
+        backend["gradient_accumulation_steps"] = values.pop("gradient_accumulation_steps")
+    sections = dict(zip(SECTIONS, (backend, dict(settings.dynamo)), strict=True))
     content = {"compute_environment": "LOCAL_MACHINE", **values, **{name: part for name, part in sections.items() if part}}
     return dict(sorted(content.items()))

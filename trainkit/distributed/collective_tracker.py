@@ -7,10 +7,12 @@ import threading
 from types import FrameType
 from typing import Any
 
+from trainkit.registry import strategy_infos
+
 __all__ = ["Waits", "called", "calling", "name_of"]
 
 # Between a script and us: their frames are not the script's.
-_BETWEEN = frozenset({"accelerate", "contextlib", "deepspeed", "functools", "peft", "torch", "torch_xla", "transformers"})
+_BETWEEN = ("accelerate", "contextlib", "functools", "peft", "torch", "transformers")
 _OURS = "trainkit"
 
 
@@ -108,7 +110,8 @@ def calling(frame: FrameType | None) -> tuple[str, FrameType | None]:
     while frame is not None and _package(frame) != _OURS:
         frame = frame.f_back
     verb = ""
-    while frame is not None and (_package(frame) == _OURS or _package(frame) in _BETWEEN):
+    between = {_OURS, *_BETWEEN, *(package for info in strategy_infos() for package in info.packages)}
+    while frame is not None and _package(frame) in between:
         verb = frame.f_code.co_name if _package(frame) == _OURS else verb
         frame = frame.f_back
     return verb, frame

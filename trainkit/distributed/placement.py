@@ -6,26 +6,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.precision import Precision
+from trainkit.registry import strategy_infos
 
-__all__ = ["move_module", "note_other_dtypes", "refuse_divided"]
+__all__ = ["move_module", "move_state", "note_other_dtypes", "refuse_divided", "whole_shape"]
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """The shape of the whole parameter, of which this process may hold a shard only."""
+    for info in strategy_infos():
+        if info.shape_attribute is not None and hasattr(parameter, info.shape_attribute):
+            return torch.Size(getattr(parameter, info.shape_attribute))
+    return parameter.shape
 
 
 def refuse_divided(module: nn.Module) -> None:
-    """Refuse a module that an earlier run has left divided over processes.
+    """Refuse a module whose parameters an earlier run has left sharded over processes.
 
     Raises:
-        ConfigurationError: parameters are divided, as DeepSpeed leaves them.
+        ConfigurationError: parameters are sharded, as DeepSpeed leaves them.
     """
-    divided = sum(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    attributes = [info.shape_attribute for info in strategy_infos() if info.shape_attribute is not None]
+    divided = sum(any(hasattr(parameter, name) for name in attributes) for parameter in module.parameters())
     if divided:
         raise ConfigurationError(
-            f"{divided} parameters are divided by ZeRO-3: configure_model has made them in an earlier run on several "
-            f"processes, or deepspeed.zero.Init. Go on with strategy='zero3', or start from a checkpoint: "
+            f"{divided} parameters are sharded by ZeRO-3: configure_model has made them in an earlier run on several "
+            f"processes, or deepspeed.zero.Init. Continue with strategy='zero3', or start from a checkpoint: "
             f"{type(module).__name__}.load_from_checkpoint(path)"
         )
 
@@ -46,11 +57,20 @@ def move_module(module: nn.Module, device: torch.device) -> None:
     Raises:
         ModuleError: that is not possible, to or from XLA, since something else holds on to what a parameter was.
     """
-    if "xla" in {device.type, *(parameter.device.type for parameter in module.parameters())}:
+    types = {device.type, *(parameter.device.type for parameter in module.parameters())}
+    if any(kind in types for info in strategy_infos() for kind in info.swapped_devices):
         with _swapping(module):
             module.to(device)
     else:
         module.to(device)
+
+
+def move_state(optimizer: Optimizer) -> None:
+    """Move the state of an optimizer to the devices of its parameters."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim > 0 and value.device != parameter.device:
+                state[key] = value.to(parameter.device)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is read from the command line of a script: ``--local_rank`` of its launcher, and ``--deepspeed_config`` of its user."""
+"""What is read from the command line of a script: the options of its launcher and its user, ``--local_rank`` above all."""
 
 from __future__ import annotations
 
@@ -8,27 +8,7 @@ from dataclasses import replace
 from trainkit.errors import ConfigurationError
 from trainkit.launch.place import Place
 
-__all__ = ["deepspeed_config", "local_rank", "placed"]
-
-
-def deepspeed_config(argv: Sequence[str]) -> str | None:
-    """The file that a command line gives as ``--deepspeed_config FILE`` or ``--deepspeed_config=FILE``.
-
-    That is how scripts for DeepSpeed are told their configuration (``deepspeed.add_config_arguments``).
-
-    Args:
-        argv: the arguments of the script, as ``sys.argv[1:]``.
-
-    Returns:
-        The path as it was given, of several the last, as argparse has it; ``None`` if there is none.
-
-    Raises:
-        ConfigurationError: the option has no value.
-    """
-    path = _option(argv, "deepspeed_config")
-    if path == "":
-        raise ConfigurationError("--deepspeed_config needs the path of a file: --deepspeed_config ds_config.json")
-    return path
+__all__ = ["local_rank", "option", "placed"]
 
 
 def local_rank(argv: Sequence[str]) -> int | None:
@@ -38,8 +18,26 @@ def local_rank(argv: Sequence[str]) -> int | None:
         It; ``None`` if it is not given, is below 0, which by custom means one process alone, or is no number, which the
         script's own parser will not take.
     """
-    text = _option(argv, "local_rank") or ""
+    text = option(argv, "local_rank") or ""
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+def option(argv: Sequence[str], name: str) -> str | None:
+    """The value of the option ``--name VALUE`` or ``--name=VALUE``, also with hyphens.
+
+    Returns:
+        The value, of several the last one, as in argparse; ``""`` if none follows; ``None`` if the option is not given.
+    """
+    names = {f"--{name}", f"--{name.replace('_', '-')}"}
+    value: str | None = None
+    for at, argument in enumerate(argv):
+        if argument == "--":  # what follows are no options
+            break
+        option, equals, given = argument.partition("=")
+        if option in names:
+            following = argv[at + 1] if at + 1 < len(argv) else ""
+            value = given if equals else "" if following.startswith("--") else following
+    return value
 
 
 def placed(place: Place | None, argv: Sequence[str]) -> Place | None:
@@ -76,17 +74,3 @@ def placed(place: Place | None, argv: Sequence[str]) -> Place | None:
             f"machine ({place.reason}). Leave --local_rank out: what starts the processes passes it, if it has to be passed."
         )
     return place
-
-
-def _option(argv: Sequence[str], name: str) -> str | None:
-    """The value of an option, "" if none follows; ``None`` if it is not given."""
-    names = {f"--{name}", f"--{name.replace('_', '-')}"}
-    value: str | None = None
-    for at, argument in enumerate(argv):
-        if argument == "--":  # what follows are no options
-            break
-        option, equals, given = argument.partition("=")
-        if option in names:
-            following = argv[at + 1] if at + 1 < len(argv) else ""
-            value = given if equals else "" if following.startswith("--") else following
-    return value

@@ -10,8 +10,8 @@ from trainkit.console import notice
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.launch.joining import note_alone, processes
-from trainkit.launch.tpu import tpu_is_chosen
-from trainkit.registry import make_strategy
+from trainkit.launch.tpu import DEVICE, tpu_is_chosen
+from trainkit.registry import automatic_strategy, find_info, make_strategy
 
 if TYPE_CHECKING:
     from trainkit.optim.step_arguments import StepArguments
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["chosen_strategy", "joined_strategy", "read_wanted"]
 
-_KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "tpu": "xla"}
+_KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "tpu": DEVICE}
 
 
 def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> Wanted:
@@ -80,17 +80,24 @@ def chosen_strategy(name: str, wanted: Wanted) -> str:
     Raises:
         ConfigurationError: it does not run there, or the variables of a launcher contradict each other.
     """
-    if name == "single":
-        note_alone(1)
+    info = find_info(name)
     if name == "auto":
-        on_tpu = wanted.accelerator == "xla" or (wanted.accelerator == "auto" and tpu_is_chosen())
+        on_tpu = wanted.accelerator == DEVICE or (wanted.accelerator == "auto" and tpu_is_chosen())
         if not on_tpu and processes(wanted) == 1:
             note_alone(wanted.per_node)
             return name
-        return "xla" if on_tpu else "ddp"
-    if wanted.accelerator == "xla" and not name.startswith("xla"):
+        return automatic_strategy(DEVICE if on_tpu else _type_of_device(wanted))
+    if info is not None and info.one_device:
+        note_alone(1)
+    if wanted.accelerator == DEVICE and (info is None or DEVICE not in info.devices):
         raise ConfigurationError(f"accelerator='tpu' works with strategy='xla', not with {name!r}. Leave strategy out.")
     return name
+
+
+def _type_of_device(wanted: Wanted) -> str:
+    if wanted.accelerator != "auto":
+        return wanted.accelerator
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def joined_strategy(
@@ -116,16 +123,16 @@ def joined_strategy(
     """
     if isinstance(strategy, str):
         name = chosen_strategy(strategy, wanted)
-        options: dict[str, Any] = {"sync_batchnorm": True} if sync_batchnorm and name.startswith("ddp") else {}
-        device = _single_device(wanted) if name in ("auto", "single") else wanted.accelerator
-        made = make_strategy(name, device=device, **options)
-        if sync_batchnorm and not options and name not in ("auto", "single"):
-            _synchronise(made)
+        info = find_info(name)
+        alone = info is not None and info.one_device
+        made: Strategy = make_strategy(name, device=_single_device(wanted) if alone else wanted.accelerator)
+        if sync_batchnorm and not alone:
+            _synchronize_batchnorm(made)
     else:
         made = make_strategy(strategy)
         _check_device(made, wanted)
         if sync_batchnorm:
-            _synchronise(made)
+            _synchronize_batchnorm(made)
     if arguments is not None:
         made.check_arguments(arguments)
     if precision is not None:
@@ -155,7 +162,7 @@ def _check_device(made: Strategy, wanted: Wanted) -> None:
         raise ConfigurationError(f"accelerator={wanted.accelerator!r} and {made!r} name different devices. Give one of them.")
 
 
-def _synchronise(made: Strategy) -> None:
-    if not hasattr(made, "sync_batchnorm"):
+def _synchronize_batchnorm(made: Strategy) -> None:
+    if not made.can_sync_batchnorm:
         raise ConfigurationError(f"sync_batchnorm=True works with strategy='ddp' only, and this is {made!r}. Leave it out.")
     made.sync_batchnorm = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_place
 from trainkit.launch.place import Place, port_number, stable_port
 
-__all__ = ["REPLICA", "place_in_slice", "tpu_is_chosen", "tpu_is_here"]
+__all__ = ["DEVICE", "REPLICA", "place_in_slice", "runtime_is_loaded", "tpu_is_chosen", "tpu_is_here"]
+
+# The type of a TPU among torch's devices.
+DEVICE = "xla"
 
 # Set while XLA's runtime starts replicas, and in them.
 REPLICA = "TRAINKIT_XLA_REPLICA"
@@ -50,6 +54,11 @@ def tpu_is_chosen(env: Mapping[str, str] = os.environ) -> bool:
         notice("this machine has a TPU, which is not used: torch_xla is not installed. pip install 'trainkit-torch[xla]'")
         return False
     return True
+
+
+def runtime_is_loaded() -> bool:
+    """Whether this process has loaded XLA's runtime, in which threads may be what processes are elsewhere."""
+    return "torch_xla" in sys.modules
 
 
 def place_in_slice(rank: int, size: int, local_rank: int, local_size: int, env: Mapping[str, str], parent: int) -> Place | None:

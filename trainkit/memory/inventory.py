@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainkit.distributed.placement import whole_shape
 from trainkit.errors import ConfigurationError, OptimizerError
 from trainkit.footprint import Contents, Weight
 from trainkit.state.configs import has_adapters
@@ -27,7 +28,7 @@ def twin_of(module: nn.Module) -> nn.Module:
     def tensor(given: Any) -> Any:
         if given is None or id(given) in made:
             return made.get(id(given))
-        empty = torch.empty(getattr(given, "ds_shape", given.shape), dtype=given.dtype, device="meta")
+        empty = torch.empty(whole_shape(given), dtype=given.dtype, device="meta")
         made[id(given)] = nn.Parameter(empty, given.requires_grad) if isinstance(given, nn.Parameter) else empty
         return made[id(given)]
 
@@ -72,7 +73,7 @@ def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], w
     own = {id(p): p for module in listed for p in module.parameters()}
     weights = tuple(
         Weight(
-            getattr(p, "ds_numel", p.numel()),
+            whole_shape(p).numel(),
             p.element_size(),
             p.requires_grad,
             state=state.get(key, 0) if p.requires_grad else 0,

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from trainkit.console import counted
 from trainkit.errors import StateMismatchError, UnsavableError
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.registry import strategy_infos
 from trainkit.state.described import Described, StoredSlots, copied
 from trainkit.state.fit import castable
 from trainkit.state.lenient import group_names, with_parameters_of
@@ -31,7 +32,6 @@ _ALIGNMENT = 64
 # How an optimizer computes, not what: the run that loads has its own answer, which its device may need.
 _EXECUTION = ("foreach", "fused", "capturable")
 
-_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 # Options that torch's Adam has and DeepSpeed's have not, or the other way round, as they are if nobody sets them; and those
 # that the class or the run decides.
 _UNSET = {"amsgrad": False, "bias_correction": True, "differentiable": False, "maximize": False}
@@ -170,7 +170,10 @@ def _kind(optimizer: Optimizer) -> str:
     """The class, by one name for those of torch and DeepSpeed that do the same with the same state."""
     bare = _bare(optimizer)
     name = type(bare).__name__
-    return ("AdamW" if getattr(bare, "adam_w_mode", True) else "Adam") if name in _ADAMS else name
+    decoupled = next((info.adam_classes[name] for info in strategy_infos() if name in info.adam_classes), None)
+    if decoupled is None:
+        return name
+    return "AdamW" if getattr(bare, decoupled, True) else "Adam"
 
 
 def _name(parameter: Tensor, names: Mapping[int, str], index: int, kind: str) -> str:

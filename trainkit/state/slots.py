@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.distributed.placement import whole_shape
 from trainkit.optim.stored_optimizer import twin
+from trainkit.registry import strategy_infos
 
 __all__ = ["bare_copy", "count_slots", "state_bytes"]
 
@@ -29,10 +31,15 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
 def count_slots(optimizer: Optimizer) -> int:
     """How many tensors of a parameter's size an optimizer keeps for each parameter, of flat float32 ones."""
     device = optimizer.param_groups[0]["params"][0].device
-    if device.type == "meta" or type(optimizer).__name__.startswith("DeepSpeedCPU"):
+    if device.type == "meta" or _on_host(optimizer):
         device = torch.device("cpu")
     tried = [_trial(optimizer, group, (3,), torch.float32, device) for group in optimizer.param_groups]
     return max((sum(slot.ndim > 0 for slot in slots) for slots in tried), default=0)
+
+
+def _on_host(optimizer: Optimizer) -> bool:
+    """Whether the optimizer steps on the CPU only."""
+    return any(type(optimizer).__name__ in info.host_optimizers for info in strategy_infos())
 
 
 def state_bytes(optimizer: Optimizer) -> dict[int, int]:
@@ -41,7 +48,7 @@ def state_bytes(optimizer: Optimizer) -> dict[int, int]:
     tried: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            shape = getattr(parameter, "ds_shape", parameter.shape)
+            shape = whole_shape(parameter)
             key = number, len(shape), parameter.dtype
             if key not in tried:
                 tried[key] = _trial(optimizer, group, _PRIMES[: len(shape)], parameter.dtype, "cpu")

@@ -68,7 +68,7 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches:
     batch_idx = -1
     for batch_idx, batch in enumerate(batches if alone else _in_rows(trainer, plan, index, batches)):
         if batch is NOTHING:
-            if trainer.strategy.sharded_parameters:
+            if trainer.strategy.shards_parameters:
                 fill_evaluation(trainer, plan.loaders[index].filler(), batch_idx, index)
             continue
         metrics.stamp, metrics.batch = rows + batch_idx, batch
@@ -224,5 +224,5 @@ def _eval_mode(module: TrainModule, name: str) -> Iterator[None]:
 def _no_gradients(trainer: Trainer) -> AbstractContextManager[Any]:
     # parameters that are gathered under inference_mode could not be trained afterwards, and XLA has no inference tensors
     strategy = trainer.strategy
-    plain = trainer.inference_mode and not (strategy.sharded_parameters or strategy.lazy_tensors)
+    plain = trainer.inference_mode and not (strategy.shards_parameters or strategy.lazy_tensors)
     return torch.inference_mode() if plain else torch.no_grad()

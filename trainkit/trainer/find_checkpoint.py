@@ -152,7 +152,7 @@ def _read(strategy: Strategy, path: Path, whole: bool) -> Found:
             )
         return None if whole else model_stems(manifest.files) | {"state"}
 
-    return Found(path, read_together(path, strategy.world, stems, mapped=strategy.sharded_state))
+    return Found(path, read_together(path, strategy.world, stems, mapped=strategy.reads_checkpoint_parts))
 
 
 def _resumable(manifest: Manifest | None) -> bool:

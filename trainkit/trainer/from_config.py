@@ -11,12 +11,13 @@ import torch
 from trainkit.config.carried import Settings, carried
 from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.launch.resolve import read_wanted
+from trainkit.launch.tpu import DEVICE
 from trainkit.module.train_module import TrainModule
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
 
 if TYPE_CHECKING:
-    from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
+    from trainkit.config.values import Plugin
 
 __all__ = ["blamed", "compiled", "with_settings"]
 
@@ -38,15 +39,15 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     settings = carried()
     plugin, mixed = settings.plugin(), settings.get("mixed_precision")
     taken = _place(settings, given) | _update(settings, plugin, given)
-    by_deepspeed = plugin is not None and given["strategy"] == "auto" and given["accelerator"] != "tpu"
+    by_plugin = plugin is not None and given["strategy"] == "auto" and not _elsewhere(settings, given)
     made: dict[str, Any] = {}
-    if plugin is not None and by_deepspeed:
+    if plugin is not None and by_plugin:
         short = is_short(given["precision"] or OVER_MASTERS[mixed or "no"])
         with settings.blamed(*settings.of_place):
-            made["strategy"] = _zero(plugin, {**given, **taken}, short)
-        taken |= _named(plugin)
+            made["strategy"] = _made(plugin, {**given, **taken}, short)
+        taken |= plugin.described()
     if given["precision"] is None and mixed is not None:
-        precision = (OVER_MASTERS if by_deepspeed else MIXED)[mixed]
+        precision = (OVER_MASTERS if by_plugin else MIXED)[mixed]
         if isinstance(given["strategy"], str):
             taken["precision"] = precision
         elif hasattr(given["strategy"], "use_precision"):  # its own counts, if it has one
@@ -76,29 +77,36 @@ def blamed(given: Mapping[str, Any]) -> AbstractContextManager[None]:
 
 
 def _place(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    """What the settings say of where to run, but for ZeRO."""
+    """What the settings say of where to run, apart from what :meth:`Settings.plugin` says."""
     taken: dict[str, Any] = {}
     accelerator, name = given["accelerator"], settings.strategy
     if accelerator == "auto" and settings.get("use_cpu"):
         taken["accelerator"] = "cpu"
     elif accelerator == "auto" and settings.get("distributed_type") == "MULTI_GPU":
         taken["accelerator"] = "gpu"
-    elsewhere = (
-        (accelerator == "tpu" and name != "xla")
-        or (accelerator not in ("auto", "tpu", "cpu") and name == "xla")
-        or (name == "single" and (given["devices"] not in ("auto", 1, "1") or given["num_nodes"] not in (None, 1)))
-    )
-    if name is not None and given["strategy"] == "auto" and not elsewhere:
+    if name is not None and given["strategy"] == "auto" and not _elsewhere(settings, given):
         taken["strategy"] = name
         if settings.devices is not None and given["devices"] == "auto":
             taken["devices"] = settings.devices
     return taken
 
 
-def _update(settings: Settings, plugin: DeepSpeedPlugin | None, given: dict[str, Any]) -> dict[str, Any]:
-    """What they say of an update, by themselves or in a DeepSpeed configuration."""
-    theirs = {} if plugin is None else plugin.deepspeed_config
-    claimed = {name: theirs[name] for name in _CLAIMS if theirs.get(name, "auto") != "auto"}
+def _elsewhere(settings: Settings, given: dict[str, Any]) -> bool:
+    """Whether the arguments ask for devices that the strategy of the settings does not run on."""
+    accelerator, info = given["accelerator"], settings.info
+    if info is None:
+        return False
+    if accelerator == "tpu":
+        return DEVICE not in info.devices
+    if accelerator not in ("auto", "cpu") and DEVICE in info.devices:
+        return True
+    return info.one_device and (given["devices"] not in ("auto", 1, "1") or given["num_nodes"] not in (None, 1))
+
+
+def _update(settings: Settings, plugin: Plugin | None, given: dict[str, Any]) -> dict[str, Any]:
+    """What they say of an optimizer step, by themselves or in the options of the strategy."""
+    told = {} if plugin is None else {name: plugin.claimed(name) for name in _CLAIMS}
+    claimed = {name: value for name, value in told.items() if value is not None}
     steps, clip = settings.get(_CLAIMS[0], claimed.get(_CLAIMS[0])), claimed.get(_CLAIMS[1])
     taken: dict[str, Any] = {}
     if steps is not None and given["accumulate_grad_batches"] is None and given["global_batch_size"] is None:
@@ -113,18 +121,11 @@ def _clips(callbacks: Any) -> bool:
     return any(isinstance(callback, kind) for callback in (callbacks if isinstance(callbacks, list | tuple) else [callbacks]))
 
 
-def _zero(plugin: DeepSpeedPlugin, arguments: dict[str, Any], short: bool) -> Any:
-    """ZeRO; of accumulation and clipping its configuration says nothing, as the Trainer's count."""
+def _made(plugin: Plugin, arguments: dict[str, Any], short: bool) -> Any:
+    """The plugin's strategy, without its accumulation and clipping: the Trainer's count."""
     device = read_wanted(arguments["accelerator"], arguments["devices"], arguments["num_nodes"]).accelerator
     config = {name: value for name, value in plugin.config_for(short).items() if name not in _CLAIMS}
-    return load_strategy("zero2")(config=config, device=device)
-
-
-def _named(plugin: DeepSpeedPlugin) -> dict[str, Any]:
-    """ZeRO in words."""
-    words = {"strategy": f"zero{plugin.zero_stage}", "deepspeed_config_file": plugin.hf_ds_config}
-    words |= {name: getattr(plugin, name) for name in ("offload_optimizer_device", "offload_param_device")}
-    return {name: value for name, value in words.items() if value not in (None, "none")}
+    return load_strategy(plugin.strategy)(config=config, device=device)
 
 
 def compiled(module: Any) -> Any:

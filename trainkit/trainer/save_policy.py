@@ -185,7 +185,7 @@ class Checkpointing:
     ) -> Content:
         """What a checkpoint of this moment holds; its tensors are the run's own."""
         trainer = self._trainer
-        main = self._world.is_main or trainer.strategy.sharded_parameters  # which are gathered, to be read
+        main = self._world.is_main or trainer.strategy.shards_parameters  # which are gathered, to be read
         prints = {0: self._frozen() if main else "the main process's"} if save == "trainable" else {}
         taken = capture(parts_of(trainer), save=save or "all", weights_only=weights_only, fingerprints=prints)
         state = {**taken.state, **capture_run(trainer, weights_only)}

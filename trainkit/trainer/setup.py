@@ -86,7 +86,7 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
         window=True,
         weigh=module.batch_weight if weighed else None,
         sequential=bool(arguments.overfit_batches),
-        repeat_filler=not module.automatic_optimization or trainer.strategy.sharded_parameters,
+        repeat_filler=not module.automatic_optimization or trainer.strategy.shards_parameters,
         **_transfer(trainer, Stage.TRAIN, 0),
     )
     if loader.samples is not None:
@@ -213,7 +213,7 @@ def finish_fit_plan(trainer: Trainer, plan: FitPlan) -> None:
         plan.fill = partial(fill_manual_step, trainer)
         return
     plan.schedulers = configs
-    plan.fill = partial(fill_step if trainer.strategy.sharded_parameters else fill_nothing, trainer)
+    plan.fill = partial(fill_step if trainer.strategy.shards_parameters else fill_nothing, trainer)
     if not optimizers:
         plan.automatic, plan.without_optimizer = False, True
         return
@@ -312,7 +312,7 @@ def evaluation_plan(
             stage=own,
             index=index,
             sequential=overfitting,
-            repeat_filler=trainer.strategy.sharded_parameters,
+            repeat_filler=trainer.strategy.shards_parameters,
             **_transfer(trainer, own, index),
         )
         _refuse_empty(loader, source, name)

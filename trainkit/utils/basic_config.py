@@ -13,7 +13,8 @@ from trainkit.config.read import default_file
 from trainkit.config.values import Settings
 from trainkit.config.write import write_settings
 from trainkit.console import notice
-from trainkit.launch.tpu import tpu_is_chosen
+from trainkit.launch.tpu import DEVICE, tpu_is_chosen
+from trainkit.registry import automatic_info
 
 __all__ = ["write_basic_config"]
 
@@ -46,5 +47,5 @@ def _devices() -> dict[str, Any]:
     if gpus > 1:
         return {"distributed_type": "MULTI_GPU", "num_processes": gpus, "use_cpu": False}
     if gpus == 0 and tpu_is_chosen():
-        return {"distributed_type": "XLA", "use_cpu": False}
+        return {"distributed_type": automatic_info(DEVICE).distributed_type, "use_cpu": False}
     return {"distributed_type": "NO", "num_processes": 1, "use_cpu": gpus == 0 and not torch.backends.mps.is_available()}

@@ -28,6 +28,7 @@ from trainkit.errors import (
     nearest,
 )
 from trainkit.optim.parameter_names import cleaned, wrapped_attribute
+from trainkit.registry import strategy_infos
 from trainkit.state.model import ModelState, clean_names, plan_model
 from trainkit.state.parts import model_stems
 from trainkit.state.single_file import read_tensors
@@ -39,7 +40,6 @@ _WEIGHTS = "model.safetensors"
 _INDEX = ".safetensors.index.json"
 _PICKLES = (".bin", ".bin.index.json", ".ckpt", ".pkl", ".pt", ".pth")
 _SHOWN = 5
-_OF_ZERO = ("ds_id", "_hp_mapping")  # what DeepSpeed's parameters have in stage 3, and in stages 1 and 2
 
 
 def load_checkpoint_in_model(
@@ -89,7 +89,7 @@ def load_checkpoint_in_model(
     """
     _refuse_what_is_not_offered(offload_8bit_bnb, full_state_dict, broadcast_from_rank0)
     target, inner = _dtype(dtype), _unwrapped(model)
-    if any(hasattr(p, mark) for p in inner.parameters() for mark in _OF_ZERO):
+    if any(hasattr(p, mark) for p in inner.parameters() for info in strategy_infos() for mark in info.parameter_marks):
         raise ConfigurationError(
             "load_checkpoint_in_model: the model is prepared under ZeRO, whose divided parameters and masters would not "
             "follow. Load the weights before prepare, or into another model; or, from a checkpoint, by "

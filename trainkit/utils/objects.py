@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from trainkit.accelerator.meeting import Meeting
@@ -10,6 +9,7 @@ from trainkit.console import with_article
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.joining import joined
+from trainkit.launch.tpu import runtime_is_loaded
 
 __all__ = ["broadcast_object_list", "gather_object"]
 
@@ -63,7 +63,7 @@ def _check(verb: str, given: Any, kind: Any) -> None:
 
 def _world(verb: str) -> World:
     """The processes, all of which have called the verb."""
-    if "torch_xla" in sys.modules:  # where threads may be what processes are elsewhere
+    if runtime_is_loaded():
         raise UnsupportedArgumentError(f"{verb} is not offered on XLA. Exchange tensors: accelerator.gather(tensor)")
     world = joined()
     Meeting.of(world).wait(verb)

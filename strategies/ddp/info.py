@@ -1,0 +1,30 @@
+"""What the core knows of ``DDPStrategy`` without importing it."""
+
+from __future__ import annotations
+
+from trainkit.registry import StrategyInfo
+
+__all__ = ["INFO"]
+
+_PATH = "trainkit.strategies.ddp.ddp_strategy:DDPStrategy"
+_STARTED = "processes are not started by the strategy. Write strategy='ddp': a script is started once for each device"
+
+INFO = StrategyInfo(
+    path=_PATH,
+    names={"ddp": {}},
+    aliases={
+        "ddp_find_unused_parameters_false": ("ddp", {}),
+        "ddp_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
+    },
+    refused={
+        "ddp_fork": _STARTED,
+        "ddp_notebook": "processes are not started by the strategy. Put the training into a function, leave strategy out, and "
+        "start it from the notebook with: notebook_launcher(function, num_processes=2)",
+        "ddp_spawn": _STARTED,
+        "dp": "DataParallel is not supported: it is slower than DDP. Use strategy='ddp', with the same devices",
+    },
+    auto=dict.fromkeys(("cpu", "cuda", "mps"), "ddp"),
+    handlers=("DistributedDataParallelKwargs",),
+    file_types={"MULTI_CPU": "ddp", "MULTI_GPU": "ddp"},
+    footprints=((_PATH, {"device": "cpu"}),),
+)

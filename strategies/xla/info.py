@@ -1,0 +1,28 @@
+"""What the core knows of ``XLAStrategy`` without importing it."""
+
+from __future__ import annotations
+
+from trainkit.registry import StrategyInfo
+
+__all__ = ["INFO"]
+
+INFO = StrategyInfo(
+    path="trainkit.strategies.xla.xla_strategy:XLAStrategy",
+    names={"xla": {}},
+    aliases={"xla_fsdp": ("xla", {"fsdp": True})},
+    refused={
+        "single_xla": "write strategy='xla', devices=1",
+        "tpu_spawn": "write strategy='xla', with the same devices",
+        "xla_debug": "write strategy='xla'; the callback RecompileMonitor reports what is compiled",
+    },
+    devices=("xla", "cpu"),  # the CPU through XLA's own runtime
+    auto={"xla": "xla"},
+    one_process=True,
+    process_group=False,
+    distributed_type="XLA",
+    file_types={"XLA": "xla"},
+    file_aliases={"tpu": "XLA"},
+    packages=("torch_xla",),
+    variables=("PJRT_", "TPU_", "XLA_"),
+    swapped_devices=("xla",),
+)

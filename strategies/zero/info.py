@@ -1,0 +1,49 @@
+"""What the core knows of ``ZeROStrategy`` without importing it."""
+
+from __future__ import annotations
+
+from trainkit.registry import StrategyInfo
+
+__all__ = ["INFO"]
+
+_MEMORY = "trainkit.strategies.zero.memory_plan:ZeROMemory"
+
+INFO = StrategyInfo(
+    path="trainkit.strategies.zero.zero_strategy:ZeROStrategy",
+    names={
+        "zero1": {"stage": 1},
+        "zero2": {"stage": 2},
+        "zero3": {"stage": 3},
+        "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+    },
+    aliases={
+        "deepspeed": ("zero2", {}),
+        "deepspeed_stage_1": ("zero1", {}),
+        "deepspeed_stage_1_offload": ("zero1", {"offload_optimizer": "cpu"}),
+        "deepspeed_stage_2": ("zero2", {}),
+        "deepspeed_stage_2_offload": ("zero2", {"offload_optimizer": "cpu"}),
+        "deepspeed_stage_3": ("zero3", {}),
+        "deepspeed_stage_3_offload": ("zero3_offload", {}),
+    },
+    refused={
+        "deepspeed_stage_3_offload_nvme": "name the folder on the NVMe disk: ZeROStrategy(stage=3, offload_optimizer='nvme', "
+        "offload_params='nvme', nvme_path='/local_nvme')",
+        "fsdp": "parameters are sharded by ZeRO. Use strategy='zero3'",
+    },
+    command_line={"deepspeed": "trainkit.strategies.zero.command_line:options"},
+    distributed_type="DEEPSPEED",
+    file_types={"DEEPSPEED": "zero2"},
+    plugin="trainkit.config.deepspeed_plugin:DeepSpeedPlugin",
+    footprints=(
+        *((_MEMORY, {"stage": stage}) for stage in (1, 2, 3)),
+        *((_MEMORY, {"stage": stage, "offload_optimizer": "cpu"}) for stage in (1, 2, 3)),
+        (_MEMORY, {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}),
+        (_MEMORY, {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "."}),
+        (_MEMORY, {"stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": "."}),
+    ),
+    packages=("deepspeed",),
+    parameter_marks=("ds_id", "_hp_mapping"),  # of stage 3, and of stages 1 and 2
+    shape_attribute="ds_shape",
+    adam_classes=dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam"), "adam_w_mode"),
+    host_optimizers=("DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion"),
+)
