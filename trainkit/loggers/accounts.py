@@ -21,7 +21,7 @@ def reason_against(name: str, options: Mapping[str, Any]) -> str | None:
     if name == "wandb":
         return _wandb(options)
     if name == "comet_ml":
-        from trainkit.loggers.comet_logs import goes_online
+        from trainkit.loggers.comet_setup import goes_online
 
         if goes_online(options.get("api_key"), options.get("online")) is None:
             return "it has no API key here. Run comet login, or set COMET_START_ONLINE=0 to log offline"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePath, PureWindowsPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import ConfigurationError
 from trainkit.paths import local_path
@@ -12,7 +12,7 @@ from trainkit.paths import local_path
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
-__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder"]
+__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder", "one_of"]
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -79,6 +79,18 @@ def check_save_dir(save_dir: object) -> Path | None:
     if not isinstance(save_dir, str | PurePath) or not str(save_dir) or "\0" in str(save_dir):
         raise ConfigurationError(f"save_dir: expected a folder, got {save_dir!r}. Fix: save_dir='runs'")
     return local_path(save_dir, "save_dir")
+
+
+def one_of(owner: str, **values: Any) -> Any:
+    """The value of the arguments of ``owner`` that mean the same: at most one of them, or equal ones; None if none is given."""
+    given = {name: value for name, value in values.items() if value is not None}
+    name, value = next(iter(given.items()), ("", None))
+    if any(other != value for other in given.values()):
+        raise ConfigurationError(
+            f"{owner}: {' and '.join(given)} mean the same, got {' and '.join(repr(str(one)) for one in given.values())}. "
+            f"Fix: give one of them, {name}={str(value)!r}"
+        )
+    return value
 
 
 def check_name(name: object, argument: str = "name") -> str:

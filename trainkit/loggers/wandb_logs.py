@@ -20,7 +20,7 @@ from trainkit.errors import (
     nearest,
 )
 from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.folder import check_save_dir
+from trainkit.loggers.folder import check_save_dir, one_of
 from trainkit.loggers.values import as_step
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class WandbLogger(Logger):
         prefix: str = "",
         **kwargs: Any,
     ) -> None:
-        super().__init__(_one_of("save_dir", check_save_dir(save_dir), "dir", check_save_dir(dir)), prefix=prefix)
+        super().__init__(one_of("WandbLogger", save_dir=check_save_dir(save_dir), dir=check_save_dir(dir)), prefix=prefix)
         if not is_installed("wandb"):
             raise missing_package("wandb", "wandb", "WandbLogger")
         if log_model:
@@ -101,7 +101,7 @@ class WandbLogger(Logger):
                 f"WandbLogger(log_model={log_model!r}) is not supported. Fix: send a file when it is there, with\n{_SEND_FILE}"
             )
         self._run_name = name
-        self._id = _one_of("version", version, "id", id)
+        self._id = one_of("WandbLogger", version=version, id=id)
         self._project = project
         self._options = _checked_options(kwargs, offline)
         self._given = experiment
@@ -315,15 +315,6 @@ class WandbLogger(Logger):
             log_graph: Log the graph of the module.
         """
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
-
-
-def _one_of(first: str, first_value: Any, second: str, second_value: Any) -> Any:
-    if first_value is not None and second_value is not None and first_value != second_value:
-        raise ConfigurationError(
-            f"WandbLogger: {first} and {second} mean the same, got {str(first_value)!r} and {str(second_value)!r}. "
-            f"Fix: give one of them, {first}={str(first_value)!r}"
-        )
-    return second_value if first_value is None else first_value
 
 
 def _checked_options(kwargs: dict[str, Any], offline: bool) -> dict[str, Any]:
