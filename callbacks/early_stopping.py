@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice, check_int, check_number
+from trainkit.checks import choice, real_number, whole_number
 from trainkit.console import counted, notice, warn
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
 from trainkit.trainer.metric_notices import how_to_log, not_logged
@@ -78,16 +78,16 @@ class EarlyStopping(Callback):
     ) -> None:
         super().__init__()
         _check_monitor(monitor)
-        check_choice("EarlyStopping", "mode", mode, ("min", "max"))
-        check_int("EarlyStopping", "patience", patience, 0)
-        check_number("EarlyStopping", "min_delta", min_delta, 0.0)
+        choice(mode, "EarlyStopping(mode=)", ("min", "max"))
+        patience = whole_number(patience, "EarlyStopping(patience=)", 0)
+        real_number(min_delta, "EarlyStopping(min_delta=)", fix="EarlyStopping('val_loss', min_delta=0.01)")
         if min_delta < 0:
             raise ConfigurationError(
                 f"EarlyStopping(min_delta=...) expected a number of at least 0, got {min_delta!r}. It is an absolute "
                 "change, whatever the mode. Write: EarlyStopping('val_loss', min_delta=0.01)"
             )
-        check_number("EarlyStopping", "stopping_threshold", stopping_threshold, 0.01, optional=True)
-        check_number("EarlyStopping", "divergence_threshold", divergence_threshold, 10.0, optional=True)
+        real_number(stopping_threshold, "EarlyStopping(stopping_threshold=)", example=0.01, optional=True)
+        real_number(divergence_threshold, "EarlyStopping(divergence_threshold=)", example=10.0, optional=True)
         self.monitor = monitor
         self.min_delta = float(min_delta)
         self.patience = patience

@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice
 from trainkit.callbacks._memory import Gauge, Memory, device_gauge, host_gauge
+from trainkit.checks import choice
 from trainkit.console import notice
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class MemoryMonitor(Callback):
 
     def __init__(self, logging_interval: str | None = None, verbose: bool = True) -> None:
         super().__init__()
-        check_choice("MemoryMonitor", "logging_interval", logging_interval, ("step", "epoch"), optional=True)
+        choice(logging_interval, "MemoryMonitor(logging_interval=)", ("step", "epoch"), optional=True)
         self.logging_interval = logging_interval
         self.verbose = verbose
         self.stages: dict[str, StageMemory] = {}

@@ -23,7 +23,7 @@ from trainkit.callbacks._checkpoint_arguments import (
     names_in,
 )
 from trainkit.callbacks._checkpoint_books import CheckpointBooks, Save, score_of
-from trainkit.callbacks._checks import check_choice, check_int
+from trainkit.checks import choice, whole_number
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, Preempted, nearest
 from trainkit.state.model import has_adapters
@@ -122,10 +122,10 @@ class ModelCheckpoint(CheckpointBooks):
         save: Literal["all", "trainable"] | None = None,
     ) -> None:
         super().__init__()
-        check_choice("ModelCheckpoint", "mode", mode, ("min", "max"))
-        check_choice("ModelCheckpoint", "save", save, ("all", "trainable"), optional=True)
-        check_int("ModelCheckpoint", "every_n_train_steps", every_n_train_steps, 0, optional=True)
-        check_int("ModelCheckpoint", "every_n_epochs", every_n_epochs, 0, optional=True)
+        choice(mode, "ModelCheckpoint(mode=)", ("min", "max"))
+        choice(save, "ModelCheckpoint(save=)", ("all", "trainable"), optional=True)
+        every_n_train_steps = whole_number(every_n_train_steps, "ModelCheckpoint(every_n_train_steps=)", 0, optional=True)
+        every_n_epochs = whole_number(every_n_epochs, "ModelCheckpoint(every_n_epochs=)", 0, optional=True)
         check_folder(dirpath)
         if filename is not None:
             check_template(filename)

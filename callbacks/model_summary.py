@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_int
+from trainkit.checks import whole_number
 from trainkit.nested import move
 from trainkit.precision import Precision
 from trainkit.rng import RandomState
@@ -46,7 +46,7 @@ class ModelSummary(Callback):
 
     def __init__(self, max_depth: int = 1) -> None:
         super().__init__()
-        check_int("ModelSummary", "max_depth", max_depth, -1)
+        max_depth = whole_number(max_depth, "ModelSummary(max_depth=)", -1)
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -169,7 +169,7 @@ def summarize(
 
         print(summarize(module, max_depth=-1))
     """
-    check_int("summarize", "max_depth", max_depth, -1)
+    max_depth = whole_number(max_depth, "summarize(max_depth=)", -1)
     listed = {
         name: layer for name, layer in module.named_modules() if name and (max_depth == -1 or name.count(".") < max_depth)
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice, check_int
+from trainkit.checks import choice, whole_number
 from trainkit.console import counted, warn
 from trainkit.errors import ConfigurationError, NonFiniteError
 
@@ -75,16 +75,16 @@ class NonFiniteGuard(Callback):
         max_consecutive: int | None = 50,
     ) -> None:
         super().__init__()
-        check_choice("NonFiniteGuard", "action", action, ("raise", "skip"))
+        choice(action, "NonFiniteGuard(action=)", ("raise", "skip"))
         parts = (check,) if isinstance(check, str) else tuple(check)
         if not parts:
             raise ConfigurationError(
                 "NonFiniteGuard(check=...) expected 'loss', 'grad' or both, got nothing. Write: NonFiniteGuard()"
             )
         for part in parts:
-            check_choice("NonFiniteGuard", "check", part, ("loss", "grad"))
-        check_int("NonFiniteGuard", "warn_after", warn_after, 1)
-        check_int("NonFiniteGuard", "max_consecutive", max_consecutive, 1, optional=True)
+            choice(part, "NonFiniteGuard(check=)", ("loss", "grad"))
+        warn_after = whole_number(warn_after, "NonFiniteGuard(warn_after=)", 1)
+        max_consecutive = whole_number(max_consecutive, "NonFiniteGuard(max_consecutive=)", 1, optional=True)
         self.action = action
         self.check = parts
         self.warn_after = warn_after

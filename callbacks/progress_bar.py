@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_int
+from trainkit.checks import whole_number
 from trainkit.console import notice, printable
 from trainkit.metrics.values import read
 
@@ -174,8 +174,8 @@ class TQDMProgressBar(Callback):
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         super().__init__()
-        check_int("TQDMProgressBar", "refresh_rate", refresh_rate, 0)
-        check_int("TQDMProgressBar", "process_position", process_position, 0)
+        refresh_rate = whole_number(refresh_rate, "TQDMProgressBar(refresh_rate=)", 0)
+        process_position = whole_number(process_position, "TQDMProgressBar(process_position=)", 0)
         self.refresh_rate = refresh_rate
         self.process_position = process_position
         self.leave = leave

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_int
 from trainkit.callbacks._graph_inputs import (
     Change,
     Inputs,
@@ -17,6 +16,7 @@ from trainkit.callbacks._graph_inputs import (
     nearest_changes,
     numbers_in,
 )
+from trainkit.checks import whole_number
 from trainkit.console import counted, notice, warn
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class RecompileMonitor(Callback):
 
     def __init__(self, warmup_steps: int = 2, max_warnings: int = 5) -> None:
         super().__init__()
-        check_int("RecompileMonitor", "warmup_steps", warmup_steps, 1)
-        check_int("RecompileMonitor", "max_warnings", max_warnings, 0)
+        warmup_steps = whole_number(warmup_steps, "RecompileMonitor(warmup_steps=)", 1)
+        max_warnings = whole_number(max_warnings, "RecompileMonitor(max_warnings=)", 0)
         self.warmup_steps = warmup_steps
         self.max_warnings = max_warnings
         self._total: int | None = None  # at the last look; None: this strategy does not compile by itself

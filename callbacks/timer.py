@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice
+from trainkit.checks import choice
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
@@ -54,7 +54,7 @@ class Timer(Callback):
         verbose: bool = True,
     ) -> None:
         super().__init__()
-        check_choice("Timer", "interval", interval, ("step", "epoch"))
+        choice(interval, "Timer(interval=)", ("step", "epoch"))
         self.duration = _seconds(duration)
         self.interval = interval
         self.verbose = verbose

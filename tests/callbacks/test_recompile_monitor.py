@@ -122,10 +122,10 @@ def holds(texts: list[str], *words: str) -> None:
 @pytest.mark.parametrize(
     "name, value, words",
     [
-        ("warmup_steps", 0, "at least 1"),
-        ("warmup_steps", 2.0, "got 2.0"),
-        ("max_warnings", -1, "at least 0"),
-        ("max_warnings", None, "got None"),
+        ("warmup_steps", 0, "≥ 1"),
+        ("warmup_steps", 2.0, "not 2.0"),
+        ("max_warnings", -1, "≥ 0"),
+        ("max_warnings", None, "not None"),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_fix(name: str, value: Any, words: str) -> None:
@@ -260,9 +260,16 @@ def test_a_batch_that_changes_in_other_ways(run: Run) -> None:
     tensors = {"x": torch.zeros(8, 4), "y": torch.zeros(8)}
     for _ in range(3):
         run.step(tensors)
-    holds(run.step({**tensors, "y": torch.zeros(8, dtype=torch.long)}, compiled=1), "batch['y'].dtype: float32 → int64", "the same dtypes")
+    holds(
+        run.step({**tensors, "y": torch.zeros(8, dtype=torch.long)}, compiled=1),
+        "batch['y'].dtype: float32 → int64",
+        "the same dtypes",
+    )
     holds(run.step({"x": tensors["x"]}, compiled=1), "batch['y']: [8] → missing", "the same tensors")
-    holds(run.step({**tensors, "z": torch.zeros(2)}, compiled=1), "batch['z']: missing → [2]; batch['z'].dtype: missing → float32.")
+    holds(
+        run.step({**tensors, "z": torch.zeros(2)}, compiled=1),
+        "batch['z']: missing → [2]; batch['z'].dtype: missing → float32.",
+    )
     holds(run.step({**tensors, "x": torch.zeros(8)}, compiled=1), "batch['x']: [8, 4] → [8]", "pad to one length")
 
 

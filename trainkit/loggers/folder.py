@@ -6,6 +6,7 @@ import re
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError
 from trainkit.paths import local_path
 
@@ -107,7 +108,7 @@ def check_name(name: object, argument: str = "name") -> str:
 
 def check_version(version: object) -> int | str | None:
     """A version: a number N ≥ 0 for ``version_N``, the name of one folder, or None for the next free number."""
-    if version is None or (isinstance(version, int) and not isinstance(version, bool) and version >= 0):
+    if version is None or (is_whole(version) and version >= 0):
         return version
     if isinstance(version, str) and _is_inside(version) and not set(version) & set("/\\"):
         return version

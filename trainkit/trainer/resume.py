@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainkit.checkpoint.reader import Loaded
+from trainkit.checks import real_number
 from trainkit.console import counted, notice, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameError, nearest
@@ -265,8 +266,8 @@ def _override(parts: Parts, overrides: Mapping[str, Any]) -> None:
             raise UnknownNameError(
                 f"overrides: no optimizer has the option {name!r}; known: {', '.join(known)}.{nearest(name, known)}"
             )
-        if name == "lr" and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
-            raise ConfigurationError(f"overrides: lr must be a number ≥ 0, not {value!r}. Write: overrides={{'lr': 1e-4}}")
+        if name == "lr":
+            real_number(value, "overrides: lr", least=0, fix="overrides={'lr': 1e-4}")
         for optimizer in parts.optimizers:
             if name == "lr":
                 _override_rates(optimizer, parts.schedulers, value)
