@@ -56,7 +56,7 @@ class LearningRateMonitor(Callback):
         return [name for names in self._names.values() for name in names]
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if not trainer.loggers and not trainer.fast_dev_run:  # which leaves out the loggers that the user gave
+        if not trainer.loggers and not trainer.fast_dev_run:  # which uses none of the loggers that the user gave
             raise ConfigurationError(
                 "LearningRateMonitor has nothing to log to: the Trainer has no logger. Write Trainer(logger=True), or "
                 "leave out LearningRateMonitor."

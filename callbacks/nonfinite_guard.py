@@ -35,7 +35,7 @@ class _Findings(NamedTuple):
 
 
 class NonFiniteGuard(Callback):
-    """Ends training, or leaves out the update, when the loss or a gradient is infinite or NaN.
+    """Ends training, or skips the optimizer step, when the loss or a gradient is infinite or NaN.
 
     ``action="raise"`` computes a flag for each update on the device and reads it one update later, when it has long
     been there, so the device is never kept idle for it; the last update's is read when training ends. The update that
@@ -44,7 +44,7 @@ class NonFiniteGuard(Callback):
     processes then tell each other, one small message per update, and all of them leave it out.
 
     Under ``16-mixed`` gradients overflow as a matter of course while the loss scale finds its value, and the loss
-    scaler itself leaves out those updates. There only the loss is watched, whatever ``check`` says.
+    scaler itself skips those steps. There only the loss is watched, whatever ``check`` says.
 
     Args:
         action: ``"raise"`` or ``"skip"``.
@@ -54,8 +54,8 @@ class NonFiniteGuard(Callback):
         max_consecutive: with ``"skip"``, that many in a row are an error; None for no limit.
 
     Attributes:
-        skipped_updates: updates left out so far.
-        consecutive_skips: updates left out in a row, up to now.
+        skipped_updates: number of optimizer steps skipped so far.
+        consecutive_skips: number of optimizer steps skipped in a row, up to now.
 
     Raises:
         ConfigurationError: an argument out of its range; ``check=("grad",)`` under ``16-mixed`` (when training

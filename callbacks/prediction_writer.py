@@ -131,7 +131,7 @@ class PredictionWriter(Callback):
         predictions: Sequence[Any],
         batch_indices: Sequence[Sequence[Sequence[int] | None]],
     ) -> None:
-        """Write all predictions; called on every process with its own, with ``once`` on the main one with those of all.
+        """Write all predictions; called on every process with its own, with ``once`` on the main process with those of all.
 
         Args:
             trainer: the trainer.
@@ -292,7 +292,7 @@ def _items(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _with_indices(named: dict[str, Tensor], indices: Sequence[int] | None) -> dict[str, Tensor]:
-    """With the indices beside, unless the user has a tensor of that name."""
+    """With the indices in addition, unless the user has a tensor of that name."""
     return named if indices is None else {"batch_indices": torch.tensor(indices), **named}
 
 

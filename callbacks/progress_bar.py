@@ -143,7 +143,7 @@ class _Stage:
 class TQDMProgressBar(Callback):
     """Shows a bar for training, and one each for the sanity check, validation, test and prediction.
 
-    On a terminal the bars are drawn at most ten times a second, and in a notebook with ipywidgets likewise, as tqdm's
+    On a terminal the bars are drawn at most ten times a second, and in a notebook with ipywidgets too, as tqdm's
     widgets. Elsewhere (a log file, CI, a notebook without ipywidgets) there are plain lines instead: one at the end of each
     epoch and one every 15 seconds within it.
 

@@ -78,13 +78,13 @@ class RecompileMonitor(Callback):
         self.warmup_steps = warmup_steps
         self.max_warnings = max_warnings
         self._total: int | None = None  # at the last look; None: this strategy does not compile by itself
-        self._told_useless = False
+        self._reported_useless = False
         self._restart()
 
     def _restart(self) -> None:
         self.counts: Counter[str] = Counter()
         self.unexpected = self._warned = self._first_update = self._evaluations = self._state = 0
-        self._told: set[str] = set()  # causes
+        self._reported: set[str] = set()  # causes
         self._kinds: set[tuple[Any, ...]] = set()  # of steps, with the number of the state in which they ran
         self._parts: set[tuple[str, Any]] = set()  # of steps
         self._shapes: dict[str, dict[Inputs, None]] = {"training": {}, "evaluation": {}}
@@ -99,8 +99,8 @@ class RecompileMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._restart()
         self._total = trainer.strategy.compilations
-        if self._total is None and not self._told_useless:
-            self._told_useless = True
+        if self._total is None and not self._reported_useless:
+            self._reported_useless = True
             notice(
                 f"RecompileMonitor has nothing to do with strategy={trainer.strategy.name!r}, which compiles nothing itself: "
                 "it is for 'xla'. Nothing is logged. For torch.compile set the environment variable TORCH_LOGS=recompiles."
@@ -132,8 +132,8 @@ class RecompileMonitor(Callback):
             grown.pop("graphs", None)
         if number := self._compiled(trainer):
             self._judge(trainer, module, step, grown, batch, batch_idx, number)
-        elif self._late and grown.get("graphs", 0) > 1 and "cut" not in self._told:
-            self._told.add("cut")
+        elif self._late and grown.get("graphs", 0) > 1 and "cut" not in self._reported:
+            self._reported.add("cut")
             notice(f"RecompileMonitor: a step runs in {grown['graphs']} graphs instead of one. {_cause(grown)[1]}")
         if len(self._kinds) < _REMEMBERED:
             self._kinds.add((*step.values(), self._state))
@@ -213,13 +213,13 @@ class RecompileMonitor(Callback):
         changes, last = self._new_state(trainer, module), batch_idx + 1 >= trainer.num_training_batches
         new = [name for name, value in step.items() if (name, value) not in self._parts]
         shapes = nearest_changes(step["shapes"], self._shapes["training"]) if "shapes" in new else []
-        short = bool(shapes) and is_shorter(shapes) and "short" not in self._told
+        short = bool(shapes) and is_shorter(shapes) and "short" not in self._reported
         # global_step counts complete optimizer steps; a micro-batch inside a window belongs to the next one
         update = trainer.global_step + (0 if trainer.accelerator.sync_gradients else 1)
         where = f"in step {update} (epoch {trainer.current_epoch}, batch_idx {batch_idx})"
         if not self._late:
             self._count("warm-up", number)
-            self._told.update(["short"] if short else [])
+            self._reported.update(["short"] if short else [])
         elif changes or (shapes and not (short and (last or trainer.num_training_batches == float("inf")))):
             self._unexpected(number, where, _changed([*shapes, *changes]))
         elif (*step.values(), self._state) in self._kinds or (grown.get("graphs", 0) > 1 and not new):
@@ -227,8 +227,8 @@ class RecompileMonitor(Callback):
         else:  # a combination of known parts, or what a run has once
             self.counts["expected"] += number
             reasons = {"short": f"the short last batch, {_changed(shapes)[1]}"} if short else _FIRST
-            for name in [name for name in reasons if name in [*new, "short"] and name not in self._told]:
-                self._told.add(name)
+            for name in [name for name in reasons if name in [*new, "short"] and name not in self._reported]:
+                self._reported.add(name)
                 notice(f"RecompileMonitor: {_graphs(number)} compiled {where}, as expected once: {reasons[name]}")
 
     def _count(self, cause: str, number: int) -> None:
@@ -239,9 +239,9 @@ class RecompileMonitor(Callback):
         kind, text = cause
         self.unexpected += number
         self.counts[kind] += number
-        if kind in self._told or self._warned > self.max_warnings:
+        if kind in self._reported or self._warned > self.max_warnings:
             return
-        self._told.add(kind)
+        self._reported.add(kind)
         self._warned += 1
         if self._warned > self.max_warnings:
             text = f"Further ones are only counted (max_warnings={self.max_warnings}), in compilations/unexpected."

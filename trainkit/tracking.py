@@ -15,7 +15,7 @@ __all__ = ["GeneralTracker", "on_main_process"]
 
 
 def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a tracker with ``main_process_only``: on other processes than the main one it does nothing."""
+    """Decorate a method of a tracker with ``main_process_only``: it runs on the main process only."""
 
     @functools.wraps(method)
     def on_main(self: Any, *args: Any, **kwargs: Any) -> Any:

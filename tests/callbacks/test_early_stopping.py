@@ -333,7 +333,7 @@ def test_a_run_that_had_stopped_goes_on_with_more_patience(trainer, module, capl
     assert second.stopped_epoch == (0 if goes_on else 4)
     if goes_on:
         expected = (
-            "EarlyStopping had stopped after 2 checks without an improvement of val_loss; with patience=3 training goes on."
+            "EarlyStopping had stopped after 2 checks without an improvement of val_loss; with patience=3 training continues."
         )
     else:
         expected = (

@@ -34,7 +34,7 @@ class Trackers:
     Args:
         log_with: from :func:`check_trackers`.
         project: its ``logging_dir`` is the folder of trackers that write files.
-        strategy: says which process is the main one.
+        strategy: says which process is the main process.
     """
 
     def __init__(self, log_with: list[Any], project: _Project, strategy: Strategy) -> None:

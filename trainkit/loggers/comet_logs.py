@@ -114,7 +114,7 @@ class CometLogger(Logger):
         if self._online and self._key is not None:
             self._recorded = recorded_steps(self._api_key, self._key)
             if not self._begun:  # named by the user: these records come before all others
-                self._repeats.go_on({name: len(steps) for name, steps in self._recorded.items()})
+                self._repeats.resume({name: len(steps) for name, steps in self._recorded.items()})
         if not self._adopted:
             given: dict[str, Any] = {"workspace": self._workspace, "project_name": self.name, "mode": self._mode}
             if self._online:
@@ -177,7 +177,7 @@ class CometLogger(Logger):
             notice(f"CometLogger logs to the experiment {self._key}, not to {state['key']}, to which the resumed run logged.")
         else:
             self._key, self._begun = str(state["key"]), True
-            self._repeats.go_on(state["counts"])
+            self._repeats.resume(state["counts"])
 
     def _used(self) -> Any:
         self._idle = False

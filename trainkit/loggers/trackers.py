@@ -156,7 +156,7 @@ class MLflowTracker(LoggerTracker):
 
 
 def reason_against(name: str, options: Mapping[str, Any]) -> str | None:
-    """Why ``log_with="all"`` leaves out a tracker that is installed, with what to do; ``None``: it works with these options."""
+    """Why ``log_with="all"`` skips a tracker that is installed, with what to do; ``None``: it works with these options."""
     if name == "comet_ml" and goes_online(options.get("api_key"), options.get("online")) is None:
         return "it has no API key here. Run comet login, or set COMET_START_ONLINE=0 to log offline"
     if name == "mlflow" and not (options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")):

@@ -84,7 +84,7 @@ def begin_resume(
         if callbacks:
             for folder in places.told:
                 trainer._checkpointing.use_folder(folder)  # so that no other run removes what is being read
-        enter = None if all(own.told_folder for own in callbacks) else trainer._checkpointing.places.continue_in
+        enter = None if all(own.given_dirpath for own in callbacks) else trainer._checkpointing.places.continue_in
         if trainer.fast_dev_run and wanted - {"model"}:
             wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
         elif before is not None:
