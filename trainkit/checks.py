@@ -15,6 +15,7 @@ from trainkit.errors import ConfigurationError, nearest
 __all__ = ["choice", "function", "is_number", "is_whole", "real_number", "whole_number"]
 
 Raised = type[Exception]
+"""The error of a check."""
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
@@ -30,11 +31,13 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 @overload
 def whole_number(
     value: Any, name: str, least: int = 0, most: int | None = None, *, expected: str = "", fix: str = "", error: Raised = ...
-) -> int: ...
+) -> int:
+    """Never None."""
 
 
 @overload
-def whole_number(value: Any, name: str, least: int = 0, most: int | None = None, *, optional: Literal[True]) -> int | None: ...
+def whole_number(value: Any, name: str, least: int = 0, most: int | None = None, *, optional: Literal[True]) -> int | None:
+    """None where the user gave None."""
 
 
 def whole_number(

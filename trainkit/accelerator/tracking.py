@@ -48,7 +48,13 @@ class Trackers:
         return list(self._running or ())
 
     def start(self, project_name: str, config: Any, init_kwargs: ByTracker | None) -> None:
-        """Start a run with each tracker; as ``Accelerator.init_trackers``."""
+        """Start a run with each tracker; as ``Accelerator.init_trackers``.
+
+        Raises:
+            MissingPackageError: a tracker's package is not installed.
+            UnknownNameError: a tracker or an argument that does not exist.
+            ConfigurationError: the trackers run already, or an argument is wrong.
+        """
         if self._running is not None:
             raise ConfigurationError("init_trackers: trackers are running. Fix: call accelerator.end_training() before")
         if not isinstance(project_name, str) or not project_name:
@@ -74,7 +80,13 @@ class Trackers:
             raise
 
     def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: ByTracker | None) -> None:
-        """Log the values of a step; as ``Accelerator.log``."""
+        """Log the values of a step; as ``Accelerator.log``.
+
+        Raises:
+            MetricError: a value that cannot be logged.
+            ConfigurationError: the trackers do not run.
+            UnsupportedArgumentError: an argument that a tracker does not take; the message says what to call.
+        """
         options = _by_name("log_kwargs", log_kwargs, self._names) if self._started("log") else {}
         for tracker in self.running:
             tracker.log(values, step=step, **options.get(tracker.name, {}))
@@ -84,7 +96,11 @@ class Trackers:
 
         Returns:
             The tracker, or with ``unwrap`` its ``tracker``; where none logs (other processes, without ``log_with``, what
-            ``"all"`` leaves out), an object whose attributes and calls do nothing.
+            ``"all"`` skips), an object whose attributes and calls do nothing.
+
+        Raises:
+            UnknownNameError: no tracker has this name.
+            ConfigurationError: the trackers do not run.
         """
         wanted = _text(name)
         if self._started("get_tracker") and self._names and wanted not in self._names:
