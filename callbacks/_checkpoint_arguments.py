@@ -8,7 +8,7 @@ from datetime import timedelta
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from trainkit.callbacks._checks import check_int
+from trainkit.checks import whole_number
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
 from trainkit.module.monitors import how_to_log, not_logged
 from trainkit.paths import local_path
@@ -126,8 +126,8 @@ def check_kept(monitor: Any, save_top_k: Any, keep_last: Any, save_last: Any) ->
             f"ModelCheckpoint(monitor=...) expected the name of a logged metric or None, got {monitor!r}. "
             "Write: ModelCheckpoint(monitor='val_loss'), and in validation_step: self.log('val_loss', loss)"
         )
-    check_int("ModelCheckpoint", "save_top_k", save_top_k, -1)
-    check_int("ModelCheckpoint", "keep_last", keep_last, -1)
+    whole_number(save_top_k, "ModelCheckpoint(save_top_k=)", -1)
+    whole_number(keep_last, "ModelCheckpoint(keep_last=)", -1)
     if save_last not in (None, True, False):
         raise ConfigurationError(
             f"ModelCheckpoint(save_last=...) expected True, False or None, got {save_last!r}. Write save_last=True: the file "

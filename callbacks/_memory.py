@@ -69,7 +69,7 @@ class Gauge:
         return Memory(done.start, used, done.peak, bound)
 
     def _fold(self) -> int:
-        """Give the peak so far to all open stages, and count anew; returns the bytes in use."""
+        """Record the peak so far for all open stages, and reset it; returns the bytes in use."""
         used, peak = self._read()
         for stage in self.open.values():
             stage.peak = max(stage.peak, peak)

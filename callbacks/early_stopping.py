@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice, check_int, check_number
+from trainkit.checks import choice, real_number, whole_number
 from trainkit.console import counted, notice, warn
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
 from trainkit.module.monitors import how_to_log, not_logged
@@ -43,7 +43,7 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: True: check at the end of each training epoch, False: after each validation. None:
             after each validation, and at the end of training epochs if there is no validation or the metric is one of
             training that is not known before.
-        log_rank_zero_only: with several processes, whether the main one alone prints.
+        log_rank_zero_only: with several processes, whether only the main process prints.
 
     Attributes:
         best_score: the best value so far, a scalar tensor on the CPU.
@@ -78,16 +78,16 @@ class EarlyStopping(Callback):
     ) -> None:
         super().__init__()
         _check_monitor(monitor)
-        check_choice("EarlyStopping", "mode", mode, ("min", "max"))
-        check_int("EarlyStopping", "patience", patience, 0)
-        check_number("EarlyStopping", "min_delta", min_delta, 0.0)
+        choice(mode, "EarlyStopping(mode=)", ("min", "max"))
+        patience = whole_number(patience, "EarlyStopping(patience=)", 0)
+        real_number(min_delta, "EarlyStopping(min_delta=)", fix="EarlyStopping('val_loss', min_delta=0.01)")
         if min_delta < 0:
             raise ConfigurationError(
                 f"EarlyStopping(min_delta=...) expected a number of at least 0, got {min_delta!r}. It is an absolute "
                 "change, whatever the mode. Write: EarlyStopping('val_loss', min_delta=0.01)"
             )
-        check_number("EarlyStopping", "stopping_threshold", stopping_threshold, 0.01, optional=True)
-        check_number("EarlyStopping", "divergence_threshold", divergence_threshold, 10.0, optional=True)
+        real_number(stopping_threshold, "EarlyStopping(stopping_threshold=)", example=0.01, optional=True)
+        real_number(divergence_threshold, "EarlyStopping(divergence_threshold=)", example=10.0, optional=True)
         self.monitor = monitor
         self.min_delta = float(min_delta)
         self.patience = patience
@@ -151,7 +151,7 @@ class EarlyStopping(Callback):
         self._warned = self._deferred = False
         raised = self._ran_out and self.wait_count < self.patience
         if self._ran_out and not raised:
-            trainer.should_stop = True  # a run that goes on from where it was stopped, for the same reason
+            trainer.should_stop = True  # a run that resumes where it was stopped, for the same reason
             self.stopping_reason = f"{self.monitor} had not improved for {self.wait_count} checks"
             notice(
                 f"EarlyStopping had stopped the run that is resumed: {self.stopping_reason}, so it trains no further. To "
@@ -166,7 +166,7 @@ class EarlyStopping(Callback):
             notice(
                 f"EarlyStopping had stopped after {counted(self.wait_count, 'check')} without an improvement of "
                 f"{self.monitor}; with "
-                f"patience={self.patience} training goes on."
+                f"patience={self.patience} training continues."
             )
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -204,7 +204,7 @@ class EarlyStopping(Callback):
 
     def _check(self, trainer: Trainer, module: TrainModule, value: Tensor | None) -> None:
         if value is None:
-            self._say_missing(trainer)
+            self._report_missing(trainer)
             return
         self._checked = True
         if trainer.fast_dev_run:
@@ -252,7 +252,7 @@ class EarlyStopping(Callback):
                 f"the end of the training epoch.{nearest(self.monitor, trainer.callback_metrics)}"
             )
 
-    def _say_missing(self, trainer: Trainer) -> None:
+    def _report_missing(self, trainer: Trainer) -> None:
         text = not_logged(trainer, "EarlyStopping", self.monitor, trainer.callback_metrics)
         if self.strict:
             raise MissingMetricError(
@@ -260,7 +260,7 @@ class EarlyStopping(Callback):
             )
         if not self._warned:
             self._warned = True
-            warn(f"{text} It is left out, because of strict=False.")
+            warn(f"{text} It is skipped because of strict=False.")
 
     def _print(self, trainer: Trainer, module: TrainModule, message: str) -> None:
         if trainer.strategy.world.size == 1 or self.log_rank_zero_only:

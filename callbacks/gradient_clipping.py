@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice, check_number
+from trainkit.checks import choice, real_number
 from trainkit.errors import ConfigurationError
 from trainkit.module.overridable_hooks import is_overridden
 
@@ -55,19 +55,14 @@ class GradientClipping(Callback):
         log_norm: bool = True,
     ) -> None:
         super().__init__()
-        check_number("GradientClipping", "gradient_clip_val", gradient_clip_val, 1.0, optional=True)
+        real_number(gradient_clip_val, "GradientClipping(gradient_clip_val=)", example=1.0, optional=True)
         if gradient_clip_val is not None and gradient_clip_val <= 0:
             raise ConfigurationError(
                 f"gradient_clip_val expected a number greater than 0, got {gradient_clip_val!r}. To clip nothing, "
                 "leave it out: gradient_clip_val=None. To log the norm without clipping: GradientClipping(float('inf'))"
             )
-        check_choice("GradientClipping", "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
-        check_number("GradientClipping", "norm_type", norm_type, 2.0)
-        if norm_type <= 0:
-            raise ConfigurationError(
-                f"GradientClipping(norm_type=...) expected a number greater than 0, got {norm_type!r}. "
-                "Write: GradientClipping(1.0, norm_type=2.0)"
-            )
+        choice(gradient_clip_algorithm, "GradientClipping(gradient_clip_algorithm=)", ("norm", "value"))
+        real_number(norm_type, "GradientClipping(norm_type=)", above=0, fix="GradientClipping(1.0, norm_type=2.0)")
         if norm_type != 2.0 and gradient_clip_algorithm != "norm":
             raise ConfigurationError(
                 f"GradientClipping(norm_type={norm_type!r}) has no meaning with gradient_clip_algorithm='value'. "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice
+from trainkit.checks import choice
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError
 
@@ -43,7 +43,7 @@ class LearningRateMonitor(Callback):
 
     def __init__(self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
         super().__init__()
-        check_choice("LearningRateMonitor", "logging_interval", logging_interval, ("step", "epoch"), optional=True)
+        choice(logging_interval, "LearningRateMonitor(logging_interval=)", ("step", "epoch"), optional=True)
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
@@ -56,7 +56,7 @@ class LearningRateMonitor(Callback):
         return [name for names in self._names.values() for name in names]
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if not trainer.loggers and not trainer.fast_dev_run:  # which leaves out the loggers that the user gave
+        if not trainer.loggers and not trainer.fast_dev_run:  # which uses none of the loggers that the user gave
             raise ConfigurationError(
                 "LearningRateMonitor has nothing to log to: the Trainer has no logger. Write Trainer(logger=True), or "
                 "leave out LearningRateMonitor."

@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice
 from trainkit.callbacks._memory import Gauge, Memory, device_gauge, host_gauge
+from trainkit.checks import choice
 from trainkit.console import notice
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class MemoryMonitor(Callback):
     workers are processes of their own and are not counted. Elsewhere the host's memory is not measured, which is said.
 
     Peaks are those of torch and of the kernel themselves, which are set back where a stage begins or ends: what reads
-    ``torch.cuda.max_memory_allocated`` or ``ru_maxrss`` beside this callback gets the peak since then. Where the kernel does
+    ``torch.cuda.max_memory_allocated`` or ``ru_maxrss`` as well gets the peak since then. Where the kernel does
     not allow it, the peak of the process since its start is an upper bound, unless the stage has raised it.
 
     Args:
@@ -113,23 +113,23 @@ class MemoryMonitor(Callback):
 
     def __init__(self, logging_interval: str | None = None, verbose: bool = True) -> None:
         super().__init__()
-        check_choice("MemoryMonitor", "logging_interval", logging_interval, ("step", "epoch"), optional=True)
+        choice(logging_interval, "MemoryMonitor(logging_interval=)", ("step", "epoch"), optional=True)
         self.logging_interval = logging_interval
         self.verbose = verbose
         self.stages: dict[str, StageMemory] = {}
         self.history: list[StageMemory] = []
         self._host: Gauge | None = None
         self._device: Gauge | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         device = trainer.strategy.device
         self._host, self._device = host_gauge(), device_gauge(device)
         if self._host is None:
-            self._tell_once("the host's memory is not measured on this system, only on Linux.")
+            self._notice_once("the host's memory is not measured on this system, only on Linux.")
         if self._device is None:
             why = "there is no memory of a device" if device.type == "cpu" else "torch does not tell of the device's memory"
-            self._tell_once(f"on {device.type} {why}{', only the host' * (self._host is not None)}.")
+            self._notice_once(f"on {device.type} {why}{', only the host' * (self._host is not None)}.")
         self._begin("setup")
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -227,10 +227,10 @@ class MemoryMonitor(Callback):
         values = {f"memory/{name}": memory.end / 1e6, f"memory/{name}_peak": memory.peak / 1e6}
         self.log_dict(values, reduce_fx="max", **options)
 
-    def _tell_once(self, text: str) -> None:
-        if self.verbose and text not in self._told:
+    def _notice_once(self, text: str) -> None:
+        if self.verbose and text not in self._reported:
             notice(f"MemoryMonitor: {text}")
-            self._told.add(text)
+            self._reported.add(text)
 
 
 # -------------------------------------------------------------------------------------------------------------- summing up

@@ -22,8 +22,8 @@ from trainkit.callbacks._checkpoint_arguments import (
     missing,
     names_in,
 )
-from trainkit.callbacks._checkpoint_books import CheckpointBooks, Save, score_of
-from trainkit.callbacks._checks import check_choice, check_int
+from trainkit.callbacks._checkpoint_history import CheckpointHistory, Save, score_of
+from trainkit.checks import choice, whole_number
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, Preempted, nearest
 from trainkit.state.model import has_adapters
@@ -39,14 +39,14 @@ _NEVER = (0.0, False)  # a metric that was never logged: its value, and whether 
 _ENDINGS = ("end", "exception")  # of the reasons for a save, which are also "steps", "time", "validation" and "epoch"
 
 
-class ModelCheckpoint(CheckpointBooks):
+class ModelCheckpoint(CheckpointHistory):
     """Saves a checkpoint when one is due, and deletes old ones. ``Trainer`` attaches ``ModelCheckpoint()`` by itself.
 
-    A checkpoint is a folder ``<dirpath>/<filename>`` that holds all that a run needs to go on exactly where it was. It
+    A checkpoint is a folder ``<dirpath>/<filename>`` that holds all that a run needs to resume exactly where it was. It
     is due after every ``every_n_train_steps`` updates, every ``every_n_epochs`` epochs and every
     ``train_time_interval``; where none of the three is given, at every epoch and every 30 minutes. Each one that is
     given counts; 0 or None turns it off. The last state is saved at the end of training, on SIGTERM, on Ctrl-C and on
-    an error. Training goes on while a checkpoint is written. Nothing is saved in the sanity check and under
+    an error. Training continues while a checkpoint is written. Nothing is saved in the sanity check and under
     ``fast_dev_run``.
 
     **What is kept**: the ``save_top_k`` best of ``monitor``, and the ``keep_last`` newest of the rest. Others are deleted
@@ -122,10 +122,10 @@ class ModelCheckpoint(CheckpointBooks):
         save: Literal["all", "trainable"] | None = None,
     ) -> None:
         super().__init__()
-        check_choice("ModelCheckpoint", "mode", mode, ("min", "max"))
-        check_choice("ModelCheckpoint", "save", save, ("all", "trainable"), optional=True)
-        check_int("ModelCheckpoint", "every_n_train_steps", every_n_train_steps, 0, optional=True)
-        check_int("ModelCheckpoint", "every_n_epochs", every_n_epochs, 0, optional=True)
+        choice(mode, "ModelCheckpoint(mode=)", ("min", "max"))
+        choice(save, "ModelCheckpoint(save=)", ("all", "trainable"), optional=True)
+        every_n_train_steps = whole_number(every_n_train_steps, "ModelCheckpoint(every_n_train_steps=)", 0, optional=True)
+        every_n_epochs = whole_number(every_n_epochs, "ModelCheckpoint(every_n_epochs=)", 0, optional=True)
         check_folder(dirpath)
         if filename is not None:
             check_template(filename)
@@ -154,14 +154,14 @@ class ModelCheckpoint(CheckpointBooks):
         self._start_over()
 
     def _start_over(self) -> None:
-        self._open_books()
+        self._start_history()
         self._saved: tuple[Any, ...] | None = None  # where the run was when the newest was saved
         self._postponed: str | None = None  # why a save is due at the end of the epoch
         self._epoch = 0  # that began last
         self._begun = self._validates = self._validated = self._epoch_ended = False  # in this fit, but for the sanity check
         self._at_train_epoch_end = self._decided = False
         self._content = self.save
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     @property
     def state_key(self) -> str:
@@ -191,9 +191,9 @@ class ModelCheckpoint(CheckpointBooks):
             return
         self._start_over()  # each fit is a new run; one that is resumed loads its state after this
         twins = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.state_key == self.state_key]
-        if any(twin is not self and twin.told_folder == self.told_folder for twin in twins):
+        if any(twin is not self and twin.given_dirpath == self.given_dirpath for twin in twins):
             raise ConfigurationError(
-                f"two callbacks are {self.state_key} and save to {self.told_folder or 'the folder of the run'}: each would "
+                f"two callbacks are {self.state_key} and save to {self.given_dirpath or 'the folder of the run'}: each would "
                 "delete what the other has saved. Give one of them another dirpath, monitor or every_n_train_steps."
             )
         if self._default_dirpath:
@@ -201,7 +201,7 @@ class ModelCheckpoint(CheckpointBooks):
         if trainer.fast_dev_run:
             return
         if self.dirpath is None:
-            trainer._checkpointing.places.use_of_run(self._placed)
+            trainer._checkpointing.places.use_of_run(self._use_folder)
         else:
             trainer._checkpointing.use_folder(Path(self.dirpath))
 
@@ -215,7 +215,7 @@ class ModelCheckpoint(CheckpointBooks):
             return
         if self.save is None and has_adapters(module):
             self._content = "trainable"
-            self._tell(
+            self._notice_once(
                 "ModelCheckpoint: the model has PEFT adapters, so only what is trained is saved, with a fingerprint of the "
                 "rest. To save all of it: ModelCheckpoint(save='all')"
             )
@@ -238,7 +238,7 @@ class ModelCheckpoint(CheckpointBooks):
         if not self._decided and self.monitor is not None:
             values = trainer._checkpointing.metrics()
             if not values.get(self.monitor, _NEVER)[1]:
-                self._tell(
+                self._notice_once(
                     f"ModelCheckpoint: {self.monitor!r} was not logged before the end of validation, so it is looked for "
                     f"at the end of the training epoch.{nearest(self.monitor, values)}"
                 )
@@ -283,7 +283,7 @@ class ModelCheckpoint(CheckpointBooks):
         notice(f"ModelCheckpoint, after {type(exception).__name__}: {why}{newest}")
 
     def _saves_at(self, trainer: Trainer, exception: BaseException) -> bool:
-        """One checkpoint to go on from is enough: the first callback that would save one does."""
+        """One checkpoint to resume from is enough: the first callback that would save one does."""
         always = isinstance(exception, Preempted | KeyboardInterrupt)
         able = (one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and not one.save_weights_only)
         return next((one for one in able if always or one.save_on_exception), None) is self
@@ -329,7 +329,7 @@ class ModelCheckpoint(CheckpointBooks):
                 metrics={metric: value for metric, (value, present) in values.items() if present},
                 replace=not self.enable_version_counter and from_main(self._may_replace(str(folder / name), save.score)),
                 blocking=why in _ENDINGS,
-                before_capture=partial(self._entered, save),
+                before_capture=partial(self._added, save),
                 committed=partial(self._clean_up, save, checkpointing.run_id, trainer.is_global_zero),
                 failed=partial(self._failed, save),
             )
@@ -342,13 +342,13 @@ class ModelCheckpoint(CheckpointBooks):
             value += "" if best is None else f" (best: {float(best):.6g})"
             notice(f"epoch {self._epoch}, step {trainer.global_step}{value}: saving to {path}")
 
-    def _entered(self, save: Save, path: Path) -> None:
-        self._enter(save, path)
+    def _added(self, save: Save, path: Path) -> None:
+        self._add(save, path)
         self._saved = save.position
 
     def _failed(self, save: Save, *_: Exception) -> None:
-        if self._take_back(save) and self._saved == save.position:
-            self._saved = None  # the next that is due tries again
+        if self._undo(save) and self._saved == save.position:
+            self._saved = None  # the next one that is due tries again
 
     def _may_replace(self, path: str, score: Tensor | None) -> bool:
         """Whether the checkpoint at ``path`` may give way: one of the best does not for a worse one."""
@@ -370,8 +370,8 @@ class ModelCheckpoint(CheckpointBooks):
         value, present = values[self.monitor]
         if present:
             return score_of(value)
-        if why not in _ENDINGS and not (why == "time" and self._default_triggers) and "stale" not in self._told:
-            self._told.add("stale")
+        if why not in _ENDINGS and not (why == "time" and self._default_triggers) and "stale" not in self._reported:
+            self._reported.add("stale")
             warn(
                 f"ModelCheckpoint: {self.monitor!r} was logged before step {trainer.global_step}, which is saved now, and not "
                 "in it. Such a checkpoint is not ranked; it is one of keep_last. Save where the metric is measured: "
@@ -386,13 +386,15 @@ class ModelCheckpoint(CheckpointBooks):
         template = self.filename or DEFAULT_TEMPLATE
         unknown = [name for name in names_in(template) if name not in values]
         if unknown and (why in _ENDINGS or not self._all_logged):
-            self._tell(f"ModelCheckpoint: {', '.join(unknown)} of filename not being known yet, the name is the default.")
+            self._notice_once(
+                f"ModelCheckpoint: {', '.join(unknown)} of filename not being known yet, the name is the default."
+            )
             template = DEFAULT_TEMPLATE
         insert = template is self.filename and self.auto_insert_metric_name
         return fill(template, values, insert=insert)
 
-    def _tell(self, text: str) -> None:
+    def _notice_once(self, text: str) -> None:
         """A notice, once in a fit."""
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._reported:
+            self._reported.add(text)
             notice(text)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_int
+from trainkit.checks import whole_number
 from trainkit.nested import move
 from trainkit.precision import Precision
 from trainkit.rng import RandomState
@@ -46,14 +46,14 @@ class ModelSummary(Callback):
 
     def __init__(self, max_depth: int = 1) -> None:
         super().__init__()
-        check_int("ModelSummary", "max_depth", max_depth, -1)
+        max_depth = whole_number(max_depth, "ModelSummary(max_depth=)", -1)
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.max_depth == 0 or not trainer.is_global_zero:
             return
         divided = trainer.strategy.stored_weights(module) if trainer.strategy.shards_parameters else None
-        print(summarize(module, self.max_depth, precision=trainer.precision, standins=divided), flush=True)
+        print(summarize(module, self.max_depth, precision=trainer.precision, placeholders=divided), flush=True)
 
 
 @dataclass
@@ -67,7 +67,7 @@ class LayerSummary:
         training: whether it is in training mode; None for the line of parameters that belong to no layer.
         in_size: sizes of the inputs of its ``forward``, ``"?"`` where that is no tensor; None without an example
             input.
-        out_size: sizes of its outputs, likewise.
+        out_size: sizes of its outputs, in the same form.
     """
 
     name: str
@@ -150,7 +150,7 @@ def summarize(
     max_depth: int = 1,
     *,
     precision: Precision | None = None,
-    standins: Mapping[int, Tensor] | None = None,
+    placeholders: Mapping[int, Tensor] | None = None,
 ) -> Summary:
     """Count a module's parameters, layer by layer.
 
@@ -159,7 +159,7 @@ def summarize(
             arguments of ``forward``) that is not None, one forward is run for the sizes.
         max_depth: how deeply nested layers are listed; -1 lists all, 0 none.
         precision: what that forward runs in; None for float32.
-        standins: ``id(parameter)`` → a tensor of its shape, for parameters of which no process has the whole; then no forward
+        placeholders: ``id(parameter)`` → a tensor of its shape, for sharded parameters; then no forward
             is run.
 
     Returns:
@@ -169,13 +169,13 @@ def summarize(
 
         print(summarize(module, max_depth=-1))
     """
-    check_int("summarize", "max_depth", max_depth, -1)
+    max_depth = whole_number(max_depth, "summarize(max_depth=)", -1)
     listed = {
         name: layer for name, layer in module.named_modules() if name and (max_depth == -1 or name.count(".") < max_depth)
     }
 
     def size(parameter: Tensor) -> int:
-        whole = (standins or {}).get(id(parameter), parameter)
+        whole = (placeholders or {}).get(id(parameter), parameter)
         return 0 if isinstance(whole, UninitializedParameter) else whole.numel()
 
     summary = Summary(
@@ -189,7 +189,7 @@ def summarize(
     if own and max_depth != 0:
         summary.layers.append(LayerSummary("(no layer)", "parameters", own, None))
     example = getattr(module, "example_input_array", None)
-    if example is not None and listed and not standins:
+    if example is not None and listed and not placeholders:
         sizes = _sizes(module, listed, example, precision or Precision("32-true"))
         for line in summary.layers:
             line.in_size, line.out_size = sizes.get(line.name, (None, None))
@@ -239,7 +239,7 @@ def _sizes(
     example = precision.convert_input(move(example, device))
     handles = [layer.register_forward_hook(hook_for(name), with_kwargs=True) for name, layer in listed.items()]
     try:
-        with _left_as_it_was(module, device), torch.no_grad(), precision.forward_context():
+        with _unchanged(module, device), torch.no_grad(), precision.forward_context():
             if isinstance(example, Mapping):
                 module(**example)
             elif isinstance(example, tuple):
@@ -253,8 +253,8 @@ def _sizes(
 
 
 @contextmanager
-def _left_as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode within; modes and random state put back after."""
+def _unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode within; modes and random state restored after."""
     modes = [(layer, layer.training) for layer in module.modules()]
     generators = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
     random_state = RandomState(generators)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice, check_int
+from trainkit.checks import choice, whole_number
 from trainkit.console import counted, warn
 from trainkit.errors import ConfigurationError, NonFiniteError
 
@@ -35,7 +35,7 @@ class _Findings(NamedTuple):
 
 
 class NonFiniteGuard(Callback):
-    """Ends training, or leaves out the update, when the loss or a gradient is infinite or NaN.
+    """Ends training, or skips the optimizer step, when the loss or a gradient is infinite or NaN.
 
     ``action="raise"`` computes a flag for each update on the device and reads it one update later, when it has long
     been there, so the device is never kept idle for it; the last update's is read when training ends. The update that
@@ -44,7 +44,7 @@ class NonFiniteGuard(Callback):
     processes then tell each other, one small message per update, and all of them leave it out.
 
     Under ``16-mixed`` gradients overflow as a matter of course while the loss scale finds its value, and the loss
-    scaler itself leaves out those updates. There only the loss is watched, whatever ``check`` says.
+    scaler itself skips those steps. There only the loss is watched, whatever ``check`` says.
 
     Args:
         action: ``"raise"`` or ``"skip"``.
@@ -54,8 +54,8 @@ class NonFiniteGuard(Callback):
         max_consecutive: with ``"skip"``, that many in a row are an error; None for no limit.
 
     Attributes:
-        skipped_updates: updates left out so far.
-        consecutive_skips: updates left out in a row, up to now.
+        skipped_updates: number of optimizer steps skipped so far.
+        consecutive_skips: number of optimizer steps skipped in a row, up to now.
 
     Raises:
         ConfigurationError: an argument out of its range; ``check=("grad",)`` under ``16-mixed`` (when training
@@ -75,16 +75,16 @@ class NonFiniteGuard(Callback):
         max_consecutive: int | None = 50,
     ) -> None:
         super().__init__()
-        check_choice("NonFiniteGuard", "action", action, ("raise", "skip"))
+        choice(action, "NonFiniteGuard(action=)", ("raise", "skip"))
         parts = (check,) if isinstance(check, str) else tuple(check)
         if not parts:
             raise ConfigurationError(
                 "NonFiniteGuard(check=...) expected 'loss', 'grad' or both, got nothing. Write: NonFiniteGuard()"
             )
         for part in parts:
-            check_choice("NonFiniteGuard", "check", part, ("loss", "grad"))
-        check_int("NonFiniteGuard", "warn_after", warn_after, 1)
-        check_int("NonFiniteGuard", "max_consecutive", max_consecutive, 1, optional=True)
+            choice(part, "NonFiniteGuard(check=)", ("loss", "grad"))
+        warn_after = whole_number(warn_after, "NonFiniteGuard(warn_after=)", 1)
+        max_consecutive = whole_number(max_consecutive, "NonFiniteGuard(max_consecutive=)", 1, optional=True)
         self.action = action
         self.check = parts
         self.warn_after = warn_after

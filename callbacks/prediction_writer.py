@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice
+from trainkit.checks import choice
 from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
 from trainkit.loggers.jsonl import JSONLWriter
@@ -78,7 +78,7 @@ class PredictionWriter(Callback):
                 f"PredictionWriter(write_interval=...) expected one of {', '.join(map(repr, _INTERVALS))}, got {interval!r}. "
                 f"If that is the folder, write: PredictionWriter(output_dir={str(interval)!r})"
             )
-        check_choice("PredictionWriter", "write_interval", interval, _INTERVALS)
+        choice(interval, "PredictionWriter(write_interval=)", _INTERVALS)
         if once and interval == "batch":
             raise ConfigurationError(
                 "PredictionWriter(write_interval='batch', once=True): batches are written by the process that has them. To "
@@ -131,7 +131,7 @@ class PredictionWriter(Callback):
         predictions: Sequence[Any],
         batch_indices: Sequence[Sequence[Sequence[int] | None]],
     ) -> None:
-        """Write all predictions; called on every process with its own, with ``once`` on the main one with those of all.
+        """Write all predictions; called on every process with its own, with ``once`` on the main process with those of all.
 
         Args:
             trainer: the trainer.
@@ -292,7 +292,7 @@ def _items(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _with_indices(named: dict[str, Tensor], indices: Sequence[int] | None) -> dict[str, Tensor]:
-    """With the indices beside, unless the user has a tensor of that name."""
+    """With the indices in addition, unless the user has a tensor of that name."""
     return named if indices is None else {"batch_indices": torch.tensor(indices), **named}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_int
+from trainkit.checks import whole_number
 from trainkit.console import notice, printable
 from trainkit.metrics.values import read
 
@@ -143,7 +143,7 @@ class _Stage:
 class TQDMProgressBar(Callback):
     """Shows a bar for training, and one each for the sanity check, validation, test and prediction.
 
-    On a terminal the bars are drawn at most ten times a second, and in a notebook with ipywidgets likewise, as tqdm's
+    On a terminal the bars are drawn at most ten times a second, and in a notebook with ipywidgets too, as tqdm's
     widgets. Elsewhere (a log file, CI, a notebook without ipywidgets) there are plain lines instead: one at the end of each
     epoch and one every 15 seconds within it.
 
@@ -174,8 +174,8 @@ class TQDMProgressBar(Callback):
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         super().__init__()
-        check_int("TQDMProgressBar", "refresh_rate", refresh_rate, 0)
-        check_int("TQDMProgressBar", "process_position", process_position, 0)
+        refresh_rate = whole_number(refresh_rate, "TQDMProgressBar(refresh_rate=)", 0)
+        process_position = whole_number(process_position, "TQDMProgressBar(process_position=)", 0)
         self.refresh_rate = refresh_rate
         self.process_position = process_position
         self.leave = leave

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_callable, check_int, check_number
 from trainkit.callbacks._peak_flops import peak_flops
+from trainkit.checks import function, real_number, whole_number
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 from trainkit.nested import batch_size
@@ -83,9 +83,9 @@ class ThroughputMonitor(Callback):
         measure_flops: bool = False,
     ) -> None:
         super().__init__()
-        check_int("ThroughputMonitor", "window_size", window_size, 1)
-        check_callable("ThroughputMonitor", "batch_size_fn", batch_size_fn, "lambda batch: len(batch)")
-        check_callable("ThroughputMonitor", "length_fn", length_fn, "lambda batch: batch.numel()")
+        window_size = whole_number(window_size, "ThroughputMonitor(window_size=)", 1)
+        function(batch_size_fn, "ThroughputMonitor(batch_size_fn=)", "lambda batch: len(batch)")
+        function(length_fn, "ThroughputMonitor(length_fn=)", "lambda batch: batch.numel()")
         if not callable(flops_per_batch):
             _check_positive("flops_per_batch", flops_per_batch)
         _check_positive("available_flops", available_flops)
@@ -236,12 +236,7 @@ class ThroughputMonitor(Callback):
 
 
 def _check_positive(name: str, value: Any) -> None:
-    check_number("ThroughputMonitor", name, value, 1e12, optional=True)
-    if value is not None and value <= 0:
-        raise ConfigurationError(
-            f"ThroughputMonitor({name}=...) expected a number greater than 0, got {value!r}. "
-            f"Write, for example: ThroughputMonitor({name}=1e12)"
-        )
+    real_number(value, f"ThroughputMonitor({name}=)", above=0, example=1e12, optional=True)
 
 
 def _known_peak(trainer: Trainer, device: torch.device) -> float | None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
-from trainkit.callbacks._checks import check_choice
+from trainkit.checks import choice
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
@@ -28,8 +28,8 @@ class Timer(Callback):
     attaches it.
 
     Times are seconds of a monotonic clock: setting the machine's clock changes nothing. The time of ``"train"`` runs
-    from ``on_train_start`` to ``on_train_end``, validation in between included, and goes on from where it was after a
-    resume; the sanity check, before it, is timed by itself. Of several processes the main one's clock counts.
+    from ``on_train_start`` to ``on_train_end``, validation in between included, and continues from where it was after a
+    resume; the sanity check, before it, is timed by itself. With several processes the main process's clock counts.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a ``timedelta``, a dict of ``timedelta``'s arguments (``{"hours": 12}``), or None
@@ -54,7 +54,7 @@ class Timer(Callback):
         verbose: bool = True,
     ) -> None:
         super().__init__()
-        check_choice("Timer", "interval", interval, ("step", "epoch"))
+        choice(interval, "Timer(interval=)", ("step", "epoch"))
         self.duration = _seconds(duration)
         self.interval = interval
         self.verbose = verbose
@@ -159,7 +159,7 @@ class Timer(Callback):
         return self._end.get(stage, time.monotonic()) - self._start[stage]
 
     def _check(self, trainer: Trainer, module: TrainModule) -> None:
-        """Between two steps; other processes hear of the main one's stop with its next control word."""
+        """Between two steps; other processes get the main process's stop request at the next safe point."""
         if trainer.is_global_zero and self._is_up():
             self._stop(trainer, module)
 

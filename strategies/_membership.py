@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainkit.checks import is_number
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
@@ -64,6 +65,6 @@ def duration(timeout: Any) -> timedelta:
         ConfigurationError: it is no time.
     """
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < inf:
+    if not is_number(seconds) or not 0 < seconds < inf:
         raise ConfigurationError(f"timeout must be a timedelta or seconds, more than 0, not {timeout!r}.")
     return timedelta(seconds=seconds)

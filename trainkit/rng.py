@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainkit.checks import whole_number
 from trainkit.errors import ConfigurationError
 
 __all__ = [
@@ -216,6 +217,4 @@ def seed_was_given(seed: int | None) -> bool:
 
 
 def _checked(seed: object) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed <= _MASK:
-        raise ConfigurationError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}. For example: seed=42")
-    return int(seed)
+    return whole_number(seed, "seed", 0, _MASK, expected="an integer from 0 to 2**64 - 1", fix="seed=42")

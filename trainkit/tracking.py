@@ -1,4 +1,4 @@
-"""What scripts written for Hugging Face Accelerate import from its ``tracking``: the base of trackers of their own."""
+"""What scripts written for Hugging Face Accelerate import from its ``tracking``: the base of their own trackers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed
+
 from trainkit.errors import MissingMethodError
 
 __all__ = ["GeneralTracker", "on_main_process"]
 
 
 def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a tracker: on other processes than the main one it does nothing, if ``main_process_only``."""
+    """Decorate a method of a tracker with ``main_process_only``: it runs on the main process only."""
 
     @functools.wraps(method)
     def on_main(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "main_process_only", False) and not _is_main():
-            return None
-        return method(self, *args, **kwargs)
+        return None if getattr(self, "main_process_only", False) and not _is_main() else method(self, *args, **kwargs)
 
     return on_main
 
 
 def _is_main() -> bool:
-    import torch.distributed
-
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     from trainkit.launch.environment import read_place
@@ -36,14 +34,14 @@ def _is_main() -> bool:
 
 
 class GeneralTracker:
-    """A tracker of your own for ``Accelerator(log_with=MyTracker(...))``, in the form that Accelerate gives it.
+    """A tracker of your own for ``Accelerator(log_with=MyTracker(...))``, as Accelerate has it.
 
     A subclass has the attributes ``name`` and ``requires_logging_directory``, the property ``tracker``, which is the run or
-    writer behind it, and the methods ``store_init_configuration`` and ``log``. They are called on the main process only. A
-    ``trainkit.loggers.Logger`` serves as well, and for a ``Trainer`` too.
+    writer that it uses, and the methods ``store_init_configuration`` and ``log``, called on the main process only. A
+    ``trainkit.loggers.Logger`` works too, also with a ``Trainer``.
 
     Raises:
-        MissingMethodError: one of these is not there; when the subclass calls ``super().__init__()``.
+        MissingMethodError: one of the attributes is missing; when the subclass calls ``super().__init__()``.
     """
 
     main_process_only = True
@@ -59,13 +57,13 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Called by ``init_trackers``, before anything else."""
+        """Called first by ``init_trackers``."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the hyper-parameters; called by ``init_trackers``, if it was given some."""
+        """Log the hyper-parameters; called by ``init_trackers``, if it has some."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep the values of a step; called by ``Accelerator.log``, with the tracker's part of its ``log_kwargs``."""
+        """Log the values of a step; called by ``Accelerator.log``, with the tracker's part of ``log_kwargs``."""
 
     def finish(self) -> None:
-        """Give back what is held; called by ``end_training``."""
+        """End the run; called by ``end_training``."""

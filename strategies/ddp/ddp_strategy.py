@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.checks import real_number
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.footprint import Contents, Footprint, Moment
@@ -79,8 +80,7 @@ class DDPStrategy(Strategy):
         precision: Precision | str | int | None = None,
     ) -> None:
         super().__init__(device, precision)
-        if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
-            raise ConfigurationError(f"bucket_cap_mb must be a number > 0, not {bucket_cap_mb!r}.")
+        real_number(bucket_cap_mb, "bucket_cap_mb", above=0, example=25)
         self._membership = Membership("DDPStrategy", device, process_group_backend, timeout)
         self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
         self.static_graph = static_graph

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainkit.checks import is_number
 from trainkit.console import with_article
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.precision import Precision
@@ -299,7 +300,7 @@ class _Reader:
         return value
 
     def _number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise self._error(f"{key!r} must be a number or 'auto', not {value!r}")
         return value
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.checks import is_whole, whole_number
 from trainkit.errors import ConfigurationError, nearest
 
 __all__ = ["CHECKPOINTING", "COMMUNICATION", "NO_VALUES", "RUN_IS_OVER", "ZeROConfig"]
@@ -126,7 +127,7 @@ class ZeROConfig:
     zero3_save_16bit_model: bool = False
 
     def __post_init__(self) -> None:
-        if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
+        if not is_whole(self.stage) or self.stage not in (1, 2, 3):
             raise ConfigurationError(f"stage must be 1, 2 or 3, not {self.stage!r}. Without sharding: strategy='ddp'.")
         for name in ("offload_optimizer", "offload_params"):
             if getattr(self, name) not in _PLACES:
@@ -209,8 +210,8 @@ class ZeROConfig:
         value = getattr(self, name)
         if value is None and type(self).__dataclass_fields__[name].default is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
-            raise ConfigurationError(f"{name} must be a whole number ≥ {least}, not {value!r}.")
+        whole = int(value) if isinstance(value, float) and value.is_integer() else value  # 5e8
+        whole_number(whole, name, least, expected=f"a whole number ≥ {least}")
 
     def for_model(
         self,

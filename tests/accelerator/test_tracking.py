@@ -27,9 +27,7 @@ from helpers.runs.trackers import (  # noqa: F401  fixtures
     wandb_service,
 )
 
-from trainkit import Accelerator
-from trainkit.accelerator.tracking import TrackerVerbs, check_trackers
-from trainkit.config.configurations import ProjectConfiguration
+from trainkit import Accelerator, ProjectConfiguration
 from trainkit.console import TrainkitWarning
 from trainkit.errors import (
     ConfigurationError,
@@ -52,12 +50,9 @@ def only(path: Path) -> Any:
     return read_metrics(path.rename(alone / path.name).parent)
 
 
-class Own(Accelerator, TrackerVerbs):
+def make(log_with: Any = None, project_dir: Any = None, logging_dir: Any = None) -> Accelerator:
     """An accelerator with trackers."""
-
-    def __init__(self, log_with: Any = None, project_dir: Any = None, logging_dir: Any = None) -> None:
-        super().__init__(project_config=ProjectConfiguration(project_dir, logging_dir))
-        self._log_with = check_trackers(log_with, self.project.logging_dir)
+    return Accelerator(log_with=log_with, project_config=ProjectConfiguration(project_dir, logging_dir))
 
 
 class LoggerType(enum.Enum):
@@ -101,7 +96,7 @@ class Mine(GeneralTracker):
 
 
 def test_values_reach_all_trackers(run_dir: Path) -> None:
-    accelerator = Own(["tensorboard", LoggerType.CSV, "csv"], project_dir="runs")
+    accelerator = make(["tensorboard", LoggerType.CSV, "csv"], project_dir="runs")
     accelerator.init_trackers("digits", config=argparse.Namespace(lr=0.1), init_kwargs={"tensorboard": {"flush_secs": 60}})
     assert [tracker.name for tracker in accelerator.trackers] == ["tensorboard", "csv"]
     accelerator.log({"loss": torch.tensor(0.5, dtype=torch.bfloat16), "acc": np.float32(0.25)}, step=3)
@@ -127,7 +122,7 @@ def test_values_reach_all_trackers(run_dir: Path) -> None:
 
 
 def test_what_is_none_is_not_logged(run_dir: Path) -> None:
-    accelerator = Own(["tensorboard", "csv"], project_dir="runs")
+    accelerator = make(["tensorboard", "csv"], project_dir="runs")
     accelerator.init_trackers("digits")
     accelerator.log({"a": 0.5, "b": None, "val": {"c": None, "d": 2.0}}, step=1)
     accelerator.log({"b": None}, step=2)
@@ -140,7 +135,7 @@ def test_what_is_none_is_not_logged(run_dir: Path) -> None:
 def test_texts_and_images_of_tensorboard(run_dir: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accelerator = Own("tensorboard", project_dir="p", logging_dir="logs")
+    accelerator = make("tensorboard", project_dir="p", logging_dir="logs")
     accelerator.init_trackers("x")
     tracker = accelerator.get_tracker("tensorboard")
     accelerator.log({"note": "hello", "loss": 1.0, "step": 7}, step=3)  # "step" is a metric beside the step
@@ -161,8 +156,8 @@ def test_what_a_kill_leaves(run_dir: Path) -> None:
     program = """
 import os, signal, sys
 sys.path[:0] = sys.argv[1:3]
-from test_tracking import Own
-accelerator = Own(["csv", "jsonl", "tensorboard"], project_dir="runs")
+from test_tracking import make
+accelerator = make(["csv", "jsonl", "tensorboard"], project_dir="runs")
 accelerator.init_trackers("x", init_kwargs={"tensorboard": {"max_queue": 1}})
 for step in range(20):
     accelerator.log({"loss": step}, step=step)
@@ -182,7 +177,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_wandb_offline(run_dir: Path) -> None:
     import wandb
 
-    accelerator = Own("wandb", project_dir="runs")
+    accelerator = make("wandb", project_dir="runs")
     accelerator.init_trackers("demo", {"lr": 0.1}, {"wandb": {"name": "first", "tags": ["a"]}, "tensorboard": {"x": 1}})
     run = accelerator.get_tracker("wandb", unwrap=True)
     assert run is wandb.run is accelerator.get_tracker("wandb").run
@@ -212,7 +207,7 @@ def test_wandb_offline(run_dir: Path) -> None:
 def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level("INFO", "trainkit")
     monkeypatch.setenv("NETRC", str(run_dir / "no-netrc"))
-    accelerator = Own("all", project_dir="runs")
+    accelerator = make("all", project_dir="runs")
     accelerator.init_trackers("demo", {"lr": 0.1}, {"wandb": {"mode": "online"}})
     assert [tracker.name for tracker in accelerator.trackers] == ["mlflow", "tensorboard"]
     said = [message for message in caplog.messages if "leaves out" in message]
@@ -224,7 +219,7 @@ def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: p
     accelerator.end_training()
 
     mine = Mine("x")
-    accelerator = Own([mine, "all"], project_dir="runs")
+    accelerator = make([mine, "all"], project_dir="runs")
     accelerator.init_trackers("demo", init_kwargs={"comet_ml": {"online": False, **PLAIN}, "mlflow": {"run_name": "r"}})
     assert [tracker.name for tracker in accelerator.trackers] == ["mine", "comet_ml", "mlflow", "tensorboard", "wandb"]
     accelerator.log({"loss": 0.5}, step=1)
@@ -232,6 +227,7 @@ def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: p
     assert run.info.run_name == "r"
     (run_dir / "file.txt").write_text("content")
     accelerator.get_tracker("mlflow").log_artifact("file.txt", "here")
+    assert not hasattr(accelerator.get_tracker("mlflow"), "log_artefact")
     assert accelerator.get_tracker("comet_ml", unwrap=True) is accelerator.get_tracker("comet_ml").writer
     uri = accelerator.get_tracker("mlflow").logger.tracking_uri
     accelerator.end_training()
@@ -246,7 +242,7 @@ def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: p
 
 def test_all_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    accelerator = Own("all")
+    accelerator = make("all")
     with pytest.warns(TrainkitWarning, match="there is no tracker, so nothing will be logged"):
         accelerator.init_trackers("demo")
     accelerator.log({"loss": 1.0}, step=0)
@@ -261,7 +257,7 @@ def test_trackers_of_the_users(run_dir: Path) -> None:
             self.rows.append((step, dict(metrics)))
 
     mine, kept, table = Mine("run"), Kept(), CSVLogger("elsewhere", "name")
-    accelerator = Own([mine, kept, table])
+    accelerator = make([mine, kept, table])
     accelerator.init_trackers("demo", {"lr": 1})
     value = torch.tensor(2.0)
     accelerator.log({"a": value}, step=1, log_kwargs={"mine": {"more": True}})
@@ -280,8 +276,8 @@ def test_trackers_of_the_users(run_dir: Path) -> None:
         store_init_configuration = log = lambda self, values, step=None: None
 
     with pytest.raises(ConfigurationError, match="log_with='old' writes files"):
-        Own(Old())
-    accelerator = Own(Old(), project_dir="x")
+        make(Old())
+    accelerator = make(Old(), project_dir="x")
     accelerator.init_trackers("demo", {})
     accelerator.log({"a": 1})
     accelerator.end_training()
@@ -292,11 +288,11 @@ def test_a_tracker_that_lacks_something() -> None:
         name = "half"
 
     with pytest.raises(ConfigurationError, match="has no tracker"):
-        Own(Half(_blank=True))
+        make(Half(_blank=True))
 
 
 def test_without_trackers_a_script_runs_the_same() -> None:
-    accelerator = Own()
+    accelerator = make()
     accelerator.log({"loss": 1.0}, step=1)
     accelerator.get_tracker("wandb").log({"x": 1})
     accelerator.init_trackers("demo", {"lr": 1}, {"wandb": {"name": "x"}})
@@ -317,18 +313,18 @@ def test_without_trackers_a_script_runs_the_same() -> None:
 ])  # fmt: skip
 def test_what_is_no_tracker(log_with: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        Own(log_with)
+        make(log_with)
 
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, package in [("wandb", "wandb"), ("mlflow", "mlflow"), ("comet_ml", "comet_ml"), ("tensorboard", "tensorboard")]:
         with pytest.raises(MissingPackageError, match=f"pip install {package} "):
-            Own(name, project_dir="x")
+            make(name, project_dir="x")
 
 
 def test_verbs_at_the_wrong_time(run_dir: Path) -> None:
-    accelerator = Own("csv", project_dir="runs")
+    accelerator = make("csv", project_dir="runs")
     for verb in (lambda: accelerator.log({"a": 1}), lambda: accelerator.get_tracker("csv")):
         with pytest.raises(ConfigurationError, match=r"trackers \(csv\) are not running. Fix: call accelerator.init_trackers"):
             verb()
@@ -354,7 +350,7 @@ def test_verbs_at_the_wrong_time(run_dir: Path) -> None:
 def test_arguments_of_init_trackers(
     name: str, config: Any, init_kwargs: Any, error: type[Exception], words: str, run_dir: Path
 ) -> None:
-    accelerator = Own(["csv", Mine("x")], project_dir="runs")
+    accelerator = make(["csv", Mine("x")], project_dir="runs")
     with pytest.raises(error, match=words):
         accelerator.init_trackers(name, config, init_kwargs)
     accelerator.init_trackers("after")  # nothing is left open
@@ -372,7 +368,7 @@ def test_arguments_of_init_trackers(
     ({"a": 1}, 0, {"csx": {}}, UnknownNameError, "log_kwargs: .*Did you mean 'csv'"),
 ])  # fmt: skip
 def test_what_cannot_be_logged(values: Any, step: Any, options: Any, error: type[Exception], words: str, run_dir: Path) -> None:
-    accelerator = Own("csv", project_dir="runs")
+    accelerator = make("csv", project_dir="runs")
     accelerator.init_trackers("x")
     with pytest.raises(error, match=words):
         accelerator.log(values, step, options)
@@ -388,7 +384,7 @@ def test_all_are_ended_though_one_fails(run_dir: Path) -> None:
             raise OSError("full")
 
     good = Mine("x")
-    accelerator = Own([Bad("x"), good])
+    accelerator = make([Bad("x"), good])
     accelerator.init_trackers("demo")
     with pytest.raises(OSError, match="full"):
         accelerator.end_training()
@@ -399,7 +395,7 @@ def test_all_are_ended_though_one_fails(run_dir: Path) -> None:
 @pytest.mark.world_size(2)
 def test_the_main_process_logs_and_the_others_go_along() -> None:
     mine = Mine("x")
-    accelerator = Own(["tensorboard", "csv", mine], project_dir="runs")
+    accelerator = make(["tensorboard", "csv", mine], project_dir="runs")
     accelerator.init_trackers("demo", {"lr": 0.1}, {"csv": {"name": "table"}})
     main = accelerator.is_main_process
     accelerator.log({"rank": int(os.environ["RANK"])}, step=0)

@@ -28,7 +28,7 @@ def validate(callback: EarlyStopping, trainer: Any, module: Any, value: float | 
         ({"monitor": ""}, ["EarlyStopping('val_loss')", "self.log"]),
         ({"monitor": None}, ["name of a logged metric"]),
         ({"monitor": "a", "mode": "minimum"}, ["'min', 'max'", "'minimum'", "Did you mean 'min'"]),
-        ({"monitor": "a", "patience": -1}, ["patience", "at least 0"]),
+        ({"monitor": "a", "patience": -1}, ["patience", "≥ 0"]),
         ({"monitor": "a", "patience": 2.5}, ["patience", "2.5"]),
         ({"monitor": "a", "patience": True}, ["patience", "True"]),
         ({"monitor": "a", "min_delta": -0.1}, ["min_delta", "at least 0"]),
@@ -333,7 +333,7 @@ def test_a_run_that_had_stopped_goes_on_with_more_patience(trainer, module, capl
     assert second.stopped_epoch == (0 if goes_on else 4)
     if goes_on:
         expected = (
-            "EarlyStopping had stopped after 2 checks without an improvement of val_loss; with patience=3 training goes on."
+            "EarlyStopping had stopped after 2 checks without an improvement of val_loss; with patience=3 training continues."
         )
     else:
         expected = (

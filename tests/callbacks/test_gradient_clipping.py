@@ -21,7 +21,7 @@ from trainkit.precision import Precision
         ((True,), ["True"]),
         (("1.0",), ["'1.0'"]),
         ((1.0, "l2"), ["'norm', 'value'", "'l2'"]),
-        ((1.0, "norm", 0.0), ["norm_type", "greater than 0"]),
+        ((1.0, "norm", 0.0), ["norm_type", "> 0"]),
         ((1.0, "value", 1.0), ["norm_type", "no meaning", "gradient_clip_algorithm='norm'"]),
     ],
 )

@@ -38,7 +38,7 @@ def collected() -> None:
 
 
 def test_a_wrong_interval_is_named_with_its_fix() -> None:
-    with pytest.raises(ConfigurationError, match=r"logging_interval.*got 'steps'.*Did you mean 'step'"):
+    with pytest.raises(ConfigurationError, match=r"logging_interval.*not 'steps'.*Did you mean 'step'"):
         MemoryMonitor("steps")
 
 

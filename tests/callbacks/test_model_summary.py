@@ -251,4 +251,4 @@ def test_parameters_of_which_no_process_has_the_whole() -> None:
     expected = str(summarize(nn.Sequential(nn.Linear(3, 4))))
     for parameter in module.parameters():
         parameter.data = torch.empty(0)
-    assert str(summarize(module, standins=whole)) == expected
+    assert str(summarize(module, placeholders=whole)) == expected

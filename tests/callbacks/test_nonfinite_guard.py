@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
         ({"check": ()}, ["'loss', 'grad' or both"]),
         ({"check": ("loss", "grads")}, ["'grads'", "Did you mean 'grad'"]),
         ({"check": "gradient"}, ["'gradient'"]),
-        ({"warn_after": 0}, ["warn_after", "at least 1"]),
+        ({"warn_after": 0}, ["warn_after", "≥ 1"]),
         ({"max_consecutive": 0}, ["max_consecutive", "or None"]),
     ],
 )

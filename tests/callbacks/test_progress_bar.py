@@ -68,7 +68,7 @@ def evaluate(callback: TQDMProgressBar, trainer: Any, module: Any, clock: Any, s
 
 @pytest.mark.parametrize("arguments", [{"refresh_rate": -1}, {"refresh_rate": 0.5}, {"process_position": -1}])
 def test_a_wrong_argument_is_named_with_its_fix(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"at least 0.*Write, for example: TQDMProgressBar"):
+    with pytest.raises(ConfigurationError, match=r"≥ 0.*For example: TQDMProgressBar"):
         TQDMProgressBar(**arguments)
 
 

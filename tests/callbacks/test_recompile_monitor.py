@@ -15,7 +15,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from torch import Tensor, nn
 
 from trainkit.callbacks import RecompileMonitor, recompile_monitor
-from trainkit.callbacks._step_signature import numbers_in, shapes_of
+from trainkit.callbacks._graph_inputs import inputs_of_batch, numbers_in
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError
 
@@ -122,10 +122,10 @@ def holds(texts: list[str], *words: str) -> None:
 @pytest.mark.parametrize(
     "name, value, words",
     [
-        ("warmup_steps", 0, "at least 1"),
-        ("warmup_steps", 2.0, "got 2.0"),
-        ("max_warnings", -1, "at least 0"),
-        ("max_warnings", None, "got None"),
+        ("warmup_steps", 0, "≥ 1"),
+        ("warmup_steps", 2.0, "not 2.0"),
+        ("max_warnings", -1, "≥ 0"),
+        ("max_warnings", None, "not None"),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_fix(name: str, value: Any, words: str) -> None:
@@ -260,9 +260,16 @@ def test_a_batch_that_changes_in_other_ways(run: Run) -> None:
     tensors = {"x": torch.zeros(8, 4), "y": torch.zeros(8)}
     for _ in range(3):
         run.step(tensors)
-    holds(run.step({**tensors, "y": torch.zeros(8, dtype=torch.long)}, compiled=1), "batch['y']: float32 → int64", "one dtype")
-    holds(run.step({"x": tensors["x"]}, compiled=1), "batch['y'] is no longer there", "the same ones for all batches")
-    holds(run.step({**tensors, "z": torch.zeros(2)}, compiled=1), "batch['z']: [2], float32, is new")
+    holds(
+        run.step({**tensors, "y": torch.zeros(8, dtype=torch.long)}, compiled=1),
+        "batch['y'].dtype: float32 → int64",
+        "the same dtypes",
+    )
+    holds(run.step({"x": tensors["x"]}, compiled=1), "batch['y']: [8] → missing", "the same tensors")
+    holds(
+        run.step({**tensors, "z": torch.zeros(2)}, compiled=1),
+        "batch['z']: missing → [2]; batch['z'].dtype: missing → float32.",
+    )
     holds(run.step({**tensors, "x": torch.zeros(8)}, compiled=1), "batch['x']: [8, 4] → [8]", "pad to one length")
 
 
@@ -276,26 +283,26 @@ def test_where_tensors_are_found() -> None:
     pair = namedtuple("pair", "left right")
     both = pair(torch.zeros(2), {3: torch.zeros(3)})
     batch = {"a": [torch.zeros(1), "text", None], "b": both, "c": Held(torch.zeros(4)), "d": True}
-    assert [(path, shape) for path, shape, _ in shapes_of(batch)] == [
+    assert inputs_of_batch(batch)[::2] == (
         ("batch['a'][0]", (1,)),
         ("batch['b'].left", (2,)),
         ("batch['b'].right[3]", (3,)),
         ("batch['c'].x", (4,)),
-    ]
+    )
     assert numbers_in(batch) == ["batch['c'].length = 5", "batch['d'] = True"]
-    assert shapes_of(torch.zeros(2, dtype=torch.long)) == (("batch", (2,), "torch.int64"),)
-    assert shapes_of("nothing") == ()
+    assert inputs_of_batch(torch.zeros(2, dtype=torch.long)) == (("batch", (2,)), ("batch.dtype", torch.int64))
+    assert inputs_of_batch("nothing") == ()
 
 
 def test_freezing_is_named(run: Run) -> None:
     run.warm_up()
     run.module.bias.requires_grad_(False)
-    holds(run.step(compiled=1), "requires_grad is False now for bias.", "before training starts")
+    holds(run.step(compiled=1), "bias.requires_grad: True → False.", "before training starts")
     run.module.bias.requires_grad_(True)
     assert run.step() == []  # nothing is compiled: that state is known
     run.module.weight.requires_grad_(False)
     run.module.eval()
-    holds(run.step(compiled=1), "requires_grad is False now for weight", "training is False now for the module")
+    holds(run.step(compiled=1), "weight.requires_grad: True → False; module.training: True → False")
 
 
 def test_after_a_change_each_kind_of_step_has_another_graph(run: Run) -> None:
@@ -313,9 +320,9 @@ def test_options_of_the_optimizer(run: Run) -> None:
     group["lr"], group["betas"] = 0.0, (0.8, 0.9)
     holds(run.step(compiled=1), "Neither")  # of these the values make no graph
     group["weight_decay"] = 0.0
-    holds(run.step(compiled=1), "the optimizer's group 0, weight_decay: another number → 0.0")
+    holds(run.step(compiled=1), "optimizer 0, group 0, weight_decay: another number → 0.0")
     run.trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    holds(run.step(compiled=1), "the optimizer's parameter groups: 1 → 2")
+    holds(run.step(compiled=1), "optimizer 0, group 1, parameters: missing → 1")
 
 
 # ----------------------------------------------------------------------------------------------------- what cannot be seen
@@ -354,7 +361,7 @@ def test_a_read_value_that_decides_the_graph(run: Run, said: list[str]) -> None:
     for _ in range(4):
         run.step(graphs=2, reads=1)
     holds(said, "a step runs in 2 graphs", ".item()")  # nothing is compiled for it, but the device is waited for
-    holds(run.step(compiled=1, graphs=2, reads=1), "values were read in the step, 1 of them")
+    holds(run.step(compiled=1, graphs=2, reads=1), "a number that goes into a shape makes another")
 
 
 def test_operations_that_are_left_to_the_host(run: Run) -> None:

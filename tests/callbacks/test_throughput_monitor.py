@@ -51,11 +51,11 @@ def step(
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"window_size": 0}, ["window_size", "at least 1"]),
+        ({"window_size": 0}, ["window_size", "≥ 1"]),
         ({"batch_size_fn": 32}, ["batch_size_fn", "a function or None", "lambda batch"]),
         ({"length_fn": "len"}, ["length_fn", "'len'"]),
-        ({"flops_per_batch": 0}, ["flops_per_batch", "greater than 0"]),
-        ({"available_flops": -1.0}, ["available_flops", "greater than 0"]),
+        ({"flops_per_batch": 0}, ["flops_per_batch", "> 0"]),
+        ({"available_flops": -1.0}, ["available_flops", "> 0"]),
         ({"available_flops": "312e12"}, ["available_flops", "'312e12'"]),
         ({"flops_per_batch": 1.0, "measure_flops": True}, ["Leave one out"]),
     ],

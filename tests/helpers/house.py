@@ -30,6 +30,7 @@ LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 # name each other.
 LAYERS = (
     ("errors", "_version"),
+    ("checks",),
     ("console", "keywords", "lazy", "nested", "paths", "rng", "footprint", "unsupported"),
     ("distributed",),
     ("precision",),

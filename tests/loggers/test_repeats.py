@@ -41,7 +41,7 @@ def test_a_run_killed_anywhere_and_often_is_that_of_one_that_was_not(kills: list
     for start, length, lost in [*kills, (12, 0, 0)]:
         repeats = Repeats()
         if len(states) > 1:
-            repeats.go_on(states[at])
+            repeats.resume(states[at])
         written = script(at + 1, 12)
         stop = len(written) if (start, length, lost) == (12, 0, 0) else length
         before = len(store.records)
@@ -60,7 +60,7 @@ def test_a_run_killed_anywhere_and_often_is_that_of_one_that_was_not(kills: list
 def test_a_new_run_asks_for_nothing() -> None:
     repeats = Repeats()
     assert not repeats.has("a", 0, lambda key: 1 / 0)  # type: ignore[arg-type, return-value]
-    repeats.go_on({"a": 1})
+    repeats.resume({"a": 1})
     repeats.new_run()
     assert not repeats.has("a", 0, lambda key: 1 / 0)  # type: ignore[arg-type, return-value]
     assert repeats.counts == {}
@@ -70,7 +70,7 @@ def test_another_cadence_loses_nothing() -> None:
     store = Store()
     store.records = [("a", step) for step in (1, 2, 3, 4, 5, 6, 7, 8)]
     repeats = Repeats()
-    repeats.go_on({"a": 4})
+    repeats.resume({"a": 4})
     for step in (6, 8, 10, 12):
         store.log(repeats, "a", step)
     assert [step for _, step in store.records] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
@@ -80,7 +80,7 @@ def test_another_cadence_loses_nothing() -> None:
 def test_a_tracker_that_has_less_than_the_checkpoint_says() -> None:
     store = Store()
     repeats = Repeats()
-    repeats.go_on({"a": 4})
+    repeats.resume({"a": 4})
     for step in (5, 6):
         store.log(repeats, "a", step)
     assert store.records == [("a", 5), ("a", 6)]

@@ -288,7 +288,7 @@ def test_a_file_that_lacks_something_is_a_warning(kind: Any, name: str, cut: str
         path.write_text("".join(lines[:kept]) + (lines[kept][:4] if cut == "torn" else ""))
     second = kind(tmp_path)
     found = "is not there" if cut == "gone" else "has 1 rows" if kind is CSVLogger else "has [0-9]+ bytes"
-    with pytest.warns(TrainkitWarning, match=f"the log goes on, but .*{name} {found}; when the checkpoint was made it had"):
+    with pytest.warns(TrainkitWarning, match=f"the log continues, but .*{name} {found}; when the checkpoint was made it had"):
         second.load_state_dict(state)
     train(second, range(5, 7))
     second.finalize()

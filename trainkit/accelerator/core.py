@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from trainkit.accelerator.preparing import PrepareVerbs
 from trainkit.accelerator.process_verbs import ProcessVerbs
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.stepping import StepVerbs
-from trainkit.accelerator.tracking import TrackerVerbs
+from trainkit.accelerator.tracking import ByTracker, Trackers
 from trainkit.accelerator.weighing import Weighing
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
@@ -37,7 +37,7 @@ __all__ = ["Accelerator"]
 _NULL = nullcontext()
 
 
-class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextVerbs, TrackerVerbs, CheckpointVerbs):
+class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
     Its arguments are Accelerate's; those after ``fsdp_plugin`` are given by name. What is not given is as
@@ -144,7 +144,7 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         self._begin_stepping()
         self._watchdog = None
         self._even = options.even_batches
-        self._log_with = list(options.log_with)
+        self._trackers = Trackers(list(options.log_with), options.project, self.strategy)
         self.window = self.strategy.window = Window(options.steps)
         self._seed: int | None = None
         self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
@@ -329,6 +329,39 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
             )
         self._numbered.check()
         self._begun = True
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers that log: on the main process, between ``init_trackers`` and ``end_training``."""
+        return self._trackers.running
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: ByTracker | None = None) -> None:
+        """Start a run with all trackers of ``log_with``. The main process logs; others may call it or not.
+
+        Args:
+            project_name: the project or experiment; trackers that write files do so in ``<logging_dir>/<name>/version_N``.
+            config: hyper-parameters, logged at once: a dict, an ``argparse.Namespace`` or a dataclass.
+            init_kwargs: arguments of loggers, ``{"wandb": {"tags": ["a"]}}``; those of trackers not in use have no effect.
+        """
+        self._trackers.start(project_name, config, init_kwargs)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: ByTracker | None = None) -> None:
+        """Log the values of a step with all trackers. The main process's values count; other processes do nothing.
+
+        Args:
+            values: number, tensor of one element, text, or a dict of such; wandb also takes images. ``None`` is skipped.
+            step: such as the number of optimizer steps so far. None: one more than the last one logged.
+            log_kwargs: by the tracker's name, arguments of its ``log``.
+        """
+        self._trackers.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: Any, unwrap: bool = False) -> Any:
+        """A tracker by its name, or with ``unwrap`` its ``SummaryWriter``, run, …; on other processes one that does nothing."""
+        return self._trackers.get(name, unwrap)
+
+    def end_training(self) -> None:
+        """End the runs of all trackers; may be called again. What a tracker raises is raised after the others have ended."""
+        self._trackers.end()
 
     def clear(self, *objects: Any) -> Any:
         """:meth:`free_memory`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainkit.accelerator.tracking import check_trackers
+from trainkit.checks import whole_number
 from trainkit.config.carried import Settings, carried, debugging
 from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
@@ -179,9 +180,7 @@ def check_steps(steps: Any) -> int:
     Raises:
         ConfigurationError: no integer ≥ 1.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigurationError(f"gradient_accumulation_steps must be an integer ≥ 1, not {steps!r}.")
-    return steps
+    return whole_number(steps, "gradient_accumulation_steps", 1)
 
 
 def _project(given: Mapping[str, Any]) -> ProjectConfiguration:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from trainkit.checks import whole_number
 from trainkit.data.loader import PreparedLoader
-from trainkit.errors import ConfigurationError
 
 __all__ = ["SkippedLoader", "skip_first_batches"]
 
@@ -40,9 +40,8 @@ class SkippedLoader:
     """
 
     def __init__(self, loader: Any, skipped: int) -> None:
-        if isinstance(skipped, bool) or not isinstance(skipped, int) or skipped < 0:
-            raise ConfigurationError(f"skip_first_batches: num_batches must be an integer ≥ 0, not {skipped!r}.")
-        self.loader, self.skipped = loader, skipped
+        fix = "skip_first_batches(loader, num_batches=100)"
+        self.loader, self.skipped = loader, whole_number(skipped, "skip_first_batches: num_batches", fix=fix)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader" or name.startswith("__"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.scattered import Turns
 from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, write_file
+from trainkit.checks import is_whole
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 
 __all__ = ["replace_file", "shard_size", "write_weights"]
@@ -27,7 +28,7 @@ def shard_size(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(size))
     if match and match[2].upper() in _UNITS and float(match[1]) > 0:
         return int(float(match[1]) * _UNITS[match[2].upper()])
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+    if is_whole(size) and size > 0:
         return size
     raise ConfigurationError(f"max_shard_size must be a size such as '5GB', '500MB' or a number of bytes, not {size!r}.")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.checks import whole_number
+from trainkit.errors import UnsupportedArgumentError
 from trainkit.paths import local_path
 
 __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration"]
@@ -38,8 +39,8 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None:
-            _check_number("ProjectConfiguration(total_limit=)", self.total_limit, 1)
-        _check_number("ProjectConfiguration(iteration=)", self.iteration, 0)
+            self.total_limit = whole_number(self.total_limit, "ProjectConfiguration(total_limit=)", 1)
+        self.iteration = whole_number(self.iteration, "ProjectConfiguration(iteration=)", 0)
         if self.save_on_each_node:
             raise UnsupportedArgumentError(
                 "ProjectConfiguration(save_on_each_node=True): a checkpoint is one folder that all machines see. Leave it out, "
@@ -77,7 +78,7 @@ class GradientAccumulationPlugin:
     def __post_init__(self) -> None:
         if self.num_steps is None:  # Accelerate's default
             self.num_steps = 1
-        _check_number("GradientAccumulationPlugin(num_steps=)", self.num_steps, 1)
+        self.num_steps = whole_number(self.num_steps, "GradientAccumulationPlugin(num_steps=)", 1)
         if not self.sync_with_dataloader:
             raise UnsupportedArgumentError(
                 "GradientAccumulationPlugin(sync_with_dataloader=False): no window goes on over the end of an epoch. Leave it "
@@ -129,8 +130,3 @@ def _local(folder: str | os.PathLike[str] | None, argument: str) -> str | os.Pat
         return None
     path = local_path(folder, argument)
     return path if os.fspath(folder).startswith("~") else folder
-
-
-def _check_number(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} must be an integer ≥ {least}, not {value!r}.")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainkit.checks import is_whole, whole_number
 from trainkit.console import notice
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
@@ -39,8 +40,8 @@ def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> Wanted:
         raise UnknownNameError(
             f"unknown accelerator {accelerator!r}; known: {', '.join(_KINDS)}.{nearest(str(accelerator), _KINDS)}"
         )
-    if num_nodes is not None and (isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1):
-        raise ConfigurationError(f"num_nodes must be an integer ≥ 1, not {num_nodes!r}.")
+    if num_nodes is not None:
+        num_nodes = whole_number(num_nodes, "num_nodes", 1)
     kind = _KINDS[accelerator]
     if kind == "cuda" and not torch.cuda.is_available() and torch.backends.mps.is_available():
         kind = "mps"
@@ -62,7 +63,7 @@ def _read_devices(devices: Any) -> tuple[int | None, tuple[int, ...] | None]:
         return len(devices), tuple(devices)
     if devices in (-1, "-1"):
         return -1, None
-    if isinstance(devices, int | str) and not isinstance(devices, bool) and str(devices).isdigit() and int(devices) > 0:
+    if (is_whole(devices) or isinstance(devices, str)) and str(devices).isdigit() and int(devices) > 0:
         return int(devices), None
     raise ConfigurationError(f"devices must be 'auto', a number, or a list of GPUs such as [0, 1], not {devices!r}.")
 

@@ -12,7 +12,7 @@ from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.loggers.base import Logger
 from trainkit.loggers.csv_logs import CSVLogger
 from trainkit.loggers.folder import RunFolder, claimed, has_folder
-from trainkit.loggers.resume import find_again
+from trainkit.loggers.resume import find_folder
 from trainkit.loggers.tensorboard import TensorBoardLogger
 
 __all__ = ["attach", "attach_again", "default_logger", "share_folders", "states_of"]
@@ -78,14 +78,14 @@ def states_of(loggers: Sequence[Logger], saved: Sequence[Mapping[str, Any]]) -> 
 
 
 def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Let the loggers of all processes name the folders that those of the main one log to, which are chosen now.
+    """Let the loggers of all processes name the folders that those of the main process log to, which are chosen now.
 
     Collective. For a single process there is nothing to be told, and nothing is chosen before it is needed.
 
     Args:
         loggers: alike on all processes.
         world: the processes.
-        saved: the states of the loggers in the checkpoint that the run will go on from: their folders are looked for first.
+        saved: the states of the loggers in the checkpoint that the run resumes from: their folders are looked for first.
 
     Raises:
         ConfigurationError: a folder cannot be made; on all processes.
@@ -98,8 +98,8 @@ def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mappi
         try:
             for logger, state in zip(loggers, states, strict=True):
                 if state is not None and "folder" in state:
-                    logger._found = state, find_again(logger, state)
-            said = {"folders": [_told(logger) for logger in loggers]}
+                    logger._found = state, find_folder(logger, state)
+            said = {"folders": [_folder_values(logger) for logger in loggers]}
         except ConfigurationError as error:
             said = {"error": str(error)}
     said = world.from_main(said)
@@ -113,7 +113,7 @@ def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mappi
             logger._folder = RunFolder(Path(told[0]), told[1])
 
 
-def _told(logger: Logger) -> list[Any] | None:
+def _folder_values(logger: Logger) -> list[Any] | None:
     """The folder of a logger in plain values; None where the backend has a layout of its own."""
     if not has_folder(logger):
         return None

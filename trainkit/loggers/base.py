@@ -15,7 +15,7 @@ from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
 from trainkit.keywords import KnownKeywords
 from trainkit.loggers.files import replace_file
 from trainkit.loggers.folder import RunFolder, check_name, check_save_dir, check_version, claimed
-from trainkit.loggers.resume import folder_state, go_on
+from trainkit.loggers.resume import folder_state, resume_log
 from trainkit.loggers.values import as_array, as_images, as_step, number, plain
 
 __all__ = ["Logger", "NullExperiment", "is_installed"]
@@ -34,7 +34,7 @@ def is_installed(package: str) -> bool:
 
 
 class NullExperiment:
-    """What ``logger.experiment`` is on every process but the main one: any attribute or call of it does nothing.
+    """What ``logger.experiment`` is on every process but the main process: any attribute or call of it does nothing.
 
     So ``logger.experiment.add_figure(...)`` can stand in a step as it is: one process writes, and the others need no
     ``if``.
@@ -74,7 +74,7 @@ class Logger(KnownKeywords):
     """Takes the metrics, hyper-parameters and media of a run; the base of all loggers, also of your own.
 
     A subclass defines ``write_metrics(metrics, step)``, and as it needs ``write_hyperparams``, ``write_image``,
-    ``write_text``, ``write_histogram``, ``open_experiment``, ``close_experiment`` and ``save``; for files that are to go on
+    ``write_text``, ``write_histogram``, ``open_experiment``, ``close_experiment`` and ``save``; for files that are to continue
     after a kill, ``mark_files``, ``is_log_of`` and ``cut_files``. They are called on the main process only. A logger works
     with a ``Trainer`` or alone::
 
@@ -83,7 +83,7 @@ class Logger(KnownKeywords):
         logger.finalize("success")
 
     Nothing is made on disk until something is logged or ``version``, ``log_dir`` or ``experiment`` is read. After
-    ``finalize`` a logger may be used again and goes on in the same folder.
+    ``finalize`` a logger may be used again and continues in the same folder.
 
     Args:
         save_dir: The folder of all experiments. None: ``<default_root_dir>/logs`` of the Trainer, or
@@ -134,7 +134,7 @@ class Logger(KnownKeywords):
 
     @property
     def version(self) -> int | str | None:
-        """The run. Chosen now if it was not yet. On another process that of the main one; None before a run has begun."""
+        """The run. Chosen now if it was not yet. On another process that of the main process; None before a run has begun."""
         if self.save_dir is None:
             return self._version
         folder = self._run_folder()
@@ -268,7 +268,7 @@ class Logger(KnownKeywords):
     def log_histogram(self, key: str, values: Any, step: int | None = None) -> None:
         """Write the distribution of ``values``, a tensor or array of any shape; raises like ``log_image``.
 
-        Values that are not finite are left out, with a warning.
+        Values that are not finite are skipped, with a warning.
         """
         self._require("histograms", Logger.write_histogram, self.write_histogram)
         if not self.is_main_process:
@@ -280,7 +280,7 @@ class Logger(KnownKeywords):
             raise MetricError(f"Histogram {key!r}: expected real numbers, got dtype {array.dtype}. Fix: values.abs()")
         finite = array[np.isfinite(array)]
         if finite.size < array.size or not array.size:
-            warn(f"Histogram {key!r}: {array.size - finite.size} of {array.size} values are not finite and left out")
+            warn(f"Histogram {key!r}: {array.size - finite.size} of {array.size} values are not finite and were skipped")
         if finite.size:
             self.write_histogram(key, finite, self._media_step(step))
 
@@ -307,7 +307,7 @@ class Logger(KnownKeywords):
         return {"last_step": self._last_step, **folder_state(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the log of ``state`` stood, before anything is logged: what was written there later is cut off.
+        """Continue the log of ``state``, before anything is logged: what was written to it later is cut off.
 
         A log that cannot be found again is a warning, and a new one begins.
         """
@@ -315,7 +315,7 @@ class Logger(KnownKeywords):
             self.finalize("success")
         self._last_step = int(state.get("last_step", -1))
         if "folder" in state:
-            go_on(self, state)
+            resume_log(self, state)
 
     # ------------------------------------------------------------------ what a subclass defines
 

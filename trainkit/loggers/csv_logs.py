@@ -30,12 +30,12 @@ class CSVLogger(Logger):
 
     One row a call of ``log_metrics``, one column a metric; the columns "step" and "epoch" come first, an empty cell
     means "not logged in this call", and what is not finite reads ``nan``, ``inf`` or ``-inf``. Rows are appended. A
-    metric that was not there before adds a column at the right: the file is written anew beside the old one and put in
+    metric that was not there before adds a column at the right: the file is rewritten next to the old one and put in
     its place, so that a kill at any moment loses no row.
 
     Args:
         save_dir, name, version, prefix: As for every ``Logger``.
-        flush_logs_every_n_steps: Rows are handed to the operating system every so many calls of ``log_metrics``, at a
+        flush_logs_every_n_steps: Rows are handed to the operating system every this many calls of ``log_metrics``, at a
             call more than a second after the last time, and by ``save`` and ``finalize``. 1, the default, loses no row
             when the process is killed.
 
@@ -80,7 +80,7 @@ class CSVLogger(Logger):
             self._experiment.flush()
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
-        """The rows and columns of ``metrics.csv``; bytes do not tell, as a new column has the file written anew."""
+        """The rows and columns of ``metrics.csv``; bytes do not tell, as a new column has the file rewritten."""
         path = folder / _FILE
         mark = _mark(path) if self._experiment is None else self._experiment.mark()
         return {_FILE: mark} if mark["columns"] else {}
@@ -112,8 +112,8 @@ class CSVWriter:
 
     Args:
         path: The file; rows that are already there stay.
-        flush_every: Hand rows to the operating system every so many calls of ``write``.
-        flush_seconds: … or at the first call so many seconds after the last time.
+        flush_every: Hand rows to the operating system every this many calls of ``write``.
+        flush_seconds: … or at the first call this many seconds after the last time.
     """
 
     def __init__(self, path: Path, flush_every: int = 1, flush_seconds: float = 1.0) -> None:

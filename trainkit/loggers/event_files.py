@@ -70,7 +70,7 @@ def last_step_in(path: Path) -> int:
 
 
 def _step_of(event: bytes) -> int:
-    """Field 2 of an ``Event``, a variable-length integer; it stands behind field 1, the time, and is left out where it is 0."""
+    """Field 2 of an ``Event``, a variable-length integer; it stands behind field 1, the time, and is omitted where it is 0."""
     position = 9 if event[:1] == b"\x09" else 0
     if event[position : position + 1] != b"\x10":
         return 0

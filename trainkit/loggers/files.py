@@ -73,7 +73,7 @@ def complete_lines(path: Path) -> Iterator[str]:
 
 
 def replace_file(path: Path, write: Callable[[TextIOWrapper], object]) -> None:
-    """Let ``write`` fill a new file beside ``path``, then put it in its place: there is always the old or the new one.
+    """Let ``write`` fill a new file next to ``path``, then put it in its place: there is always the old or the new one.
 
     It is synced before the rename, since some file systems otherwise keep the rename and lose the content.
     """

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePath, PureWindowsPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError
 from trainkit.paths import local_path
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
-__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder"]
+__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder", "one_of"]
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -81,6 +82,18 @@ def check_save_dir(save_dir: object) -> Path | None:
     return local_path(save_dir, "save_dir")
 
 
+def one_of(owner: str, **values: Any) -> Any:
+    """The value of the arguments of ``owner`` that mean the same: at most one of them, or equal ones; None if none is given."""
+    given = {name: value for name, value in values.items() if value is not None}
+    name, value = next(iter(given.items()), ("", None))
+    if any(other != value for other in given.values()):
+        raise ConfigurationError(
+            f"{owner}: {' and '.join(given)} mean the same, got {' and '.join(repr(str(one)) for one in given.values())}. "
+            f"Fix: give one of them, {name}={str(value)!r}"
+        )
+    return value
+
+
 def check_name(name: object, argument: str = "name") -> str:
     """A relative path that stays inside the folder it is joined to; None and "" mean that folder itself."""
     if name is None or name == "":
@@ -95,7 +108,7 @@ def check_name(name: object, argument: str = "name") -> str:
 
 def check_version(version: object) -> int | str | None:
     """A version: a number N ≥ 0 for ``version_N``, the name of one folder, or None for the next free number."""
-    if version is None or (isinstance(version, int) and not isinstance(version, bool) and version >= 0):
+    if version is None or (is_whole(version) and version >= 0):
         return version
     if isinstance(version, str) and _is_inside(version) and not set(version) & set("/\\"):
         return version

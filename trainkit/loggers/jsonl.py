@@ -57,7 +57,7 @@ class JSONLLogger(Logger):
         return {name: mark for name, mark in marks.items() if mark is not None}
 
     def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
-        """Whether the files go on from where they ended, or are a part of that."""
+        """Whether the files continue from where they ended, or are a part of that."""
         return all(is_same_file(folder / name, mark) for name, mark in files.items())
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:

@@ -49,7 +49,7 @@ class MLFlowLogger(Logger):
         prefix: As for every ``Logger``.
         artifact_location: Where the artifacts of a new experiment go. None: ``<save_dir>/mlruns`` for the database in
             ``save_dir``, else the server chooses.
-        run_id: Go on with this run. None: the environment variable ``MLFLOW_RUN_ID``, else a new one.
+        run_id: Continue this run. None: the environment variable ``MLFLOW_RUN_ID``, else a new one.
         synchronous: Only True.
 
     Raises:
@@ -113,7 +113,7 @@ class MLFlowLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """The run's id; the run is started now if it was not yet. None on other processes than the main one."""
+        """The run's id; the run is started now if it was not yet. None on other processes than the main process."""
         if self.is_main_process:
             _ = self.experiment
         return self.version
@@ -171,7 +171,7 @@ class MLFlowLogger(Logger):
         return client
 
     def _running(self, client: Any) -> str:
-        """The id of the run: a new one, or that of one that goes on."""
+        """The id of the run: a new one, or that of one that is continued."""
         known = self.version
         if known is not None and self._resumed and not _exists(client, known):
             warn(
@@ -185,7 +185,7 @@ class MLFlowLogger(Logger):
         else:
             client.update_run(known, status="RUNNING")
             if not self._begun:  # the user's: what it has comes before
-                self._repeats.go_on({key: len(self._steps(client, known, key)) for key in client.get_run(known).data.metrics})
+                self._repeats.resume({key: len(self._steps(client, known, key)) for key in client.get_run(known).data.metrics})
         self._begun, self._resumed = True, False
         return known
 
@@ -224,7 +224,7 @@ class MLFlowLogger(Logger):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run of ``state``. Nothing can be removed from it: what it has already is not logged again."""
+        """Continue the run of ``state``. Nothing can be removed from it: what it has already is not logged again."""
         if self._experiment is not None:
             self.finalize("success")
         self._last_step = int(state.get("last_step", -1))
@@ -235,7 +235,7 @@ class MLFlowLogger(Logger):
             return
         self._id = str(state["run_id"])
         self._begun = self._resumed = True
-        self._repeats.go_on(state["counts"])
+        self._repeats.resume(state["counts"])
 
     # ------------------------------------------------------------------ what is logged
 
@@ -345,7 +345,7 @@ def _end(client: Any, run_id: str, status: str = "") -> None:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """What a Trainer goes on without: a server that does not answer, a disk that is full."""
+    """Errors that do not end training: a server that does not answer, a disk that is full."""
     from mlflow.exceptions import MlflowException
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,8 +40,13 @@ LOGGERS: dict[str, Kind] = {
 }
 
 
-def check_logger(name: str) -> None:
-    """Raise if nothing has this name, or its package is not there.
+def check_logger(name: str, argument: str = "logger", also: Sequence[str] = ()) -> None:
+    """Raise if no logger has this name, or its package is not installed.
+
+    Args:
+        name: what ``argument`` is.
+        argument: named in the message.
+        also: further names that ``argument`` may have.
 
     Raises:
         UnknownNameError: no logger has this name.
@@ -48,7 +54,8 @@ def check_logger(name: str) -> None:
     """
     if name not in LOGGERS:
         raise UnknownNameError(
-            f"logger: expected one of {', '.join(LOGGERS)}, got {name!r}.{nearest(name, LOGGERS)} Fix: logger='tensorboard'"
+            f"{argument}: expected {''.join(f'{one!r} or ' for one in also)}one of {', '.join(LOGGERS)}, got {name!r}."
+            f"{nearest(name, [*LOGGERS, *also])} Fix: {argument}='tensorboard'"
         )
     kind = LOGGERS[name]
     if kind.package and not is_installed(kind.package):

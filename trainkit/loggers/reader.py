@@ -72,7 +72,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, Series]:
     """All metrics of a run: name → [(step, value), …], "epoch" among them.
 
     A metric that several files of the run hold is taken from one: CSV before JSON lines (both keep full precision)
-    before TensorBoard. A row that a killed process left half written is passed over.
+    before TensorBoard. A row that a killed process left half written is skipped.
 
     Args:
         run_dir: As for ``find_run``.

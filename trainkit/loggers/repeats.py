@@ -11,7 +11,7 @@ class Repeats:
     """For trackers from which nothing can be taken back: after a resume, each record is logged once.
 
     A checkpoint holds how many records of each metric there were. What the tracker has beyond that was logged by the process
-    that was killed; a record of the same metric and step that comes again is left out.
+    that was killed; a record of the same metric and step that comes again is skipped.
     """
 
     def __init__(self) -> None:
@@ -22,8 +22,8 @@ class Repeats:
         """Nothing is there yet."""
         self.counts, self._later = {}, None
 
-    def go_on(self, counts: Mapping[str, int]) -> None:
-        """The run has records; the position is behind so many of each metric."""
+    def resume(self, counts: Mapping[str, int]) -> None:
+        """The run has records; the position is after this number of each metric."""
         self.counts, self._later = dict(counts), {}
 
     def has(self, key: str, step: int, steps_of: Callable[[str], list[int]]) -> bool:

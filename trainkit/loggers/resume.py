@@ -1,4 +1,4 @@
-"""Going on with the log of a run that was interrupted: its folder found again, its files cut where the checkpoint was made."""
+"""Resuming the log of an interrupted run: its folder is found, and its files are cut where the checkpoint was made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.loggers.folder import RunFolder, has_folder
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
-__all__ = ["cut_file", "digest", "find_again", "folder_state", "go_on", "is_same_file", "mark_of", "too_short"]
+__all__ = ["cut_file", "digest", "find_folder", "folder_state", "is_same_file", "mark_of", "resume_log", "too_short"]
 
 _TAIL = 4096  # bytes of a file's end that tell it from another run's
 
@@ -39,7 +39,7 @@ def mark_of(path: Path) -> dict[str, Any] | None:
 
 
 def is_same_file(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Whether a file goes on from a mark, or is what is left of one that did; one that is not there could be."""
+    """Whether a file continues from a mark, or is what remains of one that did; one that does not exist could be."""
     size = int(mark["bytes"])
     try:
         with path.open("rb") as file:
@@ -87,10 +87,10 @@ def folder_state(logger: Logger) -> dict[str, Any]:
     return {**state, "files": logger.mark_files(folder.path)}
 
 
-def go_on(logger: Logger, state: Mapping[str, Any]) -> None:
-    """Let a logger go on in the folder that its state names, and cut off what was written there later."""
+def resume_log(logger: Logger, state: Mapping[str, Any]) -> None:
+    """Let a logger continue in the folder that its state names, and cut off what was written there later."""
     found, logger._found = logger._found, None
-    path = found[1] if found is not None and found[0] == state else find_again(logger, state)
+    path = found[1] if found is not None and found[0] == state else find_folder(logger, state)
     if path is None or not logger.is_main_process:
         return
     try:
@@ -98,14 +98,14 @@ def go_on(logger: Logger, state: Mapping[str, Any]) -> None:
     except OSError as error:
         missing = [f"what was logged after the checkpoint could not be removed and comes twice: {error}"]
     if missing:
-        warn(f"{type(logger).__name__}: the log goes on, but {'; '.join(missing)}")
+        warn(f"{type(logger).__name__}: the log continues, but {'; '.join(missing)}")
 
 
-def find_again(logger: Logger, state: Mapping[str, Any]) -> Path | None:
+def find_folder(logger: Logger, state: Mapping[str, Any]) -> Path | None:
     """Point a logger at the folder that its state names; None, said in words, if it has to start another.
 
-    The folder is looked for where the logger would write now, since runs are moved, and then where it was; what it is
-    told by ``save_dir``, ``name`` and ``version`` goes before. A folder whose files are another run's is not touched.
+    The folder is looked for where the logger would write now, since runs are moved, and then where it was;
+    ``save_dir``, ``name`` and ``version`` from the user take precedence. A folder whose files are another run's is not touched.
     """
     recorded, version, files = Path(state["folder"]), state["version"], state.get("files", {})
     kind, root = type(logger).__name__, Path(logger.root_dir)
@@ -118,9 +118,7 @@ def find_again(logger: Logger, state: Mapping[str, Any]) -> Path | None:
             logger._folder = RunFolder(path.parent, version)
             return path
     if recorded.is_dir() and logger._save_dir is not None and recorded != here.absolute():
-        notice(
-            f"{kind} is told to log to {root}, not to where the run that is resumed did: a new log begins; {recorded} stays."
-        )
+        notice(f"{kind} logs to {root}, not to where the resumed run logged: a new log begins; {recorded} stays.")
     elif files and logger.is_main_process:
         what = "holds the log of another run" if recorded.is_dir() else "is not there"
         warn(

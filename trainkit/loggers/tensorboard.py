@@ -136,7 +136,7 @@ class TensorBoardLogger(Logger):
 
         Args:
             params: As for every ``Logger``.
-            metrics: The result to list beside them: name → number, or one number called ``hp_metric``.
+            metrics: The result to list next to them: name → number, or one number called ``hp_metric``.
         """
         super().log_hyperparams(params)
         if not self.is_main_process or params is None:

@@ -1,33 +1,31 @@
-"""Loggers as trackers: what ``Accelerator.trackers`` and ``get_tracker`` give, with the methods that Accelerate's have."""
+"""Loggers with the methods of Accelerate's trackers: what ``Accelerator.trackers`` and ``get_tracker`` return."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from trainkit.errors import ConfigurationError, MetricError, UnsupportedArgumentError
-from trainkit.loggers.base import Logger
-from trainkit.loggers.mlflow_logs import MLFlowLogger
+from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.comet_setup import goes_online
 from trainkit.loggers.names import LOGGERS
 from trainkit.loggers.values import as_step, number
-from trainkit.loggers.wandb_logs import WandbLogger
 from trainkit.tracking import GeneralTracker
 
-__all__ = ["LoggerTracker", "MLflowTracker", "WandBTracker", "WriterTracker", "name_of", "tracker_of"]
-
-_STEP_COLUMN = ("csv", "jsonl")  # have a column called "step" themselves
+__all__ = ["LoggerTracker", "MLflowTracker", "WandBTracker", "name_of", "reason_against", "tracker_of"]
 
 
 def name_of(logger: Logger) -> str:
-    """The name of a logger among trackers; of a class that has none, that of the class."""
+    """The name of a logger in ``log_with``; that of its class if it has none."""
     own = type(logger).__name__
     return next((name for name, kind in LOGGERS.items() if kind.path.endswith(f":{own}")), own)
 
 
 def tracker_of(logger: Logger) -> LoggerTracker:
     """A logger as a tracker."""
-    kinds = {"wandb": WandBTracker, "mlflow": MLflowTracker, "tensorboard": WriterTracker, "comet_ml": WriterTracker}
-    return kinds.get(name_of(logger), LoggerTracker)(logger)
+    return {"wandb": WandBTracker, "mlflow": MLflowTracker}.get(name_of(logger), LoggerTracker)(logger)
 
 
 class LoggerTracker(GeneralTracker):
@@ -41,16 +39,18 @@ class LoggerTracker(GeneralTracker):
     requires_logging_directory = False
 
     def __init__(self, logger: Logger) -> None:
-        self.logger = logger
+        self.logger: Any = logger
         self.name = name_of(logger)
 
     @property
     def tracker(self) -> Any:
-        """What is behind it: a ``SummaryWriter``, a run of wandb, an experiment of Comet, …"""
+        """The run or writer of the logger's package: ``SummaryWriter``, ``wandb.Run``, Comet's experiment, …"""
         return self.logger.experiment
 
+    writer = run = tracker  # Accelerate's names for it, of TensorBoard and Comet and of wandb
+
     def start(self) -> None:
-        """Open it now: what cannot be opened ends a script here, not where it first logs."""
+        """Open it now, so that what cannot be opened is an error here and not in the first ``log``."""
         _ = self.logger.experiment
 
     def store_init_configuration(self, values: Any) -> None:
@@ -60,35 +60,30 @@ class LoggerTracker(GeneralTracker):
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log the values of a step: numbers, tensors of one element, texts, or dicts of these, named by their path.
 
-        A value that is ``None`` is skipped.
-
         Raises:
             MetricError: a value that is none of these.
             ConfigurationError: a text, and this kind of logger cannot hold any.
             UnsupportedArgumentError: an argument of the backend's own.
         """
         self.refuse(kwargs)
-        numbers, texts = _sorted(values)
+        found = dict(_flat(values))
+        texts = {name: value for name, value in found.items() if isinstance(value, str)}
+        numbers = {name: number(name, value) for name, value in found.items() if name not in texts}
         if texts:
             self.logger._require("text", Logger.write_text, self.logger.write_text)
-        beside = self._beside(numbers, step)
+        # log_metrics takes a metric "step" for the step, as in Lightning
+        own_step = numbers.pop("step") if step is not None and numbers.get("step", as_step(step)) != as_step(step) else None
+        if own_step is not None and self.name in ("csv", "jsonl"):
+            raise ConfigurationError(
+                f"log: {self.name} has a column 'step' already, with step={step}, and the value of 'step' is {own_step}. "
+                "Fix: give the value another name"
+            )
         if numbers:
             self.logger.log_metrics(numbers, step)
-        if beside:  # not log_metrics: there a metric "step" takes the place of the step, as in Lightning
-            self.logger.write_metrics(beside, as_step(step))
+        if own_step is not None:
+            self.logger.write_metrics({"step": own_step}, as_step(step))
         for key, text in texts.items():
             self.logger.log_text(key, text, step)
-
-    def _beside(self, numbers: dict[str, int | float], step: int | None) -> dict[str, int | float]:
-        """A metric called "step" that is not the step: taken out of ``numbers``, where it would take the step's place."""
-        if step is None or "step" not in numbers or numbers["step"] == as_step(step):
-            return {}
-        if self.name in _STEP_COLUMN:
-            raise ConfigurationError(
-                f"log: {self.name} has a column 'step' already, with step={step}, and the value of 'step' is "
-                f"{numbers['step']}. Fix: give the value another name"
-            )
-        return {"step": numbers.pop("step")}
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images: name → a list of arrays, tensors or PIL images, or an array of shape (N, H, W, C) or (N, C, H, W)."""
@@ -97,13 +92,12 @@ class LoggerTracker(GeneralTracker):
             self.logger.log_image(key, list(images), step)
 
     def finish(self) -> None:
-        """End the run, also of those that stay open after a ``fit``."""
+        """End the run, also of loggers whose run stays open after a ``fit``."""
         self.logger.finalize("success")
-        if self.logger._experiment is not None:
-            Logger.finalize(self.logger, "success")
+        Logger.finalize(self.logger, "success")
 
     def refuse(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise for arguments of the backend's own, which a logger has no place for."""
+        """Raise for arguments of the backend's own, which a logger does not take."""
         if kwargs:
             raise UnsupportedArgumentError(
                 f"log: {self.name} does not take {', '.join(f'{name}=' for name in kwargs)} here. Fix: call the method of "
@@ -111,41 +105,25 @@ class LoggerTracker(GeneralTracker):
             )
 
 
-class WriterTracker(LoggerTracker):
-    """TensorBoard's or Comet's, with its ``writer``."""
-
-    @property
-    def writer(self) -> Any:
-        """A ``SummaryWriter``, or the experiment."""
-        return self.logger.experiment
-
-
 class WandBTracker(LoggerTracker):
-    """wandb's, with its ``run``; it logs in one row whatever wandb can hold."""
-
-    @property
-    def run(self) -> Any:
-        """The run."""
-        return self.logger.experiment
+    """wandb's; it logs in one row everything that wandb can hold."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log a row: numbers, texts, dicts, ``wandb.Image``, ``wandb.Table`` and lists of such; not what is ``None``.
+        """Log a row: numbers, texts, dicts, ``wandb.Image``, ``wandb.Table`` and lists of such, without what is ``None``.
 
         Raises:
             UnsupportedArgumentError: ``commit=False``, or another argument.
         """
-        if kwargs.get("commit") is False:
+        if kwargs.pop("commit", True) is False:
             raise UnsupportedArgumentError(
                 "log: commit=False is not supported for wandb: each call is a row. Fix: give all that belongs to a step in one "
                 "call, accelerator.log({...}, step=step)"
             )
-        self.refuse({name: value for name, value in kwargs.items() if name != "commit"})
-        row = {key: _plain(key, value) for key, value in values.items() if value is not None}
-        if not row:
-            return
+        self.refuse(kwargs)
         prefix = self.logger._prefix
-        named = {f"{prefix}-{key}" if prefix and key != "epoch" else key: value for key, value in row.items()}
-        cast(WandbLogger, self.logger).log_row(named, step)
+        row = {f"{prefix}-{key}" if prefix and key != "epoch" else key: value for key, value in _plain("", values).items()}
+        if row:
+            self.logger.log_row(row, step)
 
     def log_table(
         self,
@@ -164,50 +142,48 @@ class WandBTracker(LoggerTracker):
 
 
 class MLflowTracker(LoggerTracker):
-    """MLflow's, with the methods for artifacts."""
+    """MLflow's, with ``log_figure``, ``log_artifact`` and ``log_artifacts`` of its client for this run."""
 
     @property
     def tracker(self) -> Any:
         """The ``mlflow.entities.Run``."""
-        return self.logger.experiment.get_run(self._run)
+        return self.logger.experiment.get_run(self.logger.run_id)
 
-    @property
-    def _run(self) -> str | None:
-        return cast(MLFlowLogger, self.logger).run_id
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("log_artifact", "log_artifacts", "log_figure"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return partial(getattr(self.logger.experiment, name), self.logger.run_id)
 
-    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keep a figure of matplotlib or plotly as an artifact."""
-        self.logger.experiment.log_figure(self._run, figure, artifact_file, **save_kwargs)
 
-    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Keep a file as an artifact."""
-        self.logger.experiment.log_artifact(self._run, local_path, artifact_path)
+def reason_against(name: str, options: Mapping[str, Any]) -> str | None:
+    """Why ``log_with="all"`` skips a tracker that is installed, with what to do; ``None``: it works with these options."""
+    if name == "comet_ml" and goes_online(options.get("api_key"), options.get("online")) is None:
+        return "it has no API key here. Run comet login, or set COMET_START_ONLINE=0 to log offline"
+    if name == "mlflow" and not (options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")):
+        missing = [package for package in ("sqlalchemy", "alembic") if not is_installed(package)]
+        return f"it has no server, and for a database {' and '.join(missing)} would be needed" if missing else None
+    if name == "wandb" and not options.get("offline") and options.get("experiment") is None:
+        import wandb
 
-    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Keep what is in a folder as artifacts."""
-        self.logger.experiment.log_artifacts(self._run, local_dir, artifact_path)
+        mode = options.get("mode") or wandb.setup().settings.mode
+        if wandb.run is None and mode in ("online", "shared") and not wandb.login(prompt=False):
+            return "nobody is logged in here. Run wandb login, or set WANDB_MODE=offline to log offline"
+    return None
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Tensors and numpy's scalars as numbers; the rest as it is."""
+    """Tensors and numpy's scalars as numbers; dicts without what is ``None``; the rest as it is."""
     if isinstance(value, Mapping):
         return {name: _plain(f"{key}/{name}", one) for name, one in value.items() if one is not None}
     return number(key, value) if hasattr(value, "item") and hasattr(value, "shape") else value
 
 
-def _sorted(values: Mapping[str, Any]) -> tuple[dict[str, int | float], dict[str, str]]:
-    """Numbers and texts, of nested dicts named by their path."""
-    numbers: dict[str, int | float] = {}
-    texts: dict[str, str] = {}
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values that are not ``None``, those of nested dicts named by their path."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            inner = _sorted({f"{key}/{name}": one for name, one in value.items()})
-            numbers.update(inner[0])
-            texts.update(inner[1])
-        elif isinstance(value, str):
-            if not isinstance(key, str):
-                raise MetricError(f"log: expected a name, got {key!r}. Fix: accelerator.log({{'note': {value!r}}})")
-            texts[key] = value
+            yield from _flat(value, f"{prefix}{key}/")
+        elif isinstance(value, str) and not isinstance(key, str):
+            raise MetricError(f"log: expected a name, got {key!r}. Fix: accelerator.log({{'note': {value!r}}})")
         elif value is not None:
-            numbers[key] = number(key, value)
-    return numbers, texts
+            yield f"{prefix}{key}" if prefix else key, value

@@ -20,7 +20,7 @@ from trainkit.errors import (
     nearest,
 )
 from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.folder import check_save_dir
+from trainkit.loggers.folder import check_save_dir, one_of
 from trainkit.loggers.values import as_step
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _SEND_FILE = "    logger.experiment.log_artifact(path, name='model', type='model
 
 @dataclass
 class _Started:
-    """A run that a logger of ours started and nobody has ended yet."""
+    """A run that a logger of ours started and that has not ended yet."""
 
     run: Any
     owner: weakref.ref[WandbLogger]
@@ -63,7 +63,7 @@ class WandbLogger(Logger):
         offline: Keep the files here, to be sent by ``wandb sync``; so does the environment variable
             ``WANDB_MODE=offline``.
         dir: The same as ``save_dir``.
-        id: The run's id, to go on with a run; None: a new one.
+        id: The run's id, to continue a run; None: a new one.
         project: None: the environment variable ``WANDB_PROJECT``, else "trainkit".
         log_model: Not supported yet; the error names the call to use.
         experiment: A run of your own.
@@ -93,7 +93,7 @@ class WandbLogger(Logger):
         prefix: str = "",
         **kwargs: Any,
     ) -> None:
-        super().__init__(_one_of("save_dir", check_save_dir(save_dir), "dir", check_save_dir(dir)), prefix=prefix)
+        super().__init__(one_of("WandbLogger", save_dir=check_save_dir(save_dir), dir=check_save_dir(dir)), prefix=prefix)
         if not is_installed("wandb"):
             raise missing_package("wandb", "wandb", "WandbLogger")
         if log_model:
@@ -101,7 +101,7 @@ class WandbLogger(Logger):
                 f"WandbLogger(log_model={log_model!r}) is not supported. Fix: send a file when it is there, with\n{_SEND_FILE}"
             )
         self._run_name = name
-        self._id = _one_of("version", version, "id", id)
+        self._id = one_of("WandbLogger", version=version, id=id)
         self._project = project
         self._options = _checked_options(kwargs, offline)
         self._given = experiment
@@ -141,7 +141,7 @@ class WandbLogger(Logger):
     def experiment(self) -> Any:
         """The ``wandb`` run, started now if it is not; on other processes an object that does nothing."""
         if getattr(self._experiment, "_is_finished", False) and self._given is None:
-            self._experiment = None  # ended by the user, wandb.finish(): go on with it by its id
+            self._experiment = None  # ended by the user, wandb.finish(): continue it by its id
         return super().experiment
 
     def open_experiment(self) -> Any:
@@ -156,7 +156,7 @@ class WandbLogger(Logger):
         ours = any(started.run is active for started in self._started)
         if active is not None and not ours and self._id in (None, active.id):
             return self._adopt(active)
-        run = self._start(beside_another=active is not None)
+        run = self._start(other_is_open=active is not None)
         self._id = run.id
         self._started.append(_Started(run, weakref.ref(self)))
         return run
@@ -173,7 +173,7 @@ class WandbLogger(Logger):
         self._id = run.id
         return run
 
-    def _start(self, beside_another: bool) -> Any:
+    def _start(self, other_is_open: bool) -> Any:
         import wandb
 
         folder = Path(self.save_dir).absolute()  # wandb's own process may have been started in another one
@@ -181,7 +181,7 @@ class WandbLogger(Logger):
         options = dict(self._options)
         if self._id is not None:
             options.setdefault("resume", "allow")
-        if beside_another:
+        if other_is_open:
             options.setdefault("reinit", "create_new")
         run = wandb.init(name=self._run_name, dir=str(folder), id=self._id, project=self.name, **options)
         run.define_metric(_STEP)
@@ -229,7 +229,7 @@ class WandbLogger(Logger):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run of ``state``. Nothing can be removed from it: rows that it has already are not logged again."""
+        """Continue the run of ``state``. Nothing can be removed from it: rows that it has already are not logged again."""
         self._last_step = int(state.get("last_step", -1))
         if "id" not in state or not self.is_main_process:
             return
@@ -311,19 +311,10 @@ class WandbLogger(Logger):
         Args:
             model: The module to watch.
             log: "gradients", "parameters", "all" or None.
-            log_freq: Every so many backward passes.
+            log_freq: Number of backward passes between two logs.
             log_graph: Log the graph of the module.
         """
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
-
-
-def _one_of(first: str, first_value: Any, second: str, second_value: Any) -> Any:
-    if first_value is not None and second_value is not None and first_value != second_value:
-        raise ConfigurationError(
-            f"WandbLogger: {first} and {second} mean the same, got {str(first_value)!r} and {str(second_value)!r}. "
-            f"Fix: give one of them, {first}={str(first_value)!r}"
-        )
-    return second_value if first_value is None else first_value
 
 
 def _checked_options(kwargs: dict[str, Any], offline: bool) -> dict[str, Any]:

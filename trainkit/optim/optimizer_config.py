@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainkit.checks import whole_number
 from trainkit.console import counted, with_article
 from trainkit.errors import OptimizerError, nearest
 
@@ -173,8 +174,8 @@ def _check_scheduler(config: SchedulerConfig, automatic: bool) -> None:
         raise OptimizerError(f"lr_scheduler: expected an object with step(), received {config.scheduler!r}.")
     if config.interval not in ("step", "epoch"):
         raise OptimizerError(f"lr_scheduler: interval must be 'step' or 'epoch', not {config.interval!r}.")
-    if isinstance(config.frequency, bool) or not isinstance(config.frequency, int) or config.frequency < 1:
-        raise OptimizerError(f"lr_scheduler: frequency must be an integer ≥ 1, not {config.frequency!r}.")
+    fix = "{'scheduler': scheduler, 'frequency': 1}"
+    whole_number(config.frequency, "lr_scheduler: frequency", 1, fix=fix, error=OptimizerError)
     if automatic and config.reduce_on_plateau and config.monitor is None:
         raise OptimizerError(
             f"{name} needs the metric that it monitors: return {{'optimizer': optimizer, 'lr_scheduler': "

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from trainkit.checks import is_whole, real_number, whole_number
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.paths import local_path
@@ -90,10 +89,8 @@ class TrainerArguments:
             value = getattr(self, name)
             if value is None and optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-                hint = " (-1: no limit)" if least == -1 else ""
-                raise ConfigurationError(f"{name} must be an integer ≥ {least}{hint}, not {value!r}.")
-            setattr(self, name, int(value))  # numpy has integers of its own
+            hint = " (-1: no limit)" if least == -1 else ""
+            setattr(self, name, whole_number(value, name, least, expected=f"an integer ≥ {least}{hint}"))
 
     def _check_fractions(self) -> None:
         for name in (*(f.name for f in fields(self) if f.name.startswith("limit_")), "overfit_batches"):
@@ -101,8 +98,7 @@ class TrainerArguments:
             if value is None:
                 setattr(self, name, 1.0)
                 continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not ((whole and value >= 0) or (isinstance(value, float) and 0.0 <= value <= 1.0)):
+            if not ((is_whole(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value <= 1.0)):
                 raise ConfigurationError(
                     f"{name} must be a number of batches (an integer ≥ 0) or a fraction (a float from 0.0 to 1.0), not "
                     f"{value!r}. For example: {name}=100 or {name}=0.25"
@@ -110,8 +106,7 @@ class TrainerArguments:
         value = self.val_check_interval
         if value is None:
             return
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not ((whole and value >= 1) or (isinstance(value, float) and 0.0 < value <= 1.0)):
+        if not ((is_whole(value) and value >= 1) or (isinstance(value, float) and 0.0 < value <= 1.0)):
             raise ConfigurationError(
                 "val_check_interval must be a number of training batches (an integer ≥ 1) or a fraction of the epoch (a float "
                 f"above 0.0 up to 1.0), not {value!r}. For every N updates: val_every_n_steps=N"
@@ -124,8 +119,8 @@ class TrainerArguments:
                 f"{nearest(str(self.gradient_clip_algorithm), ('norm', 'value'))}"
             )
         clip = self.gradient_clip_val
-        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip >= 0):
-            raise ConfigurationError(f"gradient_clip_val must be a number ≥ 0, not {clip!r}.")
+        if clip is not None:
+            real_number(clip, "gradient_clip_val", least=0)
         if self.default_root_dir is not None and not isinstance(self.default_root_dir, str | os.PathLike):
             raise ConfigurationError(f"default_root_dir must be a path, not {self.default_root_dir!r}. For example: 'runs'")
         if clip is None and self.gradient_clip_algorithm == "value":
@@ -135,7 +130,7 @@ class TrainerArguments:
         if self.deterministic not in (True, False, None, "warn"):
             raise ConfigurationError(f"deterministic must be True, False or 'warn', not {self.deterministic!r}.")
         run = self.fast_dev_run
-        if not isinstance(run, bool) and (not isinstance(run, int) or run < 0):
+        if not isinstance(run, bool) and not (is_whole(run) and run >= 0):
             raise ConfigurationError(f"fast_dev_run must be True, False or a number of batches, not {run!r}.")
 
     def _check_contradictions(self) -> None:
@@ -220,8 +215,3 @@ def limited(length: int | None, limit: int | float, argument: str) -> int | None
             f"number: {argument}=1"
         )
     return count
-
-
-def as_number(count: int | None) -> int | float:
-    """A number of batches as the Trainer shows it: infinity where it is not known."""
-    return math.inf if count is None else count

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
+from trainkit.checks import real_number
 from trainkit.console import counted, notice, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CheckpointError, ConfigurationError, UnknownNameError, nearest
@@ -130,7 +131,7 @@ def _use_folders(trainer: Trainer, places: Places) -> Enter | None:
     if callbacks:
         for folder in places.told:
             trainer._checkpointing.use_folder(folder)
-    return None if all(own.told_folder for own in callbacks) else trainer._checkpointing.places.continue_in
+    return None if all(own.given_dirpath for own in callbacks) else trainer._checkpointing.places.continue_in
 
 
 def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], strict: bool) -> None:
@@ -300,8 +301,8 @@ def _override(parts: Parts, overrides: Mapping[str, Any]) -> None:
             raise UnknownNameError(
                 f"overrides: no optimizer has the option {name!r}; known: {', '.join(known)}.{nearest(name, known)}"
             )
-        if name == "lr" and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
-            raise ConfigurationError(f"overrides: lr must be a number ≥ 0, not {value!r}. Write: overrides={{'lr': 1e-4}}")
+        if name == "lr":
+            real_number(value, "overrides: lr", least=0, fix="overrides={'lr': 1e-4}")
         for optimizer in parts.optimizers:
             if name == "lr":
                 _override_rates(optimizer, parts.schedulers, value)

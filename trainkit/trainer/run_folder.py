@@ -79,7 +79,7 @@ def checkpoint_places(trainer: Trainer) -> Places:
     wrote to ``<default_root_dir>/checkpoints`` counts where there is nothing else.
     """
     callbacks: list[Any] = list(trainer.checkpoint_callbacks)
-    told = [Path(own) for callback in callbacks if (own := callback.told_folder) is not None]
+    told = [Path(own) for callback in callbacks if (own := callback.given_dirpath) is not None]
     if callbacks and len(told) == len(callbacks):
         return Places(list(dict.fromkeys(told)), [], [])
     root = Path(os.path.abspath(trainer.default_root_dir))
@@ -103,7 +103,7 @@ def checkpoint_places(trainer: Trainer) -> Places:
 def shown_folders(trainer: Trainer) -> list[str]:
     """Where the checkpoints of a run go, in words; nothing is chosen or made."""
     callbacks: list[Any] = list(trainer.checkpoint_callbacks)
-    own = [callback.told_folder for callback in callbacks]
+    own = [callback.given_dirpath for callback in callbacks]
     running = None if trainer._save_policy is None else trainer._checkpointing.places.of_run
     if running is None:
         logger = _logger_with_folder(trainer)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainkit.accelerator.current import gathering
+from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.nested import move
 
@@ -74,7 +75,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """
     part = gathering("broadcast")
     size = part.world.size
-    if isinstance(from_process, bool) or not isinstance(from_process, int) or not 0 <= from_process < size:
+    if not is_whole(from_process) or not 0 <= from_process < size:
         raise ConfigurationError(f"broadcast(from_process={from_process!r}): there are 0 to {size - 1}.")
     return part.broadcast(tensor, from_process)
 

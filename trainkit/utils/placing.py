@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainkit.checks import is_whole
 from trainkit.distributed.device import find_device
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
@@ -79,7 +80,7 @@ def _device(name: str, device: Any) -> torch.device:
             f"device_map={{{name!r}: 'disk'}}: weights are not offloaded here. Use a device, {_DEVICES}; to train with "
             "parameters on a disk: ZeROStrategy(stage=3, offload_params='nvme', nvme_path=...)"
         )
-    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+    if not (is_whole(device) or isinstance(device, str | torch.device)):
         raise ConfigurationError(f"device_map={{{name!r}: {device!r}}}: expected a device, {_DEVICES}.")
     if device == "auto":
         raise UnsupportedArgumentError(f"device_map={{{name!r}: 'auto'}}: name the device, {_DEVICES}.")

@@ -15,7 +15,7 @@ from zipfile import ZipFile
 import pytest
 
 from trainkit.loggers import CometLogger, WandbLogger
-from trainkit.loggers.comet_logs import _comet_ml
+from trainkit.loggers.comet_setup import comet_ml
 
 __all__ = [
     "PLAIN",
@@ -95,7 +95,7 @@ def comet_offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     environment.setenv("COMET_ERROR_TRACKING_ENABLE", "false")
     environment.setenv("COMET_LOGGING_CONSOLE", "CRITICAL")
     if importlib.util.find_spec("comet_ml") is not None:
-        _comet_ml()  # as a logger imports it
+        comet_ml()  # as a logger imports it
         from comet_ml.streamer.base import BaseStreamer
 
         # its thread waits a second for more before it sees that the experiment has ended
@@ -104,7 +104,7 @@ def comet_offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     last, CometLogger._open = CometLogger._open, None
     if last is not None:
-        last.experiment.end()
+        last[0].end()
     environment.undo()
 
 
@@ -174,6 +174,8 @@ def comet_records(folder: Path) -> dict[str, list[tuple[int, Any]]]:
     parts = []
     for path in folder.glob("*.zip"):
         with ZipFile(path) as archive:
+            if not archive.namelist():
+                continue  # of a killed process
             about = json.loads(archive.read("experiment.json"))
             parts.append((about["start_time"], archive.read("messages.json").decode()))
     found: dict[str, list[tuple[int, Any]]] = {}

@@ -1,4 +1,4 @@
-"""What ``ModelCheckpoint`` knows of the checkpoints that it has saved: the best, the newest, and which may go."""
+"""The checkpoints that a ``ModelCheckpoint`` has saved: the best, the newest, and which can be removed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__: list[str] = []
 
 @dataclass
 class Save:
-    """One save on its way, and what it has changed in the books, so that it can be taken back.
+    """One save in progress, and what it has changed in the history, so that this can be undone.
 
     Attributes:
-        position: where the run was.
+        position: of the run.
         score: the monitor's value of that step, None if there is none.
         path: the checkpoint, "" before it is known and after the save has failed.
         committed: it is complete.
@@ -36,20 +36,20 @@ class Save:
     score: Tensor | None
     path: str = ""
     committed: bool = False
-    best: frozenset[str] = frozenset()  # with this one
-    displaced: dict[str, Tensor] = field(default_factory=dict)  # what it pushed out of the best
-    before: tuple[str, Tensor | None] = ("", None)  # the newest until then, and its score
+    best: frozenset[str] = frozenset()  # the best checkpoints, with this one
+    displaced: dict[str, Tensor] = field(default_factory=dict)  # those that are no longer among the best because of it
+    before: tuple[str, Tensor | None] = ("", None)  # the newest before it, and its score
 
 
-class CheckpointBooks(Callback):
-    """The part of ``ModelCheckpoint`` that knows what has been saved.
+class CheckpointHistory(Callback):
+    """The part of ``ModelCheckpoint`` that records what has been saved.
 
-    The books are brought up to date before a checkpoint is written, so that it knows of itself, and taken back if it could
-    not be. Mappings are replaced, never changed: the writer's thread reads them.
+    The history is updated before a checkpoint is written, so that the checkpoint contains itself, and the update is undone if
+    the save fails. Mappings are replaced, never changed: the writer's thread reads them.
 
     Attributes:
         best_k_models: path → score of the best checkpoints, the best first, NaN last, of equals the older first.
-        last_model_path: the newest checkpoint, be it complete or being written; "" if there is none.
+        last_model_path: the newest checkpoint, complete or being written; "" if there is none.
         current_score: the score of the newest, None if it was not ranked.
     """
 
@@ -61,18 +61,18 @@ class CheckpointBooks(Callback):
     save_last: bool | None
     keep_last: int
 
-    def _open_books(self) -> None:
+    def _start_history(self) -> None:
         self.best_k_models: dict[str, Tensor] = {}
         self.last_model_path = ""
         self.current_score: Tensor | None = None
 
     @property
-    def told_folder(self) -> str | None:
-        """The folder that it was told to save to by ``dirpath``; None: that of the run."""
+    def given_dirpath(self) -> str | None:
+        """``dirpath`` as the user gave it; None: the folder of the run."""
         return None if self._default_dirpath else self.dirpath
 
-    def _placed(self, folder: Path) -> None:
-        """The folder of the run is known."""
+    def _use_folder(self, folder: Path) -> None:
+        """Save to the folder of the run, which is known now."""
         self.dirpath = str(folder)
 
     @property
@@ -94,7 +94,7 @@ class CheckpointBooks(Callback):
     def best_in(self, found: Sequence[Found]) -> str:
         """The best of the checkpoints that the newest run of such a callback has saved; "" if there is none.
 
-        It is told by what is in the manifests, so weights without a run's state will do.
+        It reads the manifests only, so weights-only checkpoints count too.
         """
         own = [one for one in found if one.manifest is not None and one.manifest.saved_by == self.state_key and not one.problem]
         manifests = [(str(one.path), one.manifest) for one in own if one.manifest is not None]
@@ -105,7 +105,7 @@ class CheckpointBooks(Callback):
         return next(iter(self._best_with("", None, scores)), "")
 
     def _best_with(self, path: str, score: Tensor | None, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The best of ``others`` (default: of those that are now) and of a newer one, in order."""
+        """The best of ``others`` (default: the best so far) and of a newer one, in order."""
         scores = {known: s for known, s in (self.best_k_models if others is None else others).items() if known != path}
         if score is not None:
             scores[path] = score
@@ -118,16 +118,16 @@ class CheckpointBooks(Callback):
         ordered = sorted(scores.items(), key=order)
         return dict(ordered if self.save_top_k == -1 else ordered[: self.save_top_k])
 
-    def _enter(self, save: Save, path: Path) -> None:
-        """Take in a checkpoint that is about to be written to ``path``."""
+    def _add(self, save: Save, path: Path) -> None:
+        """Record a checkpoint that is about to be written to ``path``."""
         save.path, save.before = str(path), (self.last_model_path, self.current_score)
         best = self._best_with(save.path, save.score)
         save.best = frozenset(best)
         save.displaced = {known: s for known, s in self.best_k_models.items() if known == save.path or known not in best}
         self.best_k_models, self.last_model_path, self.current_score = best, save.path, save.score
 
-    def _take_back(self, save: Save) -> bool:
-        """Undo :meth:`_enter`, as the save has failed; what was entered since stays. Returns whether there was cause to."""
+    def _undo(self, save: Save) -> bool:
+        """Undo :meth:`_add` after a failed save; later checkpoints stay. Returns whether there was anything to undo."""
         path, save.path = save.path, ""
         if not path or save.committed:
             return False
@@ -139,7 +139,7 @@ class CheckpointBooks(Callback):
         return True
 
     def _clean_up(self, save: Save, run_id: str, main: bool) -> None:
-        """Called in the writer's thread when a checkpoint is complete; the main process's removes what is superfluous now."""
+        """Called in the writer's thread when a checkpoint is complete; the main process removes outdated ones."""
         save.committed = True
         if not main:
             return
@@ -149,11 +149,11 @@ class CheckpointBooks(Callback):
                 write_pointer(path.parent, path.name)
             for old in self._outdated(save, run_id):
                 remove(old)
-        except (CheckpointError, OSError) as error:  # the checkpoint is there; the next one tries again
+        except (CheckpointError, OSError) as error:  # the checkpoint is saved; the next save tries again
             notice(f"ModelCheckpoint: {path} is saved, but: {error}")
 
     def _outdated(self, save: Save, run_id: str) -> list[Path]:
-        """Those that ``save`` has made superfluous: of this run and callback only, the oldest first."""
+        """The checkpoints of this run and callback that ``save`` makes unnecessary, the oldest first."""
         if self.keep_last == -1 or (self.monitor is None and self.save_top_k == -1):
             return []
         protected = {*save.best, *self.best_k_models, save.path}
@@ -165,7 +165,7 @@ class CheckpointBooks(Callback):
             and (found.manifest.run_id, found.manifest.saved_by) == (run_id, self.state_key)
             and str(found.path) not in protected
         ]
-        keep = self.keep_last if save.path in save.best else max(0, self.keep_last - 1)  # it is one of the rest itself
+        keep = self.keep_last if save.path in save.best else max(0, self.keep_last - 1)  # it is one of the rest
         return [path for _, path in sorted(rest)][: max(0, len(rest) - keep)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,25 +179,25 @@ class CheckpointBooks(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         folders = [folder for folder in (state_dict["dirpath"], self.dirpath) if folder is not None]
         found = {_find(name, folders): score for name, score in state_dict["best_k_models"].items()}
-        scores = {path: score_of(score) for path, score in found.items() if path}  # without those that are gone
+        scores = {path: score_of(score) for path, score in found.items() if path}  # without those that no longer exist
         self.best_k_models = self._best_with("", None, scores)
         self.last_model_path = _find(state_dict["last_model_path"], folders)
         self.current_score = None if state_dict["current_score"] is None else score_of(state_dict["current_score"])
 
     def _stored(self, path: str) -> str:
-        """Relative to ``dirpath`` where it lies in it, so that the folder can be moved."""
+        """Relative to ``dirpath`` if it is inside, so that the folder can be moved."""
         folder, name = os.path.split(path)
         return name if folder == self.dirpath else path
 
 
 def score_of(value: float) -> Tensor:
-    """A score as it is kept: float64, on the CPU, an ordinary tensor wherever it is made."""
+    """A score as a float64 tensor on the CPU, not an inference tensor."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _find(name: str, folders: Sequence[str]) -> str:
-    """The checkpoint of that name in the folder of then or, if it was moved or copied, in that of now; "" if it is gone."""
+    """The checkpoint of that name in the earlier folder or, if it was moved or copied, in the current one; else ""."""
     places = [os.path.join(folder, name) for folder in folders if name]
     there = [place for place in dict.fromkeys(places) if os.path.isdir(place)]
     if len(there) == 2 and _digest(there[0]) == _digest(there[1]):
@@ -209,4 +209,4 @@ def _digest(path: str) -> bytes:
     try:
         return (Path(path) / DIGEST).read_bytes()
     except OSError:
-        return os.fsencode(path)  # like no other
+        return os.fsencode(path)  # equal to no other

@@ -1,0 +1,119 @@
+"""What decides which graph a step needs, and how one step differs from another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__: list[str] = []
+
+Inputs = tuple[tuple[str, Any], ...]
+"""Names and values, such as ``batch['x']`` with a shape, ``batch['x'].dtype``, ``layer.weight.requires_grad``."""
+
+_MISSING = "missing"
+
+
+class Change(NamedTuple):
+    """An input that differs, with its value in each of the two steps."""
+
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        texts = [list(one) if isinstance(one, tuple) else str(one).removeprefix("torch.") for one in (self.old, self.new)]
+        return f"{self.name}: {texts[0]} → {texts[1]}"
+
+    @property
+    def axes(self) -> list[int]:
+        """The dimensions in which two shapes differ; none if the number of dimensions does."""
+        if not (isinstance(self.old, tuple) and isinstance(self.new, tuple) and len(self.old) == len(self.new)):
+            return []
+        return [axis for axis, size in enumerate(self.new) if size != self.old[axis]]
+
+    @property
+    def kind(self) -> str:
+        """The same for all changes of this thing, whatever the values."""
+        last = self.name.rpartition(".")[2]
+        axes = f" dimension {', '.join(map(str, self.axes))}" if self.axes else ""
+        return last if last in ("requires_grad", "training") else self.name + axes
+
+    @property
+    def fix(self) -> str:
+        """What the user can do about it."""
+        if not self.name.startswith("batch"):
+            return "Change it once, or before training starts. Of an option, 0, 1 and -1 become part of the graph, as flags do."
+        if self.axes == [0]:
+            return "Drop the short batch, DataLoader(drop_last=True), or pad it, XLAStrategy(pad_last_batch=True)."
+        if isinstance(self.new, tuple) and isinstance(self.old, tuple):
+            return "Each size is a graph of its own: pad to one length in collate_fn, or to a few."
+        return "Let collate_fn return the same tensors with the same dtypes for all batches."
+
+
+def inputs_of_batch(batch: Any) -> Inputs:
+    """Shapes and dtypes of the tensors in nested dicts, lists, tuples and dataclasses."""
+    tensors = [(path, leaf) for path, leaf in _leaves(batch, "batch") if isinstance(leaf, Tensor)]
+    return tuple(pair for path, leaf in tensors for pair in ((path, tuple(leaf.shape)), (f"{path}.dtype", leaf.dtype)))
+
+
+def numbers_in(batch: Any) -> list[str]:
+    """The Python numbers of a batch."""
+    return [f"{path} = {leaf!r}" for path, leaf in _leaves(batch, "batch") if isinstance(leaf, int | float)]
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    items: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        items = ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = ((f".{name}", item) for name, item in zip(value._fields, value, strict=True))
+    elif isinstance(value, list | tuple):
+        items = ((f"[{index}]", item) for index, item in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = ((f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    else:
+        yield path, value
+    for name, item in items:
+        yield from _leaves(item, path + name)
+
+
+def inputs_of_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> Inputs:
+    """What is trained, what is in train mode, and the options of the optimizers; takes a walk through all modules."""
+    found: list[tuple[str, Any]] = [(f"{name}.requires_grad", one.requires_grad) for name, one in module.named_parameters()]
+    found += [(f"{name or 'module'}.training", part.training) for name, part in module.named_modules()]
+    for index, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):  # the value of a learning rate is no part of the graph
+            options = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+            options = {"parameters": len(group["params"])} | {name: _option(value) for name, value in options.items()}
+            found += [(f"optimizer {index}, group {number}, {name}", value) for name, value in options.items()]
+    return tuple(found)
+
+
+def _option(value: Any) -> str:
+    """A number is an input of the graph, whatever its value; but 0, 1 and -1 become part of it, as flags do."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_option, value))})"
+    if isinstance(value, bool | str | None) or value in (0, 1, -1):
+        return str(value)
+    return "another number" if isinstance(value, int | float) else type(value).__name__
+
+
+def nearest_changes(new: Inputs, seen: Iterable[Inputs]) -> list[Change]:
+    """The changes from the one that differs least, of several the latest; none if there is nothing to compare with."""
+    found = [_changes(new, old) for old in seen]
+    return min(reversed(found), key=lambda one: (len(one), sum(len(change.axes) for change in one)), default=[])
+
+
+def _changes(new: Inputs, old: Inputs) -> list[Change]:
+    before, after = dict(old), dict(new)
+    found = [Change(name, before.get(name, _MISSING), after.get(name, _MISSING)) for name in {**after, **before}]
+    return [change for change in found if change.old != change.new]
+
+
+def is_shorter(changes: Iterable[Change]) -> bool:
+    """Whether these are of the same batch with fewer samples: first dimensions, which are smaller, and nothing else."""
+    return all(change.axes == [0] and change.new[0] < change.old[0] for change in changes)

@@ -1,0 +1,132 @@
+"""Checks of arguments that many classes take: numbers, and one of several values.
+
+``name`` is the argument as the message shows it: ``max_epochs``, or with its owner ``EarlyStopping(patience=)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any, Literal, TypeGuard, overload
+
+from trainkit.errors import ConfigurationError, nearest
+
+__all__ = ["choice", "function", "is_number", "is_whole", "real_number", "whole_number"]
+
+Raised = type[Exception]
+"""The error of a check."""
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether this is an ``int``; ``True`` and ``False`` are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether this is an integer or a float; ``True`` and ``False`` are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@overload
+def whole_number(
+    value: Any, name: str, least: int = 0, most: int | None = None, *, expected: str = "", fix: str = "", error: Raised = ...
+) -> int:
+    """Never None."""
+
+
+@overload
+def whole_number(value: Any, name: str, least: int = 0, most: int | None = None, *, optional: Literal[True]) -> int | None:
+    """None where the user gave None."""
+
+
+def whole_number(
+    value: Any,
+    name: str,
+    least: int = 0,
+    most: int | None = None,
+    *,
+    optional: bool = False,
+    expected: str = "",
+    fix: str = "",
+    error: Raised = ConfigurationError,
+) -> int | None:
+    """``value``, an integer from ``least`` to ``most``, as an ``int``; numpy's integers are taken too.
+
+    Args:
+        value: from the user.
+        name: of the argument.
+        least: the smallest that is allowed.
+        most: the largest that is allowed; None: there is none.
+        optional: None is allowed, and returned.
+        expected: instead of "an integer ≥ 1" in the message.
+        fix: code that works; default: the argument with the smallest number from 1 on.
+        error: to raise.
+
+    Raises:
+        ConfigurationError: it is none; or ``error``.
+    """
+    if optional and value is None:
+        return None
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        number = int(value)
+        if least <= number and (most is None or number <= most):
+            return number
+    bounds = f"an integer ≥ {least}" if most is None else f"an integer from {least} to {most}"
+    wanted = f"{expected or bounds}{' or None' if optional else ''}"
+    raise error(f"{name} must be {wanted}, not {value!r}. For example: {fix or _written(name, max(least, 1))}")
+
+
+def real_number(
+    value: Any,
+    name: str,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    optional: bool = False,
+    example: float = 1.0,
+    fix: str = "",
+) -> Any:
+    """``value``, an integer or a float that is not NaN.
+
+    Args:
+        value: from the user.
+        name: of the argument.
+        least: the smallest that is allowed.
+        above: it must be larger than this.
+        optional: None is allowed, and returned.
+        example: a number that works.
+        fix: code that works; default: the argument with ``example``.
+
+    Raises:
+        ConfigurationError: it is no such number.
+    """
+    if optional and value is None:
+        return None
+    if is_number(value) and not math.isnan(value) and least <= value and (value > above or above == -math.inf):
+        return value
+    bound = f" ≥ {least:g}" if least > -math.inf else f" > {above:g}" if above > -math.inf else ""
+    wanted = f"a number{bound}{' or None' if optional else ''}"
+    raise ConfigurationError(f"{name} must be {wanted}, not {value!r}. For example: {fix or _written(name, f'{example:g}')}")
+
+
+def choice(value: Any, name: str, choices: Sequence[str], *, optional: bool = False) -> Any:
+    """``value``, one of ``choices``, or None where it is ``optional``; else a ``ConfigurationError``."""
+    if value in choices or (optional and value is None):
+        return value
+    known = ", ".join(repr(one) for one in choices) + (" or None" if optional else "")
+    hint = nearest(str(value), choices)
+    raise ConfigurationError(
+        f"{name} must be one of {known}, not {value!r}.{hint} For example: {_written(name, repr(choices[0]))}"
+    )
+
+
+def function(value: Any, name: str, example: str) -> Any:
+    """``value``, something that can be called, or None; else a ``ConfigurationError``."""
+    if value is None or callable(value):
+        return value
+    raise ConfigurationError(f"{name} must be a function or None, not {value!r}. For example: {_written(name, example)}")
+
+
+def _written(name: str, value: Any) -> str:
+    return f"{name[:-1]}{value})" if name.endswith("=)") else f"{name}={value}"

@@ -1,0 +1,107 @@
+"""What ``CometLogger`` asks comet_ml: its options, whether experiments go online, to start one, what the server has of one."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+
+__all__ = ["check_online", "checked_options", "comet_ml", "goes_online", "recorded_steps", "start", "start_offline"]
+
+_FORMER = {  # of Lightning's older CometLogger
+    "experiment_name": "name='…'",
+    "offline": "online=False",
+    "project_name": "project='…'",
+    "rest_api_key": "api_key='…'",
+}
+
+
+def goes_online(api_key: str | None = None, online: bool | None = None) -> bool | None:
+    """Whether experiments are sent, as comet_ml is configured; ``None``: they would be, but there is no API key."""
+    if online is False:
+        return False
+    config = comet_ml().get_config()
+    if online is None:
+        online = config.get_bool(None, "comet.start.online", default=True, not_set_value=None)
+    if online is False:
+        return False
+    return True if api_key or comet_ml().get_api_key(None, config) else None
+
+
+def check_online(api_key: str | None, online: bool | None) -> bool:
+    """:func:`goes_online`; that there is no API key is a ``ConfigurationError``."""
+    found = goes_online(api_key, online)
+    if found is None:
+        raise ConfigurationError(
+            "CometLogger: there is no API key. Fix: CometLogger(online=False) keeps the experiment here, for comet upload; "
+            "comet login, or the environment variable COMET_API_KEY, to send it"
+        )
+    return found
+
+
+def comet_ml() -> Any:
+    """The package, imported without its automatic logging, which changes other packages as they are imported."""
+    name = "COMET_DISABLE_AUTO_LOGGING"
+    if "comet_ml" in sys.modules or name in os.environ:
+        return import_module("comet_ml")
+    os.environ[name] = "1"
+    try:
+        return import_module("comet_ml")
+    finally:
+        del os.environ[name]
+
+
+def checked_options(kwargs: dict[str, Any], mode: str | None) -> dict[str, Any]:
+    """``kwargs``, each of which ``comet_ml.ExperimentConfig`` has; one that it does not have is an ``UnknownNameError``."""
+    if mode not in (None, "get_or_create", "get", "create"):
+        raise ConfigurationError(f"mode: expected 'get_or_create', 'get' or 'create', got {mode!r}. Fix: leave it out")
+    if kwargs:
+        known = inspect.signature(comet_ml().ExperimentConfig.__init__).parameters
+        for name in kwargs:
+            if name in known and name not in ("self", "offline_directory"):
+                continue
+            fix = f"Fix: {_FORMER[name]}" if name in _FORMER else "Fix: remove it; see help(comet_ml.ExperimentConfig)"
+            similar = "" if name in _FORMER else nearest(name, known)
+            raise UnknownNameError(
+                f"CometLogger: expected arguments of its own or of comet_ml.ExperimentConfig, got {name!r}.{similar} {fix}"
+            )
+    return kwargs
+
+
+def start(options: dict[str, Any], **given: Any) -> Any:
+    """A new or continued experiment, online unless ``given`` says otherwise; ``options`` are those of its configuration."""
+    config = comet_ml().ExperimentConfig(**{"auto_metric_logging": False, "auto_param_logging": False, **options})
+    return comet_ml().start(experiment_config=config, **{"online": True, **given})
+
+
+def start_offline(folder: Path, options: dict[str, Any], **given: Any) -> Any:
+    """A new experiment, whose archive will be in ``folder``.
+
+    comet_ml draws the end of the archive's name from Python's ``random``. Under a fixed seed it would be that of the last
+    archive of the same key, which it would replace.
+    """
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = random.getstate()
+    random.seed()
+    try:
+        return start({**options, "offline_directory": str(folder)}, online=False, **given)
+    finally:
+        random.setstate(generator)
+
+
+def recorded_steps(api_key: str | None, key: str) -> dict[str, list[int]]:
+    """Of each metric of an online experiment, the steps of its records in the order in which they were logged."""
+    experiment = comet_ml().API(api_key).get_experiment_by_key(key)
+    records = [] if experiment is None else experiment.get_metrics() or []
+    steps: dict[str, list[int]] = {}
+    for record in sorted(records, key=lambda one: (one["timestamp"], one.get("offset") or 0)):
+        if record["step"] is not None:
+            steps.setdefault(record["metricName"], []).append(int(record["step"]))
+    return steps
