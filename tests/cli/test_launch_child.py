@@ -28,31 +28,32 @@ PROGRAM = """\
 import os, signal, subprocess, sys, time
 from trainkit.cli import launch_child
 launch_child._HEARTBEAT_TIMEOUT = {vain}
-with launch_child._Terminal() as terminal:
-    terminal.send("v", "x")
-    terminal.started.wait()
-    received = []
-    for number in (signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: received.append(number))
-    launch_child._HEARTBEAT_TIMEOUT = {silence}
-    print("at work", flush=True)
+terminal = launch_child._Terminal()
+terminal.send(b"v", b"x")
+terminal.started.wait()
+received = []
+for number in (signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: received.append(number))
+launch_child._HEARTBEAT_TIMEOUT = {silence}
+print("at work", flush=True)
 {work}
-terminal.send("c", "7")
+terminal.close()
+terminal.send(b"c", b"7")
 """
 SAVE = """\
-    while not received:
-        time.sleep(0.01)
-    for _ in range(3):  # more than one write, because the first to a lost connection may succeed; more than a pipe holds
-        print("saving" * 20000, flush=True)
-        time.sleep(0.05)
-    with open("new", "w") as file:
-        file.write(str(sorted(set(received))))
-    os.rename("new", "saved")
+while not received:
+    time.sleep(0.01)
+for _ in range(3):  # more than one write, because the first to a lost connection may succeed; more than a pipe holds
+    print("saving" * 20000, flush=True)
+    time.sleep(0.05)
+with open("new", "w") as file:
+    file.write(str(sorted(set(received))))
+os.rename("new", "saved")
 """
 CHILD = """\
-    child = "import sys; print(repr(sys.stdin.read()), flush=True); sys.stderr.write('to stderr\\\\n1%\\\\r2%')"
-    subprocess.run([sys.executable, "-c", child])
-    print("over", end="", flush=True)
+child = "import sys; print(repr(sys.stdin.read()), flush=True); sys.stderr.write('to stderr\\\\n1%\\\\r2%')"
+subprocess.run([sys.executable, "-c", child])
+print("over", end="", flush=True)
 """
 
 

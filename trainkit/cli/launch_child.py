@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -34,13 +35,16 @@ def main(arguments: Sequence[str]) -> int:
                 file=sys.stderr,
             )
             return _FAILED
-    with _Terminal() as terminal:
-        terminal.send("v", json.dumps(versions()))
-        terminal.started.wait()
-        from trainkit.cli import main as command  # slow to import: heartbeats must be read meanwhile
+    terminal = _Terminal()
+    terminal.send(b"v", json.dumps(versions()).encode())
+    terminal.started.wait()
+    from trainkit.cli import main as command  # slow to import: heartbeats must be read meanwhile
 
+    try:
         code = command.main(["launch", *arguments])
-    terminal.send("c", str(code))
+    finally:
+        terminal.close()
+    terminal.send(b"c", b"%d" % code)
     return code
 
 
@@ -64,55 +68,46 @@ class _Terminal:
         self._lost, self._lock = threading.Event(), threading.Lock()
         self._input, self._output = os.dup(0), os.dup(1)
         os.set_blocking(self._output, False)
-        self._threads: list[threading.Thread] = []
-
-    def __enter__(self) -> _Terminal:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
+        self._copying = []
         for stream in (1, 2):
             reading, writing = os.pipe()
             os.dup2(writing, stream)
             os.close(writing)
-            self._threads.append(threading.Thread(target=self._copy, args=(reading, str(stream)), daemon=True))
-        for thread in (*self._threads, threading.Thread(target=self._listen, daemon=True)):
+            self._copying.append(threading.Thread(target=self._copy, args=(reading, b"%d" % stream), daemon=True))
+        for thread in (*self._copying, threading.Thread(target=self._listen, daemon=True)):
             thread.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Return the streams, when all output has gone."""
         sys.stdout.flush()
         sys.stderr.flush()
-        with open(os.devnull, "w") as nothing:
-            for stream in (1, 2):
-                os.dup2(nothing.fileno(), stream)  # which ends the pipes
-        for thread in self._threads:
+        for stream in (1, 2):
+            os.dup2(self._output, stream)
+        for thread in self._copying:
             thread.join(_CLOSE_TIMEOUT)
 
-    def send(self, kind: str, *texts: str | bytes) -> None:
+    def send(self, kind: bytes, *lines: bytes) -> None:
         """Send lines, unless the connection is lost."""
-        lines = [text.encode() if isinstance(text, str) else text for text in texts]
-        data = b"".join(MARK + kind.encode() + line + b"\n" for line in lines)
-        with self._lock:
-            try:
-                while data and not self._lost.is_set():
-                    if select.select([], [self._output], [], 0.2)[1]:
-                        data = data[os.write(self._output, data) :]
-            except OSError:
-                self._lost.set()
+        data = b"".join(MARK + kind + line + b"\n" for line in lines)
+        with self._lock, contextlib.suppress(OSError):
+            while data and not self._lost.is_set():
+                if select.select([], [self._output], [], 0.2)[1]:
+                    data = data[os.write(self._output, data) :]
 
-    def _copy(self, reading: int, kind: str) -> None:
+    def _copy(self, pipe: int, kind: bytes) -> None:
         rest = b""
-        while data := os.read(reading, 65536):
+        while data := os.read(pipe, 65536):
             *lines, rest = LINE_END.split(rest + data)
             self.send(kind, *lines)
-        self.send(kind, *[rest] if rest else [])
+        self.send(kind, *filter(None, [rest]))
 
     def _listen(self) -> None:
-        rest = b""
+        data = rest = b""
         while select.select([self._input], [], [], _HEARTBEAT_TIMEOUT)[0]:
-            try:
+            with contextlib.suppress(OSError):
                 data = os.read(self._input, 4096)
-            except OSError:
-                break
             if not data:
                 break
             *lines, rest = (rest + data).split(b"\n")
@@ -120,7 +115,8 @@ class _Terminal:
                 if line == START:
                     self.started.set()
                 elif line.startswith(SIGNAL):
-                    os.kill(os.getpid(), int(line[len(SIGNAL) :]))
+                    os.kill(os.getpid(), int(line.removeprefix(SIGNAL)))
+            data = b""
         self._lost.set()
         os.kill(os.getpid(), signal.SIGHUP)  # which the kernel has sent, if the terminal hung up
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import linecache
 import os
@@ -18,18 +17,12 @@ from trainkit.errors import ConfigurationError, ProcessFailedError
 __all__ = ["CALL", "SETTINGS", "TASK", "main", "read_reports", "run_replica"]
 
 TASK = "TRAINKIT_NOTEBOOK_TASK"  # the environment variable that tells a process what to do, as JSON
-CALL, SETTINGS, _RESULT = "call", "settings.json", "result"  # files of the launch; those of a start are in a folder of its own
+CALL, SETTINGS = "call", "settings.json"  # files for all processes
+_RESULT, _FAILURES = "result", "failures.jsonl"  # files from them, in a folder for each start
 
 # Variables that the agent sets for torch.distributed, which XLA's runtime must not take for those of a launcher.
 _OF_AGENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRAINKIT_LAUNCHER")
 _OF_ELASTIC = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-
-
-class _ProgressStream(io.TextIOWrapper):
-    """A pipe to a notebook, which can redraw a line like a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def main() -> None:
@@ -47,13 +40,10 @@ def main() -> None:
 
 def read_reports(folder: Path) -> tuple[list[dict[str, Any]], bytes | None]:
     """Failures in the order in which they happened, and the pickled result of rank 0, of the last start."""
-    starts = [int(path.name) for path in folder.iterdir() if path.is_dir()]
-    if not starts:
-        return [], None
-    last = folder / str(max(starts))
-    failures = sorted(last.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    result = last / _RESULT
-    return [json.loads(path.read_text()) for path in failures], result.read_bytes() if result.exists() else None
+    last = folder / str(max((int(path.name) for path in folder.iterdir() if path.is_dir()), default=0))
+    failures, result = last / _FAILURES, last / _RESULT
+    lines = failures.read_text("utf-8").splitlines() if failures.exists() else []
+    return [json.loads(line) for line in lines], result.read_bytes() if result.exists() else None
 
 
 def _launch_replicas(task: dict[str, Any]) -> None:
@@ -119,10 +109,8 @@ def _start_folder(task: dict[str, Any]) -> Path:
 
 def _report(folder: Path, rank: int, step: str, summary: str, follows: bool = False) -> None:
     """Tell the notebook of a failure in the step "loading", "calling" or "returning"."""
-    report = {"rank": rank, "step": step, "summary": summary, "follows": follows}
-    new = folder / f"{rank}.new"
-    new.write_text(json.dumps(report))
-    new.rename(folder / f"{rank}.json")
+    with open(folder / _FAILURES, "a", encoding="utf-8") as file:  # one write, which is not mixed with those of other ranks
+        file.write(json.dumps({"rank": rank, "step": step, "summary": summary, "follows": follows}) + "\n")
 
 
 def _restore(settings: dict[str, Any], local_rank: int) -> None:
@@ -131,12 +119,10 @@ def _restore(settings: dict[str, Any], local_rank: int) -> None:
     for name, lines in settings["sources"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     for name, shows_progress in settings["shows_progress"].items():
-        if isinstance(getattr(sys, name), _ProgressStream):  # by another replica, which is a thread
-            continue
-        kind = _ProgressStream if shows_progress and local_rank == 0 else io.TextIOWrapper
-        stream = kind(getattr(sys, name).detach(), "utf-8", "backslashreplace", newline="\n", line_buffering=True)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+        stream = getattr(sys, name)
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
+        if shows_progress and local_rank == 0:
+            stream.isatty = lambda: True  # a notebook redraws a line like a terminal
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
