@@ -1,4 +1,4 @@
-"""The part of ``trainkit launch --hostfile`` on a host: it starts when it is told to, and ends with its terminal."""
+"""The part of ``trainkit launch --hostfile`` on a host: it starts when all hosts are ready, and ends with its terminal."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_what_becomes_of_the_arguments(captured: Captured, capsys: pytest.Captur
     job = captured(num_processes=2)
     assert capsys.readouterr().out == "Launching training on 2 CPUs.\n"
     assert (job.per_node, job.least, job.most, job.master_port, job.max_restarts) == (2, 1, 1, None, 0)
-    assert (job.launcher, job.follows, job.join_timeout) == ("notebook_launcher", True, 600.0)
+    assert (job.launcher, job.join_timeout) == ("notebook_launcher", 600.0)
     assert job.output is not None  # pytest captures what is printed
     assert job.command[0] == sys.executable
     assert repr(sys.path) in job.command[-1]

@@ -299,7 +299,7 @@ def test_a_signal_while_machines_are_called(ssh: list[str]) -> None:
 
 
 def test_the_end_of_a_starter_that_is_killed(start: Start, tmp_path: Path) -> None:
-    process = start(a=waits("a", "trap 'touch left' HUP; while read -r line; do :; done"))
+    process = start(a=part("trap 'touch left' HUP; touch begun-a; while read -r line; do :; done"))
     process.kill()
     wait_until((tmp_path / "left").exists)
 

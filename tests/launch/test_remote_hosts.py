@@ -183,7 +183,7 @@ def launch(ssh: list[str], argument: str) -> subprocess.Popen[str]:
     Path("hosts").write_text("node slots=1\n")
     options = ["--hostfile", "hosts", "--ssh", " ".join(ssh), "--export", "PYTHONPATH"]
     return subprocess.Popen(
-        [sys.executable, "-m", "trainkit", "launch", *options, "script.py", argument, "it's"],
+        [sys.executable, "-m", "trainkit", "launch", *options, "script.py", argument, "it's\n~.\n~~"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -194,7 +194,7 @@ def launch(ssh: list[str], argument: str) -> subprocess.Popen[str]:
 def test_an_exit_code_by_a_real_ssh(server: list[str]) -> None:
     process = launch(server, "fail")
     output, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, output, errors) == (7, "['fail', \"it's\"] 1\n", "")
+    assert (process.returncode, output, errors) == (7, "['fail', \"it's\\n~.\\n~~\"] 1\n", "")
 
 
 @pytest.mark.parametrize("sent, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])

@@ -133,14 +133,13 @@ def _launch(
             Path(folder, CALL).write_bytes(call)
             Path(folder, SETTINGS).write_text(json.dumps(settings))
             del call
-            task = json.dumps({"folder": folder, "parent": os.getpid(), "replicas": replicas, "master": master})
+            task = json.dumps({"folder": folder, "replicas": replicas, "master": master})
             job = Job(
                 _command(progress["stdout"]),
                 {**os.environ, **variables, TASK: task},
                 launcher=_NAME,
                 grace=grace(os.environ),
                 output=None if output is None else output.take,
-                follows=True,
                 **options,
             )
             verdict = conduct(job)

@@ -28,10 +28,7 @@ _OF_ELASTIC = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 def main() -> None:
     """The whole program of a process."""
     sys.excepthook = _print_error
-    from trainkit.launch.workers import follow
-
     task = json.loads(os.environ.pop(TASK))
-    follow(task["parent"])
     if task["replicas"] is None:
         _run(task, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
     else:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import ctypes
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -27,16 +26,14 @@ from trainkit._version import __version__
 from trainkit.distributed.failure import tells_of_another
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
-from trainkit.launch.workers import follow
 
 __all__ = ["HEARTBEAT", "LINE_END", "MARK", "SIGNAL", "START", "host_script", "run_hosts"]
 
 MARK, LINE_END = b"\x1e", re.compile(rb"\r?\n|\r(?=[^\n])")  # a progress bar returns to the start of the line
 START, HEARTBEAT, SIGNAL = b"start", b"heartbeat", b"signal "  # lines to the hosts
 
-_OPTIONS = [
-    f"-o{option}" for option in ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=4")
-]
+# a terminal without escapes, in which a line "~." would close the connection; no questions
+_OPTIONS = ("-tt", "-enone", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 # bash reads the script from the terminal, so that no list of processes shows the values in it
 _READ_SCRIPT = """exec bash -c 'stty raw -echo && printf "\\036s\\n" && eval "$(head -c {})"'"""
 _CLOSED = re.compile(rb"(Shared c|C)onnection to .* closed\.")  # what ssh prints after each terminal
@@ -57,7 +54,7 @@ def host_script(python: str, folder: str, setup: str, exports: Mapping[str, str]
 
 
 def run_hosts(scripts: Mapping[str, str], ssh: Sequence[str], grace: float, join_timeout: float) -> int:
-    """Run a script on each host and show its output; signals to this process go on to all hosts.
+    """Run a script on each host and show its output; signals to this process are sent to all hosts.
 
     Args:
         scripts: by host; see :func:`host_script`.
@@ -113,12 +110,12 @@ class _Launcher:
         self._catch_signals()
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         # in a session of its own ssh does not get the Ctrl-C of the terminal, which this process passes on
-        options: dict[str, Any] = {"start_new_session": True, "preexec_fn": functools.partial(follow, os.getpid()), **pipes}
+        options: dict[str, Any] = {"start_new_session": True, "preexec_fn": _end_with_parent, **pipes}
         watching: list[asyncio.Task[None]] = []
         try:
             for name, script in scripts.items():
                 read_script = _READ_SCRIPT.format(len(script.encode()))
-                process = await asyncio.create_subprocess_exec(*self._ssh, "-tt", *_OPTIONS, name, read_script, **options)
+                process = await asyncio.create_subprocess_exec(*self._ssh, *_OPTIONS, name, read_script, **options)
                 self._hosts.append(_Host(name, script.encode(), process))
             watching += [asyncio.create_task(self._watch(host)) for host in self._hosts]
             heartbeat = asyncio.create_task(self._heartbeat())
@@ -150,7 +147,8 @@ class _Launcher:
     async def _watch(self, host: _Host) -> None:
         """Show the output of a host until it has ended."""
         reads = [self._read(host, number, getattr(host.process, name)) for number, name in ((1, "stdout"), (2, "stderr"))]
-        ended = asyncio.ensure_future(asyncio.gather(*reads, host.process.wait()))
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(each) for each in (*reads, host.process.wait())]
+        ended = asyncio.create_task(asyncio.wait(tasks))
         await asyncio.wait({ended, host.sent_code}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({ended}, timeout=_CLOSE_TIMEOUT)  # another process may hold its output open
         host.lost = not host.sent_code.done()
@@ -182,7 +180,7 @@ class _Launcher:
             await self._show(int(kind or number), text, host)
 
     async def _show(self, number: int, text: str, host: _Host | None = None) -> None:
-        """Print a line in a thread, because a terminal may be stopped, and heartbeats must go on."""
+        """Print a line in a thread, because a terminal may be stopped, and heartbeats must continue."""
         text = f"trainkit: {text}" if host is None else f"{host.name}: {text}" if len(self._hosts) > 1 else text
         async with self._screen:
             await asyncio.to_thread(print, text, file=sys.stdout if number == 1 else sys.stderr, flush=True)
@@ -272,6 +270,12 @@ class _Launcher:
             for line in tail[starts[-1] :]:
                 await self._show(2, line, first)
         return first.exit_code
+
+
+def _end_with_parent() -> None:
+    """Before a process becomes ssh: let the kernel end it when this process is killed. Elsewhere the heartbeats end."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def _has_followed(host: _Host) -> bool:

@@ -6,7 +6,6 @@ import codecs
 import contextlib
 import contextvars
 import string
-import subprocess
 import sys
 import threading
 import time
@@ -44,8 +43,8 @@ class WorkerOutput:
         self._streams = {name: _Stream(getattr(sys, name)) for name in _NAMES}
         self._threads: list[threading.Thread] = []
 
-    def take(self, local_rank: int, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Copy the output of a process until it, and everything it has started, has ended."""
+    def take(self, local_rank: int, rank: int, process: Any) -> None:
+        """Copy the pipes ``stdout`` and ``stderr`` of a process until it, and everything it has started, has ended."""
         values = {"role_name": "trainkit", "rank": rank, "local_rank": local_rank}
         prefix = "" if self._template is None else self._template.safe_substitute(values)
         for name, stream in self._streams.items():

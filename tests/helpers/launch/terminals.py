@@ -12,9 +12,9 @@ _SSH = """\
 #!{python}
 import os, pty, sys
 words = sys.argv[1:]
-assert words.pop(0) == "-tt"
-while words[0].startswith("-o"):
-    del words[0]
+options = [word for word in words if word.startswith("-")]
+assert {{"-tt", "-enone", "-oBatchMode=yes"}} <= {{*options}}, options
+del words[: len(options)]
 host, command = words
 if host == "away":
     sys.exit(print("ssh: connect to host away port 22: Connection refused", file=sys.stderr) or 255)
