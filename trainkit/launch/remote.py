@@ -83,7 +83,7 @@ class _Host:
     def __init__(self, name: str, script: bytes, process: Any) -> None:
         self.name, self.script, self.process = name, script, process
         self.versions: dict[str, str] = {}
-        self.sent_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.sent_code: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.code: int | None = None
         self.lost = False
         self.tail: deque[str] = deque(maxlen=200)
@@ -148,7 +148,7 @@ class _Launcher:
         """Show the output of a host until it has ended."""
         reads = [self._read(host, number, getattr(host.process, name)) for number, name in ((1, "stdout"), (2, "stderr"))]
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(each) for each in (*reads, host.process.wait())]
-        ended = asyncio.create_task(asyncio.wait(tasks))
+        ended: asyncio.Future[Any] = asyncio.create_task(asyncio.wait(tasks))
         await asyncio.wait({ended, host.sent_code}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({ended}, timeout=_CLOSE_TIMEOUT)  # another process may hold its output open
         host.lost = not host.sent_code.done()
