@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import inspect
 import json
@@ -277,6 +278,15 @@ def test_what_cannot_be_loaded(run_here: Callable[..., Reports], capsys: pytest.
             run_here(dump_call(print, (Bad(),)), rank)
         assert ("ValueError: invalid literal" in capsys.readouterr().err) == (rank == 0)
     assert [report["step"] for report in read_reports(tmp_path)[0]] == ["loading", "loading"]
+
+
+def test_a_full_disk(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(ConfigurationError, match=r"cannot write \d+ bytes to .*: No space left on device.*export TMPDIR=/path"):
+        captured(num_processes=2)
 
 
 def test_only_this_user_can_read_what_is_sent(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

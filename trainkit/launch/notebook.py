@@ -130,8 +130,14 @@ def _launch(
     master = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}  # the agent sets others
     try:
         with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:  # which only this user can read
-            Path(folder, CALL).write_bytes(call)
-            Path(folder, SETTINGS).write_text(json.dumps(settings))
+            try:
+                Path(folder, CALL).write_bytes(call)
+                Path(folder, SETTINGS).write_text(json.dumps(settings))
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{_NAME}: cannot write {len(call)} bytes to {folder}: {error.strerror}. Before Python starts, set a "
+                    "folder with more space: export TMPDIR=/path"
+                ) from error
             del call
             task = json.dumps({"folder": folder, "replicas": replicas, "master": master})
             job = Job(
@@ -142,10 +148,11 @@ def _launch(
                 output=None if output is None else output.take,
                 **options,
             )
-            verdict = conduct(job)
+            try:
+                verdict = conduct(job)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{error} (In {_NAME}: master_addr, use_port and node_rank.)") from error
             failures, result = read_reports(Path(folder))
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{error} (In {_NAME}: master_addr, use_port and node_rank.)") from error
     finally:
         if output is not None:
             output.close()
