@@ -433,7 +433,7 @@ def test_what_is_no_pickle_passes() -> None:
 
 
 def test_one_module_pickles_and_in_one_way() -> None:
-    module = "trainkit.launch.by_value"
+    module = "trainkit.launch.pickling"
     assert not house.code_in_data(example("import cloudpickle", module))
     assert house.code_in_data(example("import cloudpickle", f"{module}.x"))
     assert house.code_in_data(example("import pickle", module))

@@ -79,5 +79,5 @@ def test_replicas(run_dir: Path) -> None:
     assert done.stderr.count("Traceback") == 1 or kind != "CPU"
     assert "notebook_child" not in done.stderr
     if kind == "CPU":
-        assert lines.count("Launching training on 2 devices of XLA's CPU runtime.") == 2
+        assert lines.count("Launching training on 2 devices of the XLA CPU runtime.") == 2
         assert sorted(line for line in lines if line.startswith("rank")) == ["rank 0 of 2", "rank 1 of 2"]

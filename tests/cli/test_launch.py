@@ -126,14 +126,14 @@ def test_the_workers_get_the_variables_as_they_are(launch: Launch) -> None:
     ([], "the following arguments are required: SCRIPT\n"),
     (["--nproc-per-node", "two", "script.py"], "--nproc-per-node must be a whole number from 1 on, 'gpu' or 'auto', not"),
     (["--nproc-per-node", "0", "script.py"], "--nproc-per-node must be a whole number from 1 on"),
-    (["--nproc-per-node", "gpu", "script.py"], "--nproc-per-node gpu: torch sees no GPU. Give a number"),
+    (["--nproc-per-node", "gpu", "script.py"], "--nproc-per-node gpu: torch finds no GPU. Give a number"),
     (["--max-restarts", "-1", "script.py"], "--max-restarts must be a whole number from 0 on, not '-1'."),
     (["--max-restarts", "x", "script.py"], "--max-restarts must be a whole number from 0 on, not 'x'."),
     (["--master-port", "0", "script.py"], "--master-port must be a whole number from 1 to 65535, not '0'."),
     (["--nnodes", "x", "script.py"], "--nnodes must be a number of machines, or the smallest and the largest as 2:4"),
-    (["--nnodes", "2", "script.py"], "2 machines need a place to meet: give all of them --master-addr HOST"),
-    (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2: of 2 machines the numbers go"),
-    (["--node-rank", "1", "script.py"], "--node-rank 1 of one machine. Say how many there are: --nnodes N"),
+    (["--nnodes", "2", "script.py"], "2 nodes need the address of the one with --node-rank 0. Give it to all"),
+    (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2: the ranks of 2 nodes are 0 to"),
+    (["--node-rank", "1", "script.py"], "--node-rank 1 with one node. Set the number of nodes: --nnodes N"),
     (["scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),
     (["package.module"], "there is no file 'package.module'. For a module: trainkit launch -m package.module"),
 ])  # fmt: skip
@@ -160,10 +160,10 @@ POD = {"PET_NNODES": "2", "PET_NODE_RANK": "7", "PET_MASTER_ADDR": "m"}
 
 
 @pytest.mark.parametrize("arguments, variables, words", [
-    (["--nnodes", "2"], STEP, "--nnodes 2, but SLURM says that this is one of 3 machines. Leave --nnodes out"),
-    (["--nnodes", "4:5"], STEP, "--nnodes 4:5, but SLURM says that this is one of 3 machines"),
-    (["--nnodes", "3"], POD, "--nnodes 3, but Kubernetes says that this is one of 2 machines"),
-    ([], POD, "Kubernetes says that this is machine 7: of 2 machines the numbers go from 0 to 1."),
+    (["--nnodes", "2"], STEP, "--nnodes 2, but SLURM says that this is one of 3 nodes. Remove --nnodes"),
+    (["--nnodes", "4:5"], STEP, "--nnodes 4:5, but SLURM says that this is one of 3 nodes"),
+    (["--nnodes", "3"], POD, "--nnodes 3, but Kubernetes says that this is one of 2 nodes"),
+    ([], POD, "Kubernetes says that this is node 7: the ranks of 2 nodes are 0 to 1."),
 ])  # fmt: skip
 def test_machines_that_the_environment_counts_otherwise(
     launch: Launch,
@@ -310,20 +310,20 @@ def test_gpus_of_a_configuration(launch: Launch, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("text, arguments, words", [
-    (MULTI_CPU, ["--nproc-per-node", "2", "--num_processes", "3"], "--nproc-per-node 2 on 1 machine and --num_processes 3 con"),
+    (MULTI_CPU, ["--nproc-per-node", "2", "--num_processes", "3"], "--nproc-per-node 2 on 1 node and --num_processes 3 con"),
     (MULTI_CPU, ["--nnodes", "3", "--num_machines", "2"], "--nnodes 3 and --num_machines 2 contradict each other. Give one of"),
     (MULTI_CPU, ["--cpu", "--no-use_cpu"], "--no-use_cpu and --cpu contradict each other. Give one of them."),
     (MULTI_CPU, ["--multi_gpu", "--use_deepspeed"], "--multi_gpu and --use_deepspeed contradict each other."),
     (MULTI_CPU, ["--multi_gpu", "--distributed_type", "NO"], "--distributed_type NO and --multi_gpu contradict each other."),
     (MULTI_CPU, ["--zero_stage", "2"], "the command line and conf.yaml: zero_stage is for DeepSpeed, and distributed_type is "),
     (MULTI_CPU, ["--mixed_precision", "fp17"], "--mixed_precision must be one of no, fp16, bf16, not 'fp17'. Did you mean 'fp"),
-    (MULTI_CPU, ["--nnodes", "1:2", "--master-addr", "h"], "num_processes: 2 is of all machines together, and there may be 1 "),
+    (MULTI_CPU, ["--nnodes", "1:2", "--master-addr", "h"], "num_processes: 2 counts all nodes, and there may be 1 to 2. Give "),
     (MULTI_CPU, ["--nnodes", "4", "--master-addr", "h"], "num_processes: 2 is of all machines together, and cannot be divided"),
-    (ONE_CPU, ["--nproc-per-node", "2"], "conf.yaml: distributed_type: NO is one process, and 2 are to be started."),
-    (MULTI_GPU, [], "conf.yaml: distributed_type: MULTI_GPU, and torch sees no GPU here. Write MULTI_CPU, or give --cpu."),
-    ("distributed_type: MULTI_CPU", [], "conf.yaml: distributed_type: MULTI_CPU, and not how many processes."),
-    ("num_machines: 2", [], "2 machines need a place to meet: give all of them --master-addr HOST"),
-    ("num_processes: 3\ngpu_ids: 0,1", [], "conf.yaml: gpu_ids: 0,1 is fewer than the 3 processes that there are to be"),
+    (ONE_CPU, ["--nproc-per-node", "2"], "conf.yaml: distributed_type: NO is one process, not 2. Give --distributed_"),
+    (MULTI_GPU, [], "conf.yaml: distributed_type: MULTI_GPU, but torch finds no GPU here. Write MULTI_CPU, or give --cpu."),
+    ("distributed_type: MULTI_CPU", [], "conf.yaml: distributed_type: MULTI_CPU needs a number of processes."),
+    ("num_machines: 2", [], "2 nodes need the address of the one with --node-rank 0. Give it to all"),
+    ("num_processes: 3\ngpu_ids: 0,1", [], "conf.yaml: gpu_ids: 0,1 is fewer than the 3 processes of a node. Name as many"),
     ("num_process: 3", [], "conf.yaml: unknown key 'num_process'. Did you mean 'num_processes'?"),
 ])  # fmt: skip
 def test_settings_that_are_refused(
@@ -334,10 +334,10 @@ def test_settings_that_are_refused(
 
 
 @pytest.mark.parametrize("text, words", [
-    (MULTI_CPU, "conf.yaml: num_machines: 1, but SLURM says that this is one of 3 machines. Leave num_machines and machine_ra"),
-    (TWO_MACHINES.replace("num_machines: 2", "num_machines: 4"), "num_machines: 4, but SLURM says that this is one of 3 machi"),
-    ("num_processes: 4", "conf.yaml: num_processes: 4 cannot be divided by 3 machines. Give --nproc-per-node N."),
-    ("machine_rank: 1", "conf.yaml: machine_rank: 1, but SLURM says that this is machine 2. Leave machine_rank out of the fil"),
+    (MULTI_CPU, "conf.yaml: num_machines: 1, but SLURM says that this is one of 3 nodes. Remove num_machines and machine_ra"),
+    (TWO_MACHINES.replace("num_machines: 2", "num_machines: 4"), "num_machines: 4, but SLURM says that this is one of 3 nodes"),
+    ("num_processes: 4", "conf.yaml: num_processes: 4 cannot be divided by 3 nodes. Give --nproc-per-node N."),
+    ("machine_rank: 1", "conf.yaml: machine_rank: 1, but SLURM says that this is node 2. Remove machine_rank from the file"),
 ])  # fmt: skip
 def test_machines_that_a_file_counts_otherwise(
     launch: Launch, text: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -361,7 +361,7 @@ def test_a_file_that_leaves_the_machines_to_slurm(launch: Launch) -> None:
 def hosts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """``hosts("--ssh", "x", "script.py")``: what the machines of the file ``hosts`` are told, and by what; see ``launch``."""
     found: list[Any] = []
-    monkeypatch.setattr(remote, "run_nodes", lambda *given: found.append(given) or 7)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(remote, "run_hosts", lambda *given: found.append(given) or 7)  # type: ignore[func-returns-value]
     (tmp_path / "hosts").write_text("node1 slots=8\nme@node2 slots=4\n")
     (tmp_path / "one").write_text("node1 slots=2\n")
 
@@ -376,7 +376,7 @@ def hosts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
 def told(script: str) -> list[str]:
     """The arguments of ``trainkit launch`` on a machine."""
     (line,) = [line for line in script.splitlines() if line.startswith("exec ") and "launch_child" in line]
-    return shlex.split(line.removesuffix("<&3 3<&-"))[5:]
+    return shlex.split(line)[5:]
 
 
 def test_each_machine_is_told_its_part(hosts: Any, tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ def test_options_that_machines_share(hosts: Any) -> None:
     assert told(script) == [*shared, "--node-rank", "1", "--nproc-per-node", "4", "-m", "m"]
     assert "export A=1\nexport B='b c'\n" in script
     assert "export X" not in script
-    assert "eval 'source a.sh' || exit\n" in script
+    assert "eval 'source a.sh' </dev/null || exit\n" in script
 
 
 def test_a_single_machine_of_a_file(hosts: Any) -> None:
@@ -430,7 +430,7 @@ def test_the_file_of_machines_may_be_named_by_the_configuration(hosts: Any, laun
     assert list(hosts("--config_file", write(text), "script.py")[0]) == ["node1", "me@node2"]  # a flag beats it
     with pytest.MonkeyPatch.context() as patch:
         ran: list[Any] = []
-        patch.setattr(remote, "run_nodes", lambda *given: ran.append(given) or 7)  # type: ignore[func-returns-value]
+        patch.setattr(remote, "run_hosts", lambda *given: ran.append(given) or 7)  # type: ignore[func-returns-value]
         assert main(["launch", "--config_file", write(text), "script.py"]) == 7
         assert list(ran[0][0]) == ["node1"]
     standard = text.replace("hostfile: one", "hostfile: one, deepspeed_multinode_launcher: standard")
@@ -445,12 +445,12 @@ def test_what_each_machine_is_told_it_takes(hosts: Any, launch: Launch) -> None:
 
 @pytest.mark.parametrize("arguments, words", [
     (["--hostfile", "nowhere", "script.py"], "the hostfile 'nowhere' cannot be read"),
-    (["--hostfile", "hosts", "--nnodes", "2", "script.py"], "--nnodes beside --hostfile, whose lines and slots say that."),
-    (["--hostfile", "hosts", "--nproc-per-node", "2", "script.py"], "--nproc-per-node beside --hostfile"),
-    (["--hostfile", "hosts", "--node-rank", "0", "script.py"], "--node-rank beside --hostfile"),
-    (["--hostfile", "hosts", "--machine_rank", "0", "script.py"], "--machine_rank beside --hostfile"),
-    (["--hostfile", "hosts", "--num_machines", "3", "script.py"], "the command line: num_machines: 3, and hosts has 2. Write"),
-    (["--hostfile", "hosts", "--num_processes", "2", "script.py"], "num_processes: 2, and hosts has 12. Write num_processes: "),
+    (["--hostfile", "hosts", "--nnodes", "2", "script.py"], "--nnodes cannot be combined with --hostfile, whose lines say"),
+    (["--hostfile", "hosts", "--nproc-per-node", "2", "script.py"], "--nproc-per-node cannot be combined with"),
+    (["--hostfile", "hosts", "--node-rank", "0", "script.py"], "--node-rank cannot be combined with --ho"),
+    (["--hostfile", "hosts", "--machine_rank", "0", "script.py"], "--machine_rank cannot be combined with"),
+    (["--hostfile", "hosts", "--num_machines", "3", "script.py"], "the command line: num_machines: 3, but hosts has 2. Write"),
+    (["--hostfile", "hosts", "--num_processes", "2", "script.py"], "num_processes: 2, but hosts has 12. Write num_processes: "),
     (["--hostfile", "hosts", "--master-addr", "localhost", "script.py"], "localhost means each machine itself, and 2 of them"),
     (["--hostfile", "hosts", "--master-port", "x", "script.py"], "--master-port must be a whole number from 1 to 65535"),
     (["--hostfile", "hosts", "scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),

@@ -1,49 +1,194 @@
-"""The part of ``trainkit launch --hostfile`` on a machine: it begins when it is told to, and says how its job has ended."""
+"""The part of ``trainkit launch --hostfile`` on a host: it starts when all hosts are ready, and ends with its terminal."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.patience import PATIENCE
-from helpers.support import run_python
+from helpers.launch.agents import wait_until
+from helpers.patience import PATIENCE, VAIN, within
 
-from trainkit.cli.launch_child import main
-from trainkit.launch.lifeline import GO, MARK, versions
+from trainkit.cli.launch_child import main, versions
+from trainkit.launch.remote import HEARTBEAT, MARK, SIGNAL, START
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
-PART = ["-m", "trainkit.cli.launch_child"]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+
+# ``work`` is what runs when the job has started; how long a silence may be counts from the first line after that.
+PROGRAM = """\
+import os, signal, subprocess, sys, time
+from trainkit.cli import launch_child
+launch_child._HEARTBEAT_TIMEOUT = {vain}
+terminal = launch_child._Terminal()
+terminal.send(b"v", b"x")
+terminal.started.wait()
+received = []
+for number in (signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: received.append(number))
+launch_child._HEARTBEAT_TIMEOUT = {silence}
+print("at work", flush=True)
+{work}
+terminal.close()
+terminal.send(b"c", b"7")
+"""
+SAVE = """\
+while not received:
+    time.sleep(0.01)
+for _ in range(3):  # more than one write, because the first to a lost connection may succeed; more than a pipe holds
+    print("saving" * 20000, flush=True)
+    time.sleep(0.05)
+with open("new", "w") as file:
+    file.write(str(sorted(set(received))))
+os.rename("new", "saved")
+"""
+CHILD = """\
+child = "import sys; print(repr(sys.stdin.read()), flush=True); sys.stderr.write('to stderr\\\\n1%\\\\r2%')"
+subprocess.run([sys.executable, "-c", child])
+print("over", end="", flush=True)
+"""
+
+
+class Part:
+    """A program in a terminal; the test is at the other end of it."""
+
+    def __init__(self, *command: str) -> None:
+        self.end, terminal = os.openpty()
+        tty.setraw(terminal)
+
+        def take_terminal() -> None:
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(
+            [sys.executable, *command], stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=take_terminal
+        )
+        os.close(terminal)
+        self._heard = b""
+
+    def send(self, line: bytes) -> None:
+        os.write(self.end, line + b"\n")
+
+    def line(self) -> bytes:
+        """The next line; ``b""`` when the program has ended."""
+        while b"\n" not in self._heard:
+            try:
+                self._heard += os.read(self.end, 65536)
+            except OSError:
+                return b""
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line
+
+    def lines(self) -> list[bytes]:
+        """All that come until the program has ended."""
+        return list(iter(self.line, b""))
+
+    def hang_up(self) -> None:
+        os.close(self.end)
+        self.end = -1
+
+
+Start = Callable[..., Part]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """``start(work, silence=…)``: a part at work."""
+    parts: list[Part] = []
+
+    def run(work: str, silence: float = VAIN) -> Part:
+        parts.append(part := Part("-c", PROGRAM.format(work=work, silence=silence, vain=VAIN)))
+        assert part.line() == MARK + b"vx"
+        part.send(START)
+        assert part.line() == MARK + b"1at work"
+        return part
+
+    yield run
+    for part in parts:
+        part.process.kill()
+        part.process.wait()
+        if part.end >= 0:
+            part.hang_up()
 
 
 def test_a_part(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:]); sys.exit(3)")
-    pipe = subprocess.PIPE
-    command = [sys.executable, *PART, "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "1", "script.py", "--x"]
-    part = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert part.stdin is not None
-    assert part.stdout is not None
-    assert part.stdout.readline() == f"{MARK}{json.dumps(versions())}\n"
-    part.stdin.write(f"{GO}\n")
-    part.stdin.flush()
-    assert part.stdout.read() == f"rank 0 ['--x']\n{MARK}{json.dumps({'code': 3})}\n"
-    assert part.communicate(timeout=PATIENCE)[1] == ""
-    assert part.returncode == 3
+    arguments = ["--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "1", "script.py", "--x"]
+    part = Part("-m", "trainkit.cli.launch_child", *arguments)
+    assert part.line() == MARK + b"v" + json.dumps(versions()).encode()
+    part.send(START)
+    assert part.lines() == [MARK + b"1rank 0 ['--x']", MARK + b"c3"]
+    assert part.process.wait(PATIENCE) == 3
+    part.hang_up()
 
 
-def test_a_place_to_meet_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_versions() -> None:
+    found = versions()
+    assert sorted(found) == ["Python", "torch", "trainkit"]
+    assert re.fullmatch(r"3\.\d+", found["Python"])
+
+
+def test_an_address_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
     """A name that ssh alone has, in its own configuration."""
     assert main(["--nnodes", "2", "--master-addr", "no.such.host.invalid", "script.py"]) == 2
     said = capsys.readouterr().err
-    assert "does not know 'no.such.host.invalid', where the machines are to meet: " in said
-    assert said.endswith("Name the first one as the others know it: --master-addr HOST\n")
+    assert "cannot resolve 'no.such.host.invalid', the address of the first host: " in said
+    assert said.endswith("Set a name that all hosts know: --master-addr HOST\n")
 
 
-def test_a_part_without_a_starter() -> None:
-    """Its input, which is at its end, says that there is nobody."""
-    done = run_python(*PART, "--nnodes", "1", "script.py", "--master-addr")
-    assert done.returncode in (2, -15)
-    assert "launch" not in done.stderr
+def test_what_workers_read_and_write(start: Start) -> None:
+    """They read nothing of what is for the agent, and all that they write comes before the exit code."""
+    lines = start(CHILD).lines()
+    assert sorted(lines[:-1]) == [MARK + b"1''", MARK + b"1over", MARK + b"21%", MARK + b"22%", MARK + b"2to stderr"]
+    assert lines[-1] == MARK + b"c7"
+
+
+def test_signals(start: Start) -> None:
+    part = start(SAVE)
+    part.send(HEARTBEAT)
+    part.send(SIGNAL + b"%d" % signal.SIGUSR1)
+    assert [line[:8] for line in part.lines()] == [MARK + b"1saving"] * 3 + [MARK + b"c7"]
+    assert part.process.wait(PATIENCE) == 0
+    assert Path("saved").read_text() == str([int(signal.SIGUSR1)])
+
+
+@pytest.mark.parametrize("how", ["the terminal hangs up", "nothing comes", "nothing comes, and nothing is read"])
+def test_the_end_of_a_connection(start: Start, how: str) -> None:
+    """It has time to save, and what it prints meanwhile does not keep it from that."""
+    part = start(SAVE, **({} if how.startswith("the terminal") else {"silence": 0.5}))
+    if how.startswith("the terminal"):
+        part.hang_up()
+    else:
+        part.send(HEARTBEAT)
+    if how == "nothing comes":
+        part.lines()
+    wait_until(Path("saved").exists)
+    assert part.process.wait(PATIENCE) == 0
+    assert Path("saved").read_text() == str([int(signal.SIGHUP)])
+
+
+@pytest.mark.prompt
+def test_heartbeats(start: Start) -> None:
+    """The silence counts from the last one."""
+    part = start(SAVE, silence=within(2.0))
+    for _ in range(25):
+        part.send(HEARTBEAT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            part.process.wait(0.1)
+    assert not Path("saved").exists()
+
+
+def test_an_end_before_the_start(tmp_path: Path) -> None:
+    part = Part("-c", PROGRAM.format(work=SAVE, silence=VAIN, vain=VAIN))
+    assert part.line() == MARK + b"vx"
+    part.hang_up()
+    assert part.process.wait(PATIENCE) == -signal.SIGHUP
+    assert not Path("saved").exists()

@@ -68,7 +68,7 @@ NEVER = {
 # Loading any of these can run code, or is there to load what can.
 CODE_IN_DATA = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 # The one place that pickles: functions for the processes that notebook_launcher starts, by a connection to them and to no file.
-CODE_TO_CHILDREN = ("trainkit.launch.by_value", "cloudpickle")
+CODE_TO_CHILDREN = ("trainkit.launch.pickling", "cloudpickle")
 CODE_RUNNING_CALLS = {
     "torch.load": "use safetensors",
     "torch.package": "use safetensors and JSON",

@@ -1,4 +1,4 @@
-"""Which line has initialised CUDA: torch's own initialisation runs here, and only the driver under it is not there."""
+"""Which line initializes CUDA: torch's own initialization runs; only the driver is replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers.support import run_python
 
 from trainkit.console import TrainkitWarning
 from trainkit.launch import cuda_watch
-from trainkit.launch.cuda_watch import cuda_initialised_at, tell_of_cuda, watch_cuda
+from trainkit.launch.cuda_watch import warn_if_cuda_initialized, watch_cuda
 from trainkit.launch.self_start import become_agent
 
 HERE = r"test_cuda_watch\.py:\d+"
@@ -28,21 +28,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_queued_calls", [])
     monkeypatch.setattr(torch.cuda, "_lazy_seed_tracker", type(torch.cuda._lazy_seed_tracker)())
     monkeypatch.setattr(cuda_watch, "_watching", False)
-    monkeypatch.setattr(cuda_watch, "_at", None)
+    monkeypatch.setattr(cuda_watch, "_where", None)
 
 
 def test_the_line_is_noted(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     watch_cuda()
     watch_cuda()
     assert len(torch.cuda._queued_calls) == 1
-    assert cuda_initialised_at() is None
-    tell_of_cuda("devices=2")  # nothing to tell
+    assert cuda_watch._where is None
+    warn_if_cuda_initialized("devices=2")  # nothing to tell
     torch.cuda.init()
     assert torch.cuda.is_initialized()
-    found = cuda_initialised_at()
+    found = cuda_watch._where
     assert re.fullmatch(rf"{HERE}: torch\.cuda\.init\(\)", found or "")
-    with pytest.warns(TrainkitWarning, match=rf"notebook_launcher starts processes, and CUDA was .* at {HERE}: torch"):
-        tell_of_cuda("notebook_launcher")
+    with pytest.warns(
+        TrainkitWarning, match=rf"notebook_launcher starts processes, but .* has initialized CUDA .* at {HERE}: torch"
+    ):
+        warn_if_cuda_initialized("notebook_launcher")
 
 
 def test_a_script_that_starts_its_processes_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +52,7 @@ def test_a_script_that_starts_its_processes_itself_is_told(monkeypatch: pytest.M
         raise RuntimeError(launch)  # before anything is replaced
 
     monkeypatch.setattr("trainkit.launch.self_start.command_again", lambda processes: ["python", "train.py"])
-    monkeypatch.setattr("trainkit.launch.self_start.tell_of_cuda", told)
+    monkeypatch.setattr("trainkit.launch.self_start.warn_if_cuda_initialized", told)
     with pytest.raises(RuntimeError, match="devices=2"):
         become_agent(2)
 
@@ -60,20 +62,20 @@ def test_a_thread_of_its_own(gpu: None) -> None:
     thread = threading.Thread(target=torch.cuda.init, name="loads")
     thread.start()
     thread.join()
-    assert cuda_initialised_at() == "an unknown place, in the thread 'loads'"
+    assert cuda_watch._where == "an unknown line of the thread 'loads'"
 
 
 def test_what_was_before_is_not_known(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     watch_cuda()
-    assert cuda_initialised_at() == "an earlier line than 'import trainkit' (import it first to see which)"
+    assert cuda_watch._where == "an earlier line than 'import trainkit' (import it first to see which)"
 
 
 def test_nothing_is_watched_otherwise(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_DEBUG_MODE")
     watch_cuda()
     torch.cuda.init()
-    assert cuda_initialised_at() is None
+    assert cuda_watch._where is None
 
 
 @pytest.mark.parametrize("value, watching", [("1", True), ("0", False)])

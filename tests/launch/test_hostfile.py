@@ -1,4 +1,4 @@
-"""The file that names the machines: what is read, and what is refused, with the number of its line."""
+"""The hostfile: what is read, and what is refused, with the number of its line."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def test_what_deepspeed_reads() -> None:
 
 
 @pytest.mark.parametrize("text, words", [
-    ("a slots=4\n\nb\n", "hosts, line 3: expected the name of a machine and how many processes .* 'node1 slots=8', not 'b'."),
+    ("a slots=4\n\nb\n", "hosts, line 3: expected a host and its number of processes, as 'node1 slots=8', not 'b'."),
     ("a slots=0", "hosts, line 1: .* not 'a slots=0'."),
     ("a slots=-1", "hosts, line 1: "),
     ("a slots = 4", "hosts, line 1: "),
     ("a slots=4 max_slots=8", "hosts, line 1: .* not 'a slots=4 max_slots=8'."),
     ("slots=4", "hosts, line 1: "),
     ("-oProxyCommand=x slots=4", "hosts, line 1: "),
-    ("a slots=4\nb slots=4\na slots=2", "hosts, line 3: 'a' is in line 1 already. Name each machine once, with all its slots."),
+    ("a slots=4\nb slots=4\na slots=2", "hosts, line 3: 'a' is in line 1 already. Name each host once, with all its slots."),
     ("a slots=4\nme@a slots=4", "hosts, line 2: 'a' is in line 1 already"),
-    ("# nothing\n\n", "hosts names no machine. It should have lines such as: node1 slots=8"),
+    ("# nothing\n\n", "hosts names no host. It should have lines such as: node1 slots=8"),
 ])  # fmt: skip
 def test_what_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
@@ -56,5 +56,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read: Is a directory"):
         read_hostfile(tmp_path)
     (tmp_path / "hosts").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigurationError, match="the hostfile 'hosts' is no text"):
+    with pytest.raises(ConfigurationError, match="the hostfile 'hosts' cannot be read: it is not a text file"):
         read_hostfile("hosts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import inspect
 import json
@@ -25,8 +26,8 @@ from trainkit.config.carried import VARIABLE, carried
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
 from trainkit.launch import agent, notebook, notebook_child
 from trainkit.launch.agent import Job
-from trainkit.launch.by_value import pack_call, pack_result
-from trainkit.launch.delivery import HANDED, Delivery, Failed
+from trainkit.launch.notebook_child import CALL, SETTINGS, TASK, read_reports
+from trainkit.launch.pickling import dump_call, dump_result
 from trainkit.launch.verdict import Verdict
 
 Captured = Callable[..., Job]
@@ -68,14 +69,14 @@ def test_the_parameters_are_those_of_accelerate() -> None:
     ({"mixed_precision": "fp8"}, UnsupportedArgumentError, "mixed_precision: fp8 is not offered; write bf16, or fp16"),
     ({"mixed_precision": "half"}, ConfigurationError, "mixed_precision must be one of no, fp16, bf16"),
     ({"max_restarts": -1}, ConfigurationError, "max_restarts must be an integer ≥ 0"),
-    ({"num_nodes": 2}, ConfigurationError, r"num_nodes=2 machines need a place to meet.*master_addr='host0'"),
-    ({"num_nodes": 2, "node_rank": 2}, ConfigurationError, "node_rank=2, but of 2 machines"),
+    ({"num_nodes": 2}, ConfigurationError, r"num_nodes=2 needs the address of the first node.*master_addr='host0'"),
+    ({"num_nodes": 2, "node_rank": 2}, ConfigurationError, "node_rank=2 must be less than num_nodes=2"),
     ({"use_port": "many"}, ConfigurationError, "use_port must be a port from 0 to 65535, not 'many'"),
     ({"use_port": 70000}, ConfigurationError, "use_port must be a port"),
-    ({"rdzv_backend": "etcd"}, UnsupportedArgumentError, "rdzv_backend='etcd' is not offered"),
+    ({"rdzv_backend": "etcd"}, UnsupportedArgumentError, "rdzv_backend='etcd' is not supported"),
     ({"rdzv_conf": {"timeout": -1}}, ConfigurationError, "rdzv_conf: timeout must be a number of seconds, not -1"),
-    ({"rdzv_conf": {"last_call": 1}}, UnsupportedArgumentError, "It takes 'timeout' and 'join_timeout'"),
-    ({"rdzv_conf": {"rank": 3}}, UnsupportedArgumentError, "rdzv_conf={'rank': 3} is not offered"),
+    ({"rdzv_conf": {"last_call": 1}}, UnsupportedArgumentError, "Use 'timeout' or 'join_timeout'"),
+    ({"rdzv_conf": {"rank": 3}}, UnsupportedArgumentError, "rdzv_conf={'rank': 3} is not supported"),
 ])  # fmt: skip
 def test_arguments_that_are_wrong(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -112,13 +113,13 @@ def test_what_becomes_of_the_arguments(captured: Captured, capsys: pytest.Captur
     job = captured(num_processes=2)
     assert capsys.readouterr().out == "Launching training on 2 CPUs.\n"
     assert (job.per_node, job.least, job.most, job.master_port, job.max_restarts) == (2, 1, 1, None, 0)
-    assert (job.launcher, job.follows, job.join_timeout) == ("notebook_launcher", True, 600.0)
+    assert (job.launcher, job.join_timeout) == ("notebook_launcher", 600.0)
     assert job.output is not None  # pytest captures what is printed
     assert job.command[0] == sys.executable
     assert repr(sys.path) in job.command[-1]
     assert carried(job.environment).get("mixed_precision") == "no"
-    assert HANDED in job.environment
-    assert {HANDED, VARIABLE} & os.environ.keys() == set()
+    assert TASK in job.environment
+    assert {TASK, VARIABLE} & os.environ.keys() == set()
     job = captured(num_processes=3, use_port="29501", max_restarts=2, mixed_precision="BF16")
     assert (job.per_node, job.master_port, job.max_restarts) == (3, 29501, 2)
     assert carried(job.environment).get("mixed_precision") == "bf16"
@@ -126,7 +127,7 @@ def test_what_becomes_of_the_arguments(captured: Captured, capsys: pytest.Captur
 
 def test_several_machines(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None:
     job = captured(num_processes=1, num_nodes=2, node_rank=1, master_addr="host0", rdzv_conf={"timeout": 5, "rank": 1})
-    assert capsys.readouterr().out == "Launching training on one CPU of each of 2 machines.\n"
+    assert capsys.readouterr().out == "Launching training on one CPU on each of 2 nodes.\n"
     assert (job.per_node, job.least, job.most, job.node_rank) == (1, 2, 2, 1)
     assert (job.master_addr, job.master_port, job.join_timeout) == ("host0", 29500, 5.0)
     job = captured(num_nodes=2, rdzv_backend="c10d", rdzv_endpoint="host1:4000", rdzv_id="x")
@@ -149,12 +150,12 @@ def test_on_a_tpu_the_runtime_starts_the_processes(
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setenv("MASTER_ADDR", "host0")
     job = captured()
-    assert (job.per_node, json.loads(job.environment[HANDED])["met at"]) == (1, {"MASTER_ADDR": "host0"})
-    assert json.loads(captured(num_processes=1).environment[HANDED])["replicas"] == 1
+    assert (job.per_node, json.loads(job.environment[TASK])["master"]) == (1, {"MASTER_ADDR": "host0"})
+    assert json.loads(captured(num_processes=1).environment[TASK])["replicas"] == 1
     assert capsys.readouterr().out == "Launching training on all TPU cores.\nLaunching training on 1 TPU cores.\n"
-    with pytest.raises(UnsupportedArgumentError, match="num_nodes=2 on XLA, whose runtime knows the hosts"):
+    with pytest.raises(UnsupportedArgumentError, match="num_nodes=2 is not supported on XLA, whose runtime knows the hosts"):
         captured(num_nodes=2, master_addr="host0")
-    with pytest.raises(UnsupportedArgumentError, match="max_restarts=1 is not offered on XLA"):
+    with pytest.raises(UnsupportedArgumentError, match="max_restarts=1 is not supported on XLA"):
         captured(max_restarts=1)
     used: Any = type(sys)("torch_xla")
     used._XLAC = type("C", (), {"_xla_runtime_is_initialized": staticmethod(lambda: True)})
@@ -167,7 +168,7 @@ def test_xlas_cpu_runtime_is_used_where_it_is_there(captured: Captured, monkeypa
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     for found, replicas in ((object(), 2), (None, None)):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
-        assert json.loads(captured(num_processes=2).environment[HANDED])["replicas"] == replicas
+        assert json.loads(captured(num_processes=2).environment[TASK])["replicas"] == replicas
 
 
 # ---------------------------------------------------------------------------------------------------- a single process
@@ -195,10 +196,15 @@ def test_a_single_process_is_this_one(capsys: pytest.CaptureFixture[str], monkey
 
 # ------------------------------------------------------------------------------------------------------------- the end
 
-FIRST = Failed(1, "calling", "ValueError: no", False)
-FOLLOWS = Failed(0, "calling", "RuntimeError: Connection closed by peer", True)
-LOADING = Failed(0, "loading", "ModuleNotFoundError: No module named 'x'", False)
-RETURNING = Failed(0, "returning", "the result cannot be sent back", False)
+
+def failure(rank: int, step: str, summary: str, follows: bool = False) -> dict[str, Any]:
+    return {"rank": rank, "step": step, "summary": summary, "follows": follows}
+
+
+FIRST = failure(1, "calling", "ValueError: no")
+FOLLOWS = failure(0, "calling", "RuntimeError: Connection closed by peer", True)
+LOADING = failure(0, "loading", "ModuleNotFoundError: No module named 'x'")
+RETURNING = failure(0, "returning", "the result cannot be sent back")
 
 
 @pytest.mark.parametrize("verdict, failures, error, message", [
@@ -210,47 +216,93 @@ RETURNING = Failed(0, "returning", "the result cannot be sent back", False)
     (Verdict(1, False, "x", None), [LOADING], ConfigurationError, "No module named 'x'.*register_pickle_by_value"),
     (Verdict(0, True, None, None), [RETURNING], ConfigurationError, "cannot be sent back"),
     (Verdict(130, True, None, None), [FOLLOWS], KeyboardInterrupt, "^$"),
-    (Verdict(143, True, None, None), [], Preempted, "told to end by a signal"),
+    (Verdict(143, True, None, None), [], Preempted, "stopped by a signal"),
 ])  # fmt: skip
-def test_how_it_ends(verdict: Verdict, failures: list[Failed], error: type[BaseException], message: str) -> None:
+def test_how_it_ends(verdict: Verdict, failures: list[dict[str, Any]], error: type[BaseException], message: str) -> None:
     with pytest.raises(error, match=message):
-        notebook._check_end(verdict, failures)
+        notebook._raise_failure(verdict, failures)
 
 
 def test_a_good_end() -> None:
-    notebook._check_end(Verdict(0, True, None, None), [])
+    notebook._raise_failure(Verdict(0, True, None, None), [])
 
 
 # -------------------------------------------------------------------------------------------------- within the process
 
 
-def run_here(data: bytes, rank: int = 0, start: int = 0) -> Delivery:
-    """What a process does with what it is given, in this one."""
-    delivery = Delivery(data, {"argv": list(sys.argv), "sources": {}, "seen": {}})
-    try:
-        notebook_child._run(json.loads(delivery.variables()[HANDED]), rank, rank)
-    finally:
-        delivery.close()
-    return delivery
+Reports = tuple[list[dict[str, Any]], bytes | None]
 
 
-def test_what_a_process_returns() -> None:
-    assert run_here(pack_call(lambda x: x + 1, (2,))).result == pack_result(3)
-    assert run_here(pack_call(lambda x: x + 1, (2,)), rank=1).result is None
-    delivery = run_here(pack_call(lambda: (i for i in range(3)), ()))
-    assert [failure[:2] for failure in delivery.failures] == [(0, "returning")]
-    assert "(of type generator) cannot be sent back" in delivery.failures[0].summary
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reports]:
+    """``run_here(call, rank)``: what a process with this rank reports, run in this one."""
+
+    def run(call: bytes, rank: int = 0, start: int = 0) -> Reports:
+        (tmp_path / CALL).write_bytes(call)
+        (tmp_path / SETTINGS).write_text(json.dumps({"argv": sys.argv, "sources": {}, "shows_progress": {}}))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+        notebook_child._run({"folder": str(tmp_path)}, rank, rank)
+        return read_reports(tmp_path)
+
+    return run
 
 
-def test_what_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_process_returns(run_here: Callable[..., Reports]) -> None:
+    assert run_here(dump_call(lambda x: x + 1, (2,)), rank=1) == ([], None)
+    assert run_here(dump_call(lambda x: x + 1, (2,))) == ([], dump_result(3))
+    failures, result = run_here(dump_call(lambda: (i for i in range(3)), ()), start=1)
+    assert [(failure["rank"], failure["step"]) for failure in failures] == [(0, "returning")]
+    assert "(of type generator) cannot be sent back" in failures[0]["summary"]
+    assert result is None
+
+
+def test_a_restart_forgets_the_reports_before_it(run_here: Callable[..., Reports], tmp_path: Path) -> None:
+    def fails(follows: bool) -> None:
+        raise ProcessFailedError("rank 1 failed") if follows else ValueError("no")
+
+    for rank, follows in ((2, True), (0, False)):
+        with pytest.raises((ProcessFailedError, ValueError)):
+            run_here(dump_call(fails, (follows,)), rank)
+    expected = [failure(2, "calling", "ProcessFailedError: rank 1 failed", True), failure(0, "calling", "ValueError: no")]
+    assert read_reports(tmp_path) == (expected, None)  # in the order in which they happened
+    assert run_here(dump_call(lambda: "fine", ()), start=1) == ([], dump_result("fine"))
+
+
+def test_what_cannot_be_loaded(run_here: Callable[..., Reports], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     class Bad:
         def __reduce__(self) -> Any:
             return int, ("no number",)
 
     for rank in (0, 1):
         with pytest.raises(SystemExit):
-            run_here(pack_call(print, (Bad(),)), rank)
+            run_here(dump_call(print, (Bad(),)), rank)
         assert ("ValueError: invalid literal" in capsys.readouterr().err) == (rank == 0)
+    assert [report["step"] for report in read_reports(tmp_path)[0]] == ["loading", "loading"]
+
+
+def test_a_full_disk(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(ConfigurationError, match=r"cannot write \d+ bytes to .*: No space left on device.*export TMPDIR=/path"):
+        captured(num_processes=2)
+
+
+def test_only_this_user_can_read_what_is_sent(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is gone when the processes have ended."""
+    modes: list[tuple[Path, int]] = []
+
+    def conduct(job: Job) -> Verdict:
+        folder = Path(json.loads(job.environment[TASK])["folder"])
+        modes.append((folder, folder.stat().st_mode & 0o777))
+        return Verdict(0, True, None, None)
+
+    monkeypatch.setattr(agent, "conduct", conduct)
+    notebook_launcher(nothing, num_processes=2)
+    ((folder, mode),) = modes
+    assert mode == 0o700 or os.name != "posix"
+    assert not folder.exists()
 
 
 # ------------------------------------------------------------------------------------------------------ real processes
@@ -311,7 +363,7 @@ def test_a_script(run_dir: Path) -> None:
     value, again, refused = json.loads(lines.pop())
     assert value == 105
     assert again == [7, "1"]
-    assert "No module named 'not_a_file'. What is in a module is imported there" in refused
+    assert "No module named 'not_a_file'. Modules are imported there from sys.path" in refused
     said = sorted(json.loads(line) for line in lines if line.startswith("["))
     assert [one[:3] for one in said] == [[rank, str(run_dir), ["script.py", port, "--x"]] for rank in ("0", "1")]
     assert not any(alive(one[3]) for one in said)

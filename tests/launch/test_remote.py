@@ -1,4 +1,4 @@
-"""Parts of a job on several machines, with a shell in the place of ssh and of the agents: what is shown, and who hears what."""
+"""Parts of a job on several machines, with a shell instead of ssh and of the agents: what is shown, and who hears what."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from helpers.launch.agents import wait_until
+from helpers.launch.agents import alive, wait_until
+from helpers.launch.terminals import write_ssh
 from helpers.patience import PATIENCE, VAIN
 from helpers.support import run_python
 
+from trainkit.cli.launch_child import versions
 from trainkit.errors import ConfigurationError
 from trainkit.launch import remote
-from trainkit.launch.lifeline import MARK, versions
-from trainkit.launch.remote import run_nodes
+from trainkit.launch.remote import START, host_script, run_hosts
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="bash and signals of POSIX")
 
-SSH = """\
-#!/bin/bash
-while [ "$1" = -T -o "$1" = -o ]; do [ "$1" = -o ] && shift; shift; done
-[ "$1" != away ] || { echo "ssh: connect to host away port 22: Connection refused" >&2; exit 255; }
-exec bash -c "$2"
+# What a host says and hears. ``told`` waits for a line; the end of the terminal ends it.
+HEAD = f"""\
+told() {{ while read -r line; do [[ $line = $1* ]] && return; done; exit 99; }}
+err() {{ printf '\\0362%s\\n' "$1"; }}
+printf '\\036v%s\\n' '{{versions}}'
+told {START.decode()}
 """
-# What an agent says and hears. ``told`` waits for a line, and fails at the end of the input.
-HELLO = f"{{ told() {{ while read -r line; do [[ $line = $1* ]] && return; done; exit 99; }}; echo '{MARK}'"
-HEAD = HELLO + "'{versions}'\ntold go\n"
 
 
 def part(does: str, **other: str) -> str:
-    """The script of a machine."""
-    return HEAD.replace("{versions}", json.dumps({**versions(), **other})) + does + "\nexit\n}\n"
+    """The script of a host."""
+    return HEAD.replace("{versions}", json.dumps({**versions(), **other})) + does + "\nexit\n"
 
 
 # One ends when it is known that the other has: a process that has ended is there until somebody has asked how.
@@ -45,14 +44,12 @@ SECOND = 'until [ -e pid ] && ! kill -0 "$(cat pid)" 2> /dev/null; do sleep 0.01
 
 
 def ends(code: int) -> str:
-    return f"echo '{MARK}{{\"code\": {code}}}'; exit"
+    return f"printf '\\036c{code}\\n'; exit"
 
 
 @pytest.fixture
 def ssh(tmp_path: Path) -> list[str]:
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
-    return [str(tmp_path / "ssh")]
+    return [write_ssh(tmp_path)]
 
 
 Run = Callable[..., int]
@@ -63,34 +60,34 @@ def run(ssh: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """``run(a="…", b="…")``: the exit code of these parts, with a patience of half a second where one has failed."""
 
     def start(grace: float = PATIENCE, patience: float = 0.5, join: float = PATIENCE, **parts: str) -> int:
-        monkeypatch.setattr(remote, "_PATIENCE", patience)
-        monkeypatch.setattr(remote, "_AGENT", 0.5)
-        return run_nodes(parts, ssh, grace, join)
+        monkeypatch.setattr(remote, "_FAILURE_TIMEOUT", patience)
+        monkeypatch.setattr(remote, "_AGENT_TIMEOUT", 0.5)
+        return run_hosts(parts, ssh, grace, join)
 
     return start
 
 
 def test_all_begin_when_all_are_ready(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    begun = "{ [ -e ready ] || echo too early; }; echo of $line >&2; "
-    late = part("echo b; " + ends(0)).replace("echo 'train", "sleep 0.5; touch ready; echo 'train", 1)
+    begun = '{ [ -e ready ] || echo too early; }; err "of $line"; '
+    late = part("echo b; " + ends(0)).replace("printf '\\036v", "sleep 0.5; touch ready; printf '\\036v", 1)
     assert run(a=part(begun + ends(0)), b=late) == 0
-    assert capfd.readouterr() == ("b: b\n", "a: of go\n")
+    assert capfd.readouterr() == ("b: b\n", "a: of start\n")
 
 
 def test_nothing_comes_before_a_machine_is_ready(
     run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its set-up would take it for the end of the starter. Then there is a word now and then."""
-    monkeypatch.setattr(remote, "_ALIVE", 0.01)
-    late = part(f"told alive; echo alive; {ends(0)}").replace(
-        "echo 'train", "read -r -t 0.3 line && echo early; echo 'train", 1
+    monkeypatch.setattr(remote, "_HEARTBEAT", 0.01)
+    late = part(f"told heartbeat; echo heartbeat; {ends(0)}").replace(
+        "printf '\\036v", "read -r -t 0.3 line && echo early; printf '\\036v", 1
     )
     assert run(a=late) == 0
-    assert capfd.readouterr().out == "alive\n"
+    assert capfd.readouterr().out == "heartbeat\n"
 
 
 def test_one_machine_needs_no_name(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(a=part("echo output; printf errors >&2; " + ends(3))) == 3
+    assert run(a=part("echo output; err errors; " + ends(3))) == 3
     assert capfd.readouterr() == ("output\n", "errors\n")
 
 
@@ -101,10 +98,10 @@ def test_the_others_are_told_when_one_fails(run: Run, tmp_path: Path) -> None:
 
 
 def test_those_that_do_not_listen_are_left(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The end of their input is the last that they hear."""
-    deaf = "while read -r line; do :; done; touch left"
+    """Their terminal hangs up."""
+    deaf = "trap 'touch left' HUP; while read -r line; do :; done"
     assert run(grace=0.1, a=part(deaf), b=part(ends(5))) == 5
-    assert "trainkit: not ended in time: a. What runs there is told to end" in capfd.readouterr().err
+    assert "trainkit: not ended in time: a. Closing the connection ends what runs there" in capfd.readouterr().err
     wait_until((tmp_path / "left").exists)
 
 
@@ -113,13 +110,13 @@ CAUSES = {
     "the first": (FIRST + ends(7), SECOND + ends(8), 7),
     "what says more than 1": (FIRST + ends(1), SECOND + ends(7), 7),
     "what follows from it, in our words": (
-        f"{FIRST}echo 'trainkit: rank 0 ended because rank 3 failed: ValueError: x' >&2; {ends(1)}",
-        f"{SECOND}echo 'ValueError: x' >&2; {ends(1)}",
+        f"{FIRST}err 'trainkit: rank 0 ended because rank 3 failed: ValueError: x'; {ends(1)}",
+        f"{SECOND}err 'ValueError: x'; {ends(1)}",
         1,
     ),
     "what follows from it, in torch's": (
-        f"{FIRST}echo 'RuntimeError: Connection closed by peer [10.0.0.1]:2' >&2; {ends(134)}",
-        f"{SECOND}echo 'ValueError: x' >&2; {ends(9)}",
+        f"{FIRST}err 'RuntimeError: Connection closed by peer [10.0.0.1]:2'; {ends(134)}",
+        f"{SECOND}err 'ValueError: x'; {ends(9)}",
         9,
     ),
     "a lost agent": (SECOND + ends(7), f"{FIRST}exit 255", 1),
@@ -135,8 +132,8 @@ def test_exit_codes(run: Run, first: str, second: str, code: int) -> None:
 
 
 def test_what_failed_first_is_read_last(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    trace = "echo 'Traceback (most recent call last):' >&2; echo '{}' >&2; "
-    cause = "echo before >&2; " + trace.format("ValueError: x") + ends(1)
+    trace = "err 'Traceback (most recent call last):'; err '{}'; "
+    cause = "err before; " + trace.format("ValueError: x") + ends(1)
     effect = part(SECOND + trace.format("RuntimeError: Connection closed by peer") + ends(1))
     assert run(patience=PATIENCE, a=part(FIRST + cause), b=effect) == 1
     shown = capfd.readouterr().err.splitlines()
@@ -148,10 +145,8 @@ def test_what_failed_first_is_read_last(run: Run, capfd: pytest.CaptureFixture[s
 
 
 def test_a_lost_connection_is_named(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(a=part("echo 'Connection to a closed by remote host.' >&2; exit 255"), b=part(f"told signal; {ends(143)}")) == 1
-    said = (
-        "trainkit: a has ended without an exit code: the connection is lost, or its agent was killed; ssh says: Connection to"
-    )
+    assert run(a=part("err 'Connection to a closed by remote host.'; exit 255"), b=part(f"told signal; {ends(143)}")) == 1
+    said = "trainkit: a ended without an exit code: connection lost, or agent killed; ssh says: Connection to"
     assert said in capfd.readouterr().err.splitlines()[-1]
 
 
@@ -163,11 +158,11 @@ NOT_READY = {
     ),
     "silent": (
         {"a": "exit 255\n"},
-        "a cannot be reached: ssh says nothing of why. This must work without a question: .*/ssh -o Batch",
+        "a cannot be reached: ssh gives no reason. This must work without a question: .*/ssh -o Batch",
     ),
     "failed": (
         {"a": part(ends(0)), "b": "echo no such thing >&2; exit 3\n"},
-        "the set-up of b has ended with exit code 3: no such",
+        "the set-up of b ended with exit code 3: no such",
     ),
     "nothing there": (
         {"a": "echo python: No module named trainkit >&2; exit 1\n"},
@@ -175,18 +170,18 @@ NOT_READY = {
     ),
     "no python": (
         {"a": "exec /nowhere/python\n"},
-        "exit code 127: .* for another Python: --setup 'TRAINKIT_PYTHON=/path/to/python'",
+        "exit code 127: .* To use another Python: --setup 'TRAINKIT_PYTHON=/path/to/python'",
     ),
     "slow": (
         {"a": part(ends(0)), "b": "while read -r line; do :; done\n"},
-        r"not ready within 1 s: (a, )?b\. Is it the set-up",
+        r"not ready after 1 s: (a, )?b\. If the set-up",
     ),
     "torch": ({"a": part(ends(0)), "b": part(ends(0), torch="1.0")}, "b has torch 1.0, but a has "),
     "Python": (
         {"a": part(ends(0), Python="2.7"), "b": part(ends(0))},
-        "b has Python .*, but a has 2.7. All must have the same",
+        "b has Python .*, but a has 2.7. All hosts must have the same",
     ),
-    "trainkit": ({"a": part(ends(0), trainkit="9")}, "a has trainkit 9, but this machine has "),
+    "trainkit": ({"a": part(ends(0), trainkit="9")}, "a has trainkit 9, but this host has "),
 }
 
 
@@ -194,7 +189,7 @@ NOT_READY = {
 def test_machines_that_are_not_ready(run: Run, tmp_path: Path, scripts: dict[str, str], words: str) -> None:
     """Nothing is started then."""
     patience = 1.0 if "not ready" in words else PATIENCE
-    scripts = {name: text.replace("told go\n", "told go\ntouch started\n") for name, text in scripts.items()}
+    scripts = {name: text.replace("told start\n", "told start\ntouch started\n") for name, text in scripts.items()}
     with pytest.raises(ConfigurationError, match=words):
         run(join=patience, **scripts)
     assert not (tmp_path / "started").exists()
@@ -202,17 +197,17 @@ def test_machines_that_are_not_ready(run: Run, tmp_path: Path, scripts: dict[str
 
 def test_no_ssh(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match="no program 'nossh' here.*apt install openssh-client.*or name another one: --ssh"
+        ConfigurationError, match="the program 'nossh' was not found.*apt install openssh-client.*or set its path: --ssh"
     ):
-        run_nodes({"a": ""}, ["nossh"], 1.0, 1.0)
+        run_hosts({"a": ""}, ["nossh"], 1.0, 1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------- signals
 
 STARTER = """\
 import json, sys
-from trainkit.launch.remote import run_nodes
-print(run_nodes(json.loads(sys.argv[2]), [sys.argv[1]], 30.0, 600.0), flush=True)
+from trainkit.launch.remote import run_hosts
+print(run_hosts(json.loads(sys.argv[2]), [sys.argv[1]], 30.0, 600.0), flush=True)
 """
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -288,22 +283,104 @@ def test_a_signal_before_all_are_ready(start: Start) -> None:
 def test_a_signal_while_machines_are_called(ssh: list[str]) -> None:
     """It is not lost on those that come after it."""
     program = """
-        import os, signal, sys
+        import asyncio, os, signal, sys
         from trainkit.launch import remote
 
-        class Called(remote.Connection):
-            def __init__(self, *arguments):
-                super().__init__(*arguments)
-                os.kill(os.getpid(), signal.SIGTERM)
+        async def call(*arguments, **options):
+            process = await create(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return process
 
-        remote.Connection = Called
-        print(remote.run_nodes({"a": sys.argv[2], "b": sys.argv[2]}, [sys.argv[1]], 30.0, 600.0))
+        create, asyncio.create_subprocess_exec = asyncio.create_subprocess_exec, call
+        print(remote.run_hosts({"a": sys.argv[2], "b": sys.argv[2]}, [sys.argv[1]], 30.0, 600.0))
     """
     done = run_python("-c", dedent(program), *ssh, f"exec sleep {VAIN}\n", timeout=VAIN / 2)
     assert (done.returncode, done.stdout, done.stderr) == (0, "143\n", "")
 
 
 def test_the_end_of_a_starter_that_is_killed(start: Start, tmp_path: Path) -> None:
-    process = start(a=waits("a", "while read -r line; do :; done; touch left"))
+    process = start(a=part("trap 'touch left' HUP; touch begun-a; while read -r line; do :; done"))
     process.kill()
     wait_until((tmp_path / "left").exists)
+
+
+# -------------------------------------------------------------------------------------------------------------- the script
+
+ODD = ["a b", "it's", '"$HOME"', "`date`", "back\\slash", "new\nline", "*", "--x=é", "", "!"]
+
+# Instead of Python: it prints what it was given. Nothing of the script may be left to read.
+PYTHON = """\
+#!/bin/bash
+printf '\\036v%s\\n' "$VERSIONS"
+read -r line
+printf '<%s>' "$line" "$PWD" "$A" "$B" "$@" | tr '\\n' '~'
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """The path of a program."""
+    (tmp_path / "my $py").write_text(PYTHON)
+    (tmp_path / "my $py").chmod(0o755)
+    return str(tmp_path / "my $py")
+
+
+def test_the_script_passes_everything_on_as_it_is(
+    run: Run, python: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "the folder").mkdir()
+    exports = {"A": ODD[2] + ODD[5] + "x" * 100_000, "VERSIONS": json.dumps(versions())}
+    setup = "B=$A; export B\ncat; echo $((6 * 7))"
+    assert run(a=host_script(python, str(tmp_path / "the folder"), setup, exports, ODD)) == 1  # it has sent no code
+    words = [START.decode(), str(tmp_path / "the folder"), *[exports["A"]] * 2, "-u", "-m", "trainkit.cli.launch_child", *ODD]
+    assert capfd.readouterr().out == "42\n" + "".join(f"<{word}>" for word in words).replace("\n", "~") + "\n"
+
+
+def test_no_list_of_processes_shows_a_value(run: Run, tmp_path: Path) -> None:
+    exports = {"SECRET": "hidden" * 3}
+    lists = "grep -l -r hiddenhidden /proc/[0-9]*/cmdline 2> /dev/null; ! grep -q -r hiddenhidden /proc/$$/cmdline && exit 5"
+    if not Path("/proc/self/cmdline").exists():
+        pytest.skip("there is no /proc")
+    with pytest.raises(ConfigurationError, match="ended with exit code 5: it gives no reason"):
+        run(a=host_script("python", str(tmp_path), lists, exports, []))
+
+
+def test_another_python(run: Run, python: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    exports = {"VERSIONS": json.dumps(versions())}
+    assert run(a=host_script("/nowhere/python", str(tmp_path), f"TRAINKIT_PYTHON='{python}'", exports, [])) == 1
+    assert capfd.readouterr().out.startswith("<start><")
+
+
+@pytest.mark.parametrize("setup, words", [
+    ("exit 3", "exit code 3: it gives no reason"),
+    ("false", "exit code 1: it gives no reason"),
+    ("source nowhere.sh", "exit code 1: .*nowhere.sh: No such file or directory"),
+    ("if [", "exit code [12]: .*syntax error"),
+    ("}", "exit code [12]: "),
+    ("TRAINKIT_PYTHON=/nowhere/python", "exit code 127: .*/nowhere/python: No such file or directory"),
+])  # fmt: skip
+def test_a_setup_that_fails(run: Run, python: str, tmp_path: Path, setup: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        run(a=host_script(python, str(tmp_path), setup, {}, []))
+
+
+def test_a_folder_that_is_not_there(run: Run, python: str) -> None:
+    with pytest.raises(ConfigurationError, match="exit code 1: .*cd: .*must be there under the same paths"):
+        run(a=host_script(python, "/nowhere", "", {}, []))
+
+
+def test_a_setup_ends_with_the_launcher(start: Start, tmp_path: Path) -> None:
+    process = start(a=host_script("python", str(tmp_path), f"touch begun-a; echo $$ > pid; sleep {VAIN}; touch over", {}, []))
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"))
+    process.kill()
+    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())))
+    assert not (tmp_path / "over").exists()
+
+
+def test_what_comes_from_a_terminal(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """Lines end with a new line, or with a return that redraws them; a character that is no text is replaced."""
+    shown = r"printf '\0361one\n\0362two\r\nraw 1%%\rraw 2%%\n\0361b\377d\nlast'; "
+    assert run(a=part(shown + "exit 255")) == 1
+    out, err = capfd.readouterr()
+    assert out.splitlines() == ["one", "raw 1%", "raw 2%", "b\ufffdd", "last"]
+    assert err.splitlines()[0] == "two"

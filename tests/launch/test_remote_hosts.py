@@ -1,7 +1,7 @@
 """``trainkit launch --hostfile``, whole: on two hosts with a network between them, and by a real ssh where there is its server.
 
-On the two hosts a script is in the place of ssh that goes to where the other one would: the network, the names and the
-processes of each host are its own, but nothing is encrypted.
+On the two hosts a program runs instead of ssh that enters the other host: the network, the names and the processes of each host
+are its own, but nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 from helpers.launch.agents import alive, wait_until
-from helpers.launch.hosts import ADDRESSES, Hosts, Program
+from helpers.launch.hosts import ADDRESSES, NAMES, Hosts, Program
+from helpers.launch.terminals import write_ssh
 from helpers.launch.two_hosts import CASE, Task
 from helpers.patience import PATIENCE
 from helpers.resume.elastic import journal
@@ -27,12 +28,8 @@ from helpers.runs.parity import trained
 from helpers.worlds.worlds import free_port
 
 TESTS = Path(__file__).parents[1]
-SSH = f"""\
-#!/bin/sh
-while [ "$1" = -T ] || [ "$1" = -o ]; do [ "$1" = -T ] || shift; shift; done
-case $1 in {ADDRESSES[0]}) host=host-0;; {ADDRESSES[1]}) host=host-1;; *) echo "ssh: unknown host $1" >&2; exit 255;; esac
-exec ip netns exec $host unshare --uts sh -c 'hostname "$1"; exec sh -c "$2"' sh $host "$2"
-"""
+# The command that enters each host.
+ENTER = [["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "sh"] for name in NAMES]
 
 
 @pytest.fixture
@@ -49,8 +46,7 @@ def start_task(hosts: Hosts, folder: Path, task: Task) -> Program:
 
 def start(hosts: Hosts, folder: Path, *script: str) -> Program:
     """``trainkit launch --hostfile`` on host 0."""
-    (folder / "ssh").write_text(SSH)
-    (folder / "ssh").chmod(0o755)
+    ssh = write_ssh(folder, f"dict(zip({ADDRESSES}, {ENTER}))[host]")
     (folder / "hosts").write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "NCCL_", "TRAINKIT_"))}
     settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), settings["PYTHONPATH"]])
@@ -58,7 +54,7 @@ def start(hosts: Hosts, folder: Path, *script: str) -> Program:
         "--hostfile",
         "hosts",
         "--ssh",
-        str(folder / "ssh"),
+        ssh,
         "--export",
         "PYTHONPATH",
         "--setup",
@@ -187,7 +183,7 @@ def launch(ssh: list[str], argument: str) -> subprocess.Popen[str]:
     Path("hosts").write_text("node slots=1\n")
     options = ["--hostfile", "hosts", "--ssh", " ".join(ssh), "--export", "PYTHONPATH"]
     return subprocess.Popen(
-        [sys.executable, "-m", "trainkit", "launch", *options, "script.py", argument, "it's"],
+        [sys.executable, "-m", "trainkit", "launch", *options, "script.py", argument, "it's\n~.\n~~"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -198,7 +194,7 @@ def launch(ssh: list[str], argument: str) -> subprocess.Popen[str]:
 def test_an_exit_code_by_a_real_ssh(server: list[str]) -> None:
     process = launch(server, "fail")
     output, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, output, errors) == (7, "['fail', \"it's\"] 1\n", "")
+    assert (process.returncode, output, errors) == (7, "['fail', \"it's\\n~.\\n~~\"] 1\n", "")
 
 
 @pytest.mark.parametrize("sent, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])

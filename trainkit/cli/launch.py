@@ -10,7 +10,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainkit.cli.launch_place import at_place, check_hosts, combined, count, find_nodes, hostfile, per_node, told
+from trainkit.cli.launch_nodes import (
+    check_hosts,
+    count,
+    find_nodes,
+    hostfile,
+    merge_settings,
+    process_variables,
+    processes_per_node,
+)
 from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, of_file, with_nearest
 from trainkit.config.carried import VARIABLE, with_environment
 from trainkit.config.values import Settings
@@ -64,18 +72,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the script; returns its exit code."""
     flags, file = flagged(args), of_file(args, os.environ)
-    settings = with_environment(combined(args, flags, file), flags, os.environ)
+    settings = with_environment(merge_settings(args, flags, file), flags, os.environ)
     if hostfile(args, settings) is not None:
         return _run_hosts(args, flags, settings)
     alone = [name for name in ("setup", "export", "ssh") if getattr(args, name) is not None]
     if alone:
         raise ConfigurationError(f"--{alone[0]} is for machines that are started by ssh: name them with --hostfile FILE")
-    nodes = find_nodes(at_place(args, flags, file, os.environ), os.environ)
+    nodes = find_nodes(args, flags, file, os.environ)
     unbuffered = () if sys.stdout.isatty() else ("-u",)  # what is not yet written is lost when a process is killed
     command = (sys.executable, *unbuffered, *_program(args.SCRIPT, args.module), *args.ARGS)
-    processes = per_node(args, flags, settings, nodes)
+    processes = processes_per_node(args, flags, settings, nodes)
     restarts = count(args.max_restarts, "--max-restarts") if args.max_restarts is not None else nodes.max_restarts or 0
-    environment = {name: value for name, value in quietly(os.environ).items() if name != VARIABLE} | told(settings)
+    environment = {name: value for name, value in quietly(os.environ).items() if name != VARIABLE} | process_variables(settings)
     from trainkit.launch.agent import Job, run_job
 
     return run_job(
@@ -117,12 +125,11 @@ def _run_hosts(args: argparse.Namespace, flags: Settings, settings: Settings) ->
         common += ["--max-restarts", str(count(args.max_restarts, "--max-restarts"))]
     program = [*(["-m"] if args.module else []), args.SCRIPT, *args.ARGS]
     _program(args.SCRIPT, args.module)
-    exports = _exports(args.export or [], os.environ) | told(settings, elsewhere=True)
-    from trainkit.launch.connection import node_script
-    from trainkit.launch.remote import run_nodes
+    exports = _exports(args.export or [], os.environ) | process_variables(settings, always=True)
+    from trainkit.launch.remote import host_script, run_hosts
 
     scripts = {
-        host.name: node_script(
+        host.name: host_script(
             sys.executable,
             os.getcwd(),
             args.setup or "",
@@ -131,7 +138,7 @@ def _run_hosts(args: argparse.Namespace, flags: Settings, settings: Settings) ->
         )
         for rank, host in enumerate(hosts)
     }
-    return run_nodes(scripts, _command("ssh" if args.ssh is None else args.ssh), grace(os.environ), join_timeout(os.environ))
+    return run_hosts(scripts, _command("ssh" if args.ssh is None else args.ssh), grace(os.environ), join_timeout(os.environ))
 
 
 def _exports(wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:

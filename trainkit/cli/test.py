@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainkit.cli.launch_place import told
+from trainkit.cli.launch_nodes import process_variables
 from trainkit.cli.settings_flags import add_config_file, in_either_spelling, of_file
 from trainkit.config.carried import VARIABLE, with_environment
 from trainkit.config.settled import settled
@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="trainkit-test-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        code = _start(processes, [name, args.strategy, backend], told(with_environment(settings, Settings(), os.environ)))
+        code = _start(
+            processes, [name, args.strategy, backend], process_variables(with_environment(settings, Settings(), os.environ))
+        )
         ended = (folder / "ended").read_text("utf-8").split() if (folder / "ended").exists() else []
         checks = (*CHECKS, SETTINGS) if settings else CHECKS
         left = [check for check in checks if check.name not in ended]

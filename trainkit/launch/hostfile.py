@@ -1,4 +1,4 @@
-"""The file that names the machines of a job, in the form that DeepSpeed and MPI have: ``hostname slots=8``, one a line."""
+"""The hostfile, in the form of DeepSpeed and MPI: lines such as ``hostname slots=8``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from trainkit.errors import ConfigurationError
 
 __all__ = ["Host", "parse_hostfile", "read_hostfile"]
 
-_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
-
 
 @dataclass(frozen=True)
 class Host:
-    """A machine.
-
-    Attributes:
-        name: as ssh knows it: a name, an address, or ``user@name``.
-        slots: how many processes run there.
-    """
+    """A host, by the name that ssh knows (also ``user@name``), and its number of processes."""
 
     name: str
     slots: int
@@ -32,50 +25,38 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """The machines that a file names, in its order.
-
-    Raises:
-        ConfigurationError: it cannot be read, or :func:`parse_hostfile` does not take it.
-    """
+    """The hosts of a file, in its order; see :func:`parse_hostfile`."""
     try:
-        text = Path(path).read_text("utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"the hostfile {str(path)!r} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"the hostfile {str(path)!r} is no text. It should have lines such as: node1 slots=8"
-        ) from error
-    return parse_hostfile(text, str(path))
+        return parse_hostfile(Path(path).read_text("utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not a text file with lines such as: node1 slots=8"
+        raise ConfigurationError(f"the hostfile {str(path)!r} cannot be read: {why}.") from error
 
 
 def parse_hostfile(text: str, source: str) -> list[Host]:
-    """The machines that a text names. Empty lines count for nothing, nor does what follows a ``#``.
-
-    Args:
-        text: of the file.
-        source: its name, for messages.
+    """The hosts that a text names; what follows a ``#`` is a comment.
 
     Raises:
-        ConfigurationError: a line is no such line, or names a machine again; or there is none.
+        ConfigurationError: a wrong line, a host that is named twice, or no host. ``source`` names the file.
     """
-    found: dict[str, tuple[int, Host]] = {}
+    lines: dict[str, int] = {}
+    hosts = []
     for number, line in enumerate(text.splitlines(), 1):
         content = re.sub(r"(^|\s)#.*", "", line).strip()
         if not content:
             continue
-        match = _LINE.fullmatch(content)
-        if match is None or not int(match[2]) or match[1].startswith("-"):  # which ssh would take for an option
+        match = re.fullmatch(r"([^\s-]\S*)\s+slots=0*([1-9]\d*)", content)  # ssh would take -x for an option
+        if match is None:
             raise ConfigurationError(
-                f"{source}, line {number}: expected the name of a machine and how many processes it is to run, as "
-                f"'node1 slots=8', not {content!r}."
+                f"{source}, line {number}: expected a host and its number of processes, as 'node1 slots=8', not {content!r}."
             )
-        host = Host(match[1], int(match[2]))
-        if host.address in found:
+        hosts.append(Host(match[1], int(match[2])))
+        first = lines.setdefault(hosts[-1].address, number)
+        if first != number:
             raise ConfigurationError(
-                f"{source}, line {number}: {host.address!r} is in line {found[host.address][0]} already. Name each machine "
-                "once, with all its slots."
+                f"{source}, line {number}: {hosts[-1].address!r} is in line {first} already. Name each host once, with all its "
+                "slots."
             )
-        found[host.address] = number, host
-    if not found:
-        raise ConfigurationError(f"{source} names no machine. It should have lines such as: node1 slots=8")
-    return [host for _, host in found.values()]
+    if not hosts:
+        raise ConfigurationError(f"{source} names no host. It should have lines such as: node1 slots=8")
+    return hosts

@@ -1,286 +1,299 @@
-"""``run_nodes``: runs the parts of a job on several machines by ssh, and leaves with the exit code of what failed first."""
+"""``run_hosts``: run the parts of a job on several hosts by ``ssh -tt``; returns the exit code of the host that failed first.
+
+ssh opens a terminal on each host. When ssh ends, because this process or the connection does, the terminal hangs up, which ends
+what runs there. The other end is :mod:`trainkit.cli.launch_child`. It sends lines that begin with a mark and the kind of line:
+``1`` and ``2`` for output, ``v`` for its versions when it is ready, ``c`` for its exit code; ``s`` asks for the script.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ctypes
+import json
 import math
-import queue
+import re
 import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from types import FrameType
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainkit._version import __version__
 from trainkit.distributed.failure import tells_of_another
 from trainkit.errors import ConfigurationError
-from trainkit.launch.connection import Connection, Line
-from trainkit.launch.lifeline import ALIVE, GO, SIGNAL, versions
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
 
-__all__ = ["run_nodes"]
+__all__ = ["HEARTBEAT", "LINE_END", "MARK", "SIGNAL", "START", "host_script", "run_hosts"]
 
-_ALIVE = 10.0  # seconds between two words to each machine
-_LOOK = 0.1  # seconds between two looks at the connections
-_LINES = 1000  # that wait to be shown; if nobody takes them, the machines wait too
-_PATIENCE = 15.0  # seconds in which the other machines end by themselves when one has failed
-_AGENT = 15.0  # seconds that an agent has beyond those of its workers
-_LEAVING = 2.0  # seconds that ssh has to end by itself
+MARK, LINE_END = b"\x1e", re.compile(rb"\r?\n|\r(?=[^\n])")  # a progress bar returns to the start of the line
+START, HEARTBEAT, SIGNAL = b"start", b"heartbeat", b"signal "  # lines to the hosts
+
+# a terminal without escapes, in which a line "~." would close the connection; no questions
+_OPTIONS = ("-tt", "-enone", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
+# bash reads the script from the terminal, so that no list of processes shows the values in it
+_READ_SCRIPT = """exec bash -c 'stty raw -echo && printf "\\036s\\n" && eval "$(head -c {})"'"""
+_CLOSED = re.compile(rb"(Shared c|C)onnection to .* closed\.")  # what ssh prints after each terminal
+_HEARTBEAT = 10.0  # seconds
+_FAILURE_TIMEOUT = 15.0  # seconds for the other hosts to end by themselves after a failure
+_AGENT_TIMEOUT = 15.0  # seconds for an agent to end, in addition to the grace period of its workers
+_CLOSE_TIMEOUT = 2.0  # seconds for ssh to end
 _SSH_FAILED = 255
-_NO_PROGRAM = (126, 127)
-_FAILED = 1
-_SAYS_LITTLE = (1, 134)  # what a process ends with, or is aborted with, when another one has gone
-_TRACEBACK = b"Traceback (most recent call last)"
+_UNSPECIFIC = (1, 134)  # exit codes of processes that end because another one has failed
 
 
-def run_nodes(scripts: Mapping[str, str], ssh: Sequence[str], grace: float, join_timeout: float) -> int:
-    """Run a script on each machine, all at once when all are ready.
+def host_script(python: str, folder: str, setup: str, exports: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """The bash script of a host: change to the folder, export, set up, run its part of ``trainkit launch``."""
+    python = re.sub(r'(["$`\\])', r"\\\1", python)
+    lines = [f"cd -- {shlex.quote(folder)} || exit", *(f"export {name}={shlex.quote(exports[name])}" for name in exports)]
+    lines += [f"eval {shlex.quote(setup)} </dev/null || exit"] if setup else []
+    return "\n".join([*lines, f'exec "${{TRAINKIT_PYTHON:-{python}}}" -u -m trainkit.cli.launch_child {shlex.join(arguments)}'])
 
-    What the machines print is printed here, with their names before each line if there are several. SIGINT, SIGTERM, SIGHUP
-    and SIGUSR1 to this process go on to them. When one fails, the others have 15 seconds to end by themselves, and are told
-    to end then.
+
+def run_hosts(scripts: Mapping[str, str], ssh: Sequence[str], grace: float, join_timeout: float) -> int:
+    """Run a script on each host and show its output; signals to this process are sent to all hosts.
 
     Args:
-        scripts: by the names of the machines, for bash: :func:`trainkit.launch.connection.node_script`.
-        ssh: the command, with options of the user.
-        grace: seconds that workers have to save and end after a signal.
-        join_timeout: seconds that machines have to become ready.
+        scripts: by host; see :func:`host_script`.
+        ssh: the command, with the user's options.
+        grace: seconds for workers to save and end after a signal.
+        join_timeout: seconds for all hosts to become ready. No worker starts before.
 
     Returns:
-        0; 143 if the machines were told to end and have saved; 130 after Ctrl-C; else the code of the machine that failed
-        first, or 1 if its connection was lost.
+        0; 143 if the job was stopped and has saved; 130 after Ctrl-C; else the code of the host that failed first, or 1 if its
+        connection was lost.
 
     Raises:
-        ConfigurationError: ssh is missing; a machine cannot be reached, its set-up has failed, or it has other versions. No
-            worker was started then.
+        ConfigurationError: ssh is missing, a host cannot be reached, its set-up failed, or its versions differ.
     """
     if shutil.which(ssh[0]) is None:
         raise ConfigurationError(
-            f"there is no program {ssh[0]!r} here, by which the machines are reached. Install it (Debian, Ubuntu: apt install "
-            "openssh-client; Fedora, RHEL: dnf install openssh-clients), or name another one: --ssh '/path/to/ssh -p 2222'"
+            f"the program {ssh[0]!r} was not found. Install ssh (Debian, Ubuntu: apt install openssh-client; Fedora, RHEL: dnf "
+            "install openssh-clients), or set its path: --ssh '/path/to/ssh -p 2222'"
         )
-    with _Signals() as signals, _Nodes(scripts, ssh, grace) as nodes:  # in this order: a machine that is called may answer
-        if not nodes.meet(signals, join_timeout):
-            return INTERRUPTED if signals.received[0] == signal.SIGINT else PREEMPTED
-        return nodes.run(signals)
+    return asyncio.run(_Launcher(ssh, grace).run(scripts, join_timeout))
 
 
-class _Signals:
-    """Signals that come to this process while machines run, instead of ending it."""
+class _Host:
+    """A host and its ssh; ``code`` is how it ended, ``lost`` that this is no code of its own, ``tail`` its last error lines."""
 
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._before: dict[int, Any] = {}
+    def __init__(self, name: str, script: bytes, process: Any) -> None:
+        self.name, self.script, self.process = name, script, process
+        self.versions: dict[str, str] = {}
+        self.sent_code: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.code: int | None = None
+        self.lost = False
+        self.tail: deque[str] = deque(maxlen=200)
 
-    def __enter__(self) -> _Signals:
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # ignored: by nohup, or a shell's &
-                self._before[number] = signal.signal(number, self._note)
-        if hasattr(signal, "SIGTSTP"):  # a stopped starter is a silent one, which the machines take to be gone
-            self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-        return self
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.lost or self.code is None else self.code
 
-    def __exit__(self, *error: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        hang_up = number == getattr(signal, "SIGHUP", None)  # a terminal that is closed means an end
-        self.received.append(int(signal.SIGTERM) if hang_up else number)
+    @property
+    def last_line(self) -> str:
+        return next((line.strip() for line in reversed(self.tail) if line.strip()), "")
 
 
-class _Nodes:
-    """The connections to all machines; closed at the end of the ``with``, by which what still runs there ends."""
+class _Launcher:
+    def __init__(self, ssh: Sequence[str], grace: float) -> None:
+        self._ssh, self._grace = ssh, grace
+        self._hosts: list[_Host] = []
+        self._failed: list[_Host] = []  # in this order
+        self._signals: list[int] = []
+        self._last_error: _Host | None = None  # the host of the last line on standard error
 
-    def __init__(self, scripts: Mapping[str, str], ssh: Sequence[str], grace: float) -> None:
-        self._scripts, self._ssh, self._grace = scripts, ssh, grace
-        self._lines: queue.Queue[Line] = queue.Queue(_LINES)
-        self._all: list[Connection] = []
-        self._running: list[Connection] = []
-        self._failed: list[Connection] = []  # by themselves, in the order in which they did
-        self._speaker: Connection | None = None  # whose line on standard error was the last
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep_alive, name="trainkit-alive", daemon=True)
-
-    def __enter__(self) -> _Nodes:
+    async def run(self, scripts: Mapping[str, str], join_timeout: float) -> int:
+        self._changed, self._screen = asyncio.Event(), asyncio.Lock()
+        self._catch_signals()
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        # in a session of its own ssh does not get the Ctrl-C of the terminal, which this process passes on
+        options: dict[str, Any] = {"start_new_session": True, "preexec_fn": _end_with_parent, **pipes}
+        watching: list[asyncio.Task[None]] = []
         try:
-            for name, script in self._scripts.items():
-                self._all.append(Connection(name, self._ssh, script, self._lines))
-        except BaseException:
-            self.__exit__()
-            raise
-        self._running = list(self._all)
-        self._thread.start()
-        return self
+            for name, script in scripts.items():
+                read_script = _READ_SCRIPT.format(len(script.encode()))
+                process = await asyncio.create_subprocess_exec(*self._ssh, *_OPTIONS, name, read_script, **options)
+                self._hosts.append(_Host(name, script.encode(), process))
+            watching += [asyncio.create_task(self._watch(host)) for host in self._hosts]
+            heartbeat = asyncio.create_task(self._heartbeat())
+            if not await self._wait_until_ready(join_timeout):
+                return INTERRUPTED if self._signals[0] == signal.SIGINT else PREEMPTED
+            self._send(START)
+            await self._wait_for_end()
+            heartbeat.cancel()
+            return await self._result()
+        finally:
+            for stop in ("terminate", "kill"):
+                for host in self._hosts:
+                    with contextlib.suppress(ProcessLookupError):
+                        getattr(host.process, stop)()
+                if watching:
+                    await asyncio.wait(watching, timeout=_CLOSE_TIMEOUT)
 
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        for node in self._all:
-            node.hang_up()
-        deadline = time.monotonic() + _LEAVING
-        for node in self._all:
-            node.close(deadline)
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup, or with & in a shell
+                loop.add_signal_handler(number, self._note, signal.SIGTERM if number == signal.SIGHUP else number)
+        loop.add_signal_handler(signal.SIGTSTP, lambda: None)  # a stopped process would send no heartbeats
 
-    def meet(self, signals: _Signals, patience: float) -> bool:
-        """Wait until all are ready, and let them begin; False: a signal came before that."""
-        deadline = time.monotonic() + patience
-        while not all(node.versions for node in self._all):
-            ended = self._turn()
-            if signals.received:
+    def _note(self, number: int) -> None:
+        self._signals.append(int(number))
+        self._changed.set()
+
+    async def _watch(self, host: _Host) -> None:
+        """Show the output of a host until it has ended."""
+        reads = [self._read(host, number, getattr(host.process, name)) for number, name in ((1, "stdout"), (2, "stderr"))]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(each) for each in (*reads, host.process.wait())]
+        ended: asyncio.Future[Any] = asyncio.create_task(asyncio.wait(tasks))
+        await asyncio.wait({ended, host.sent_code}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ended}, timeout=_CLOSE_TIMEOUT)  # another process may hold its output open
+        host.lost = not host.sent_code.done()
+        host.code = host.process.returncode if host.lost else host.sent_code.result()
+        self._changed.set()
+
+    async def _read(self, host: _Host, number: int, stream: asyncio.StreamReader) -> None:
+        """Read the terminal of the host (number 1), or what ssh itself prints (number 2)."""
+        rest = b""
+        while data := await stream.read(65536):
+            *lines, rest = LINE_END.split(rest + data)
+            for line in lines:
+                await self._receive(host, number, line)
+        await self._receive(host, number, rest)
+
+    async def _receive(self, host: _Host, number: int, line: bytes) -> None:
+        kind = line[1:2] if number == 1 and line.startswith(MARK) else b""
+        if kind == b"s":
+            host.process.stdin.write(host.script)
+        elif kind == b"v":
+            host.versions = json.loads(line[2:])
+            self._changed.set()
+        elif kind == b"c":
+            host.sent_code.set_result(int(line[2:]))
+        elif kind or (line and not _CLOSED.match(line)):
+            text = (line[2:] if kind else line).decode(errors="replace")
+            if kind != b"1":  # errors, and all that comes from the set-up
+                host.tail.append(text)
+            await self._show(int(kind or number), text, host)
+
+    async def _show(self, number: int, text: str, host: _Host | None = None) -> None:
+        """Print a line in a thread, because a terminal may be stopped, and heartbeats must continue."""
+        text = f"trainkit: {text}" if host is None else f"{host.name}: {text}" if len(self._hosts) > 1 else text
+        async with self._screen:
+            await asyncio.to_thread(print, text, file=sys.stdout if number == 1 else sys.stderr, flush=True)
+            self._last_error = host if number == 2 else self._last_error
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(_HEARTBEAT)
+            self._send(HEARTBEAT)
+
+    def _send(self, line: bytes) -> None:
+        for host in self._hosts:
+            if host.versions and host.code is None:  # the set-up must not read it
+                host.process.stdin.write(line + b"\n")
+
+    async def _wait(self, deadline: float) -> None:
+        """Wait for a change until a time on the monotonic clock."""
+        timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout)
+        self._changed.clear()
+
+    async def _wait_until_ready(self, join_timeout: float) -> bool:
+        """Whether all hosts became ready before a signal."""
+        deadline = time.monotonic() + join_timeout
+        while missing := [host for host in self._hosts if not host.versions]:
+            await self._wait(deadline)
+            if self._signals:
                 return False
-            if ended:
-                raise ConfigurationError(_not_ready(ended[0], self._ssh))
+            for host in self._hosts:
+                if host.code is not None:
+                    raise ConfigurationError(_why_not_ready(host, self._ssh))
             if time.monotonic() > deadline:
-                late = ", ".join(node.name for node in self._all if not node.versions)
                 raise ConfigurationError(
-                    f"not ready within {patience:.0f} s: {late}. Is it the set-up that takes so long? Then give it more "
-                    "seconds: export TRAINKIT_JOIN_TIMEOUT=1800"
+                    f"not ready after {join_timeout:.0f} s: {', '.join(host.name for host in missing)}. If the set-up takes "
+                    "longer, set more seconds: export TRAINKIT_JOIN_TIMEOUT=1800"
                 )
-        _check_versions(self._all)
-        self._tell(GO)
+        expected = {"trainkit": ("this host", __version__)}  # which may have no GPU, and another torch
+        for host in self._hosts:
+            for package, version in host.versions.items():
+                other, same = expected.setdefault(package, (host.name, version))
+                if version != same:
+                    raise ConfigurationError(
+                        f"{host.name} has {package} {version}, but {other} has {same}. All hosts must have the same. To use "
+                        "another Python on a host: --setup 'TRAINKIT_PYTHON=/path/to/python'"
+                    )
         return True
 
-    def run(self, signals: _Signals) -> int:
-        """Wait for the end of all; returns the exit code."""
-        passed_on = 0
-        until, told = math.inf, False  # when those that are left are told to end, or are left to themselves
-        while self._running:
-            ended = self._turn()
-            while passed_on < len(signals.received):
-                self._tell(f"{SIGNAL}{signals.received[passed_on]}")
-                passed_on += 1
-                until = min(until, self._until(signals.received[:passed_on]))
-                told = True
-            failed = [node for node in ended if node.code != 0]
-            if failed and not told:
+    async def _wait_for_end(self) -> None:
+        running, sent, stopping, deadline = list(self._hosts), 0, False, math.inf
+        while running:
+            await self._wait(deadline)
+            failed = [host for host in running if host.code not in (None, 0)]
+            running = [host for host in running if host.code is None]
+            for number in self._signals[sent:]:
+                self._send(SIGNAL + b"%d" % number)
+                timeout = _AGENT_TIMEOUT + (0.0 if sent else self._grace)
+                again = self._signals == [signal.SIGINT]  # the user can press it again
+                deadline, stopping, sent = min(deadline, math.inf if again else time.monotonic() + timeout), True, sent + 1
+            if failed and not stopping:
                 self._failed += failed
-                saving = any(node.code in (PREEMPTED, INTERRUPTED) for node in failed)
-                until = min(until, time.monotonic() + _PATIENCE + (self._grace if saving else 0.0))
-            if time.monotonic() > until:
-                if told:
-                    break
-                self._tell(f"{SIGNAL}{int(signal.SIGTERM)}")
-                until, told = time.monotonic() + self._grace + _AGENT, True
-        return self._code(signals.received)
+                saving = any(host.code in (PREEMPTED, INTERRUPTED) for host in failed)
+                deadline = min(deadline, time.monotonic() + _FAILURE_TIMEOUT + (self._grace if saving else 0.0))
+            if time.monotonic() > deadline:
+                if stopping:
+                    return
+                self._send(SIGNAL + b"%d" % signal.SIGTERM)
+                deadline, stopping = time.monotonic() + self._grace + _AGENT_TIMEOUT, True
 
-    def _until(self, received: Sequence[int]) -> float:
-        """How long the machines have after signals: after one Ctrl-C, until the user presses it again."""
-        if len(received) > 1:
-            return time.monotonic() + _AGENT
-        return math.inf if received[0] == signal.SIGINT else time.monotonic() + self._grace + _AGENT
-
-    def _code(self, received: Sequence[int]) -> int:
-        codes = [_exit_code(node) for node in self._all]
-        lost = [node for node in self._all if node.lost]
-        late = [node for node in self._all if node.code is None]
-        for node in lost:
-            words = f"; ssh says: {node.last_words}" if node.code == _SSH_FAILED and node.last_words else ""
-            self._say(f"{node.name} has ended without an exit code: the connection is lost, or its agent was killed{words}")
+    async def _result(self) -> int:
+        lost, late = [host for host in self._hosts if host.lost], [host.name for host in self._hosts if host.code is None]
+        for host in lost:
+            why = f"; ssh says: {host.last_line}" if host.code == _SSH_FAILED and host.last_line else ""
+            await self._show(2, f"{host.name} ended without an exit code: connection lost, or agent killed{why}")
         if late:
-            names = ", ".join(node.name for node in late)
-            self._say(f"not ended in time: {names}. What runs there is told to end, as the connection is closed.")
-        if signal.SIGINT in received[:1]:
+            await self._show(2, f"not ended in time: {', '.join(late)}. Closing the connection ends what runs there.")
+        codes = [host.exit_code for host in self._hosts]
+        if signal.SIGINT in self._signals[:1]:
             return INTERRUPTED if any(codes) else 0
-        if not self._failed:  # but for those that were told to end
-            return PREEMPTED if PREEMPTED in codes else max(codes, default=0)
-        first = min(self._failed, key=lambda node: (tells_of_another(_tail(node)), node.code in _SAYS_LITTLE))
-        if not lost and not late:
-            self._repeat(first)
-        return _exit_code(first)
-
-    def _repeat(self, first: Connection) -> None:
-        """What failed first is to be read last."""
+        if not self._failed:
+            return PREEMPTED if PREEMPTED in codes else max(codes)
+        first = min(self._failed, key=lambda host: (_has_followed(host), host.code in _UNSPECIFIC))
         tail = list(first.tail)
-        begins = [at for at, line in enumerate(tail) if _TRACEBACK in line]
-        if begins and self._speaker is not first:
-            self._say(f"{first.name} failed first, with:")
-            for line in tail[begins[-1] :]:
-                self._show(first, 2, line)
-
-    def _turn(self) -> list[Connection]:
-        """Show what comes within a moment; returns the machines that have ended."""
-        self._show_all(_LOOK)
-        for node in self._running:
-            node.flush()
-        ended = [node for node in self._running if node.ended()]
-        self._show_all(0.0)
-        self._running = [node for node in self._running if node not in ended]
-        return ended
-
-    def _tell(self, text: str) -> None:
-        """Tell those that are ready: to the others, what comes is part of their script."""
-        for node in self._running:
-            if node.versions:
-                node.tell(f"{text}\n")
-
-    def _keep_alive(self) -> None:
-        """A thread, for the main one may be waiting for a terminal that takes no output."""
-        while not self._over.wait(_ALIVE):
-            self._tell(ALIVE)
-
-    def _show_all(self, patience: float) -> None:
-        try:
-            for _ in range(_LINES):
-                node, stream, text = self._lines.get(timeout=patience) if patience else self._lines.get_nowait()
-                shown = node.heard(stream, text)
-                if shown is not None:
-                    self._show(node, stream, shown)
-                patience = 0.0
-        except queue.Empty:
-            pass
-
-    def _show(self, node: Connection, stream: int, text: bytes) -> None:
-        name = f"{node.name}: ".encode() if len(self._all) > 1 else b""
-        to = sys.stdout if stream == 1 else sys.stderr
-        to.write((name + text).decode(errors="replace") + "\n")
-        to.flush()
-        if stream == 2:
-            self._speaker = node
-
-    def _say(self, text: str) -> None:
-        print(f"trainkit: {text}", file=sys.stderr, flush=True)
+        starts = [at for at, line in enumerate(tail) if "Traceback (most recent call last)" in line]
+        if starts and self._last_error is not first and not lost and not late:  # it should be the last thing on the terminal
+            await self._show(2, f"{first.name} failed first, with:")
+            for line in tail[starts[-1] :]:
+                await self._show(2, line, first)
+        return first.exit_code
 
 
-def _exit_code(node: Connection) -> int:
-    return _FAILED if node.lost or node.code is None else node.code
+def _end_with_parent() -> None:
+    """Before a process becomes ssh: let the kernel end it when this process is killed. Elsewhere the heartbeats end."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
-def _tail(node: Connection) -> str:
-    return b"\n".join(list(node.tail)[-8:]).decode(errors="replace")
+def _has_followed(host: _Host) -> bool:
+    """Whether it failed because another host did."""
+    return tells_of_another("\n".join(list(host.tail)[-8:]))
 
 
-def _not_ready(node: Connection, ssh: Sequence[str]) -> str:
-    """Why a machine has ended before it was ready."""
-    words = node.last_words
-    if node.code == _SSH_FAILED:
+def _why_not_ready(host: _Host, ssh: Sequence[str]) -> str:
+    why = host.last_line
+    if host.code == _SSH_FAILED:
         return (
-            f"{node.name} cannot be reached: {words or 'ssh says nothing of why'}. This must work without a question: "
-            f"{shlex.join(ssh)} -o BatchMode=yes {node.name} true"
+            f"{host.name} cannot be reached: {why or 'ssh gives no reason'}. This must work without a question: "
+            f"{shlex.join(ssh)} -o BatchMode=yes {host.name} true"
         )
     hint = ""
-    if "No module named" in words or ": cd: " in words or node.code in _NO_PROGRAM:
+    if "No module named" in why or ": cd: " in why or host.code in (126, 127):
         hint = (
-            f" trainkit {versions()['trainkit']}, its Python and the working directory must be there under the same paths as "
-            "here; for another Python: --setup 'TRAINKIT_PYTHON=/path/to/python'; for what is not installed: "
-            "--export PYTHONPATH"
+            f" trainkit {__version__}, its Python and the working directory must be there under the same paths as here. To use "
+            "another Python: --setup 'TRAINKIT_PYTHON=/path/to/python'; for packages that are missing: --export PYTHONPATH"
         )
-    return f"the set-up of {node.name} has ended with exit code {node.code}: {words or 'it says nothing of why'}.{hint}"
-
-
-def _check_versions(nodes: Iterable[Connection]) -> None:
-    """Refuse machines that differ; of this one, which may have no GPU and another torch, trainkit alone counts."""
-    first, *others = [("this machine", {"trainkit": versions()["trainkit"]}), *((n.name, n.versions or {}) for n in nodes)]
-    expected = dict.fromkeys(others[0][1], others[0][0])
-    for name, found in others:
-        for what, theirs in found.items():
-            against, ours = (first[0], first[1][what]) if what in first[1] else (expected[what], others[0][1][what])
-            if theirs != ours:
-                raise ConfigurationError(
-                    f"{name} has {what} {theirs}, but {against} has {ours}. All must have the same; for another Python on a "
-                    "machine: --setup 'TRAINKIT_PYTHON=/path/to/python'"
-                )
+    return f"the set-up of {host.name} ended with exit code {host.code}: {why or 'it gives no reason'}.{hint}"

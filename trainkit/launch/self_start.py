@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.cuda_watch import tell_of_cuda
+from trainkit.launch.cuda_watch import warn_if_cuda_initialized
 from trainkit.launch.start_dir import FOLDER
 
 __all__ = ["become_agent", "command_again", "folder_at_start", "in_notebook", "serve"]
@@ -39,7 +39,7 @@ def become_agent(processes: int) -> NoReturn:
         ConfigurationError: this command line cannot be run again.
     """
     command = command_again(processes)
-    tell_of_cuda(f"devices={processes}")
+    warn_if_cuda_initialized(f"devices={processes}")
     code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from trainkit.launch.self_start import serve; serve()"
     agent = [sys.executable, "-c", code, str(processes), *command]
     folder = folder_at_start()

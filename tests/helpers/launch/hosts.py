@@ -19,23 +19,23 @@ from types import TracebackType
 import pytest
 from helpers.patience import PATIENCE
 
-__all__ = ["ADDRESSES", "Hosts", "Program"]
+__all__ = ["ADDRESSES", "NAMES", "Hosts", "Program"]
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _ADMIN = ":/usr/sbin:/sbin"  # where some of the tools are, and which users do not search
 _TOOLS = ("unshare", "nsenter", "ip", "mount", "hostname")
-_NAMES = ("host-0", "host-1")
+NAMES = ("host-0", "host-1")
 _NOWHERE = "02:00:00:00:00:99"  # a hardware address that nobody has
 
 # ``ip netns`` keeps names in /var/run/netns, here in one that only these processes see.
 _SET_UP = f"""
 mkdir -p /var/run/netns 2> /dev/null || {{ mount -t tmpfs none /run; mkdir -p /var/run/netns; }}
 mount -t tmpfs none /var/run/netns
-for host in {" ".join(_NAMES)}; do ip netns add $host; done
-ip link add eth0 netns {_NAMES[0]} type veth peer name eth0 netns {_NAMES[1]}
-ip -n {_NAMES[0]} addr add {ADDRESSES[0]}/24 dev eth0
-ip -n {_NAMES[1]} addr add {ADDRESSES[1]}/24 dev eth0
-for host in {" ".join(_NAMES)}; do ip -n $host link set lo up; ip -n $host link set eth0 up; done
+for host in {" ".join(NAMES)}; do ip netns add $host; done
+ip link add eth0 netns {NAMES[0]} type veth peer name eth0 netns {NAMES[1]}
+ip -n {NAMES[0]} addr add {ADDRESSES[0]}/24 dev eth0
+ip -n {NAMES[1]} addr add {ADDRESSES[1]}/24 dev eth0
+for host in {" ".join(NAMES)}; do ip -n $host link set lo up; ip -n $host link set eth0 up; done
 echo ready
 cat
 """
@@ -135,10 +135,10 @@ class Hosts:
         """
         file = self._folder / f"host-{host}-{len(self._programs)}.txt"
         this, that = map(str, instead or ("", ""))
-        enter = ["sh", "-ec", _ENTER, "sh", _NAMES[host], os.getcwd(), this, that]
+        enter = ["sh", "-ec", _ENTER, "sh", NAMES[host], os.getcwd(), this, that]
         with file.open("wb") as output:
             process = subprocess.Popen(
-                [*self._inside, "ip", "netns", "exec", _NAMES[host], "unshare", "--uts", *enter, *command],
+                [*self._inside, "ip", "netns", "exec", NAMES[host], "unshare", "--uts", *enter, *command],
                 env=_with_tools(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -168,11 +168,11 @@ class Hosts:
 
     def kill(self, host: int) -> None:
         """SIGKILL to all processes of a host."""
-        self._run("sh", "-c", f"kill -9 $(ip netns pids {_NAMES[host]})")
+        self._run("sh", "-c", f"kill -9 $(ip netns pids {NAMES[host]})")
 
     def processes(self, host: int) -> int:
         """How many processes a host has."""
-        return len(self._run("ip", "netns", "pids", _NAMES[host]).split())
+        return len(self._run("ip", "netns", "pids", NAMES[host]).split())
 
     @property
     def _inside(self) -> list[str]:
@@ -180,7 +180,7 @@ class Hosts:
         return ["nsenter", f"--target={self._first}", *user, "--mount", "--net", "--pid"]
 
     def _ip(self, host: int, *command: str) -> None:
-        self._run("ip", "-n", _NAMES[host], *command)
+        self._run("ip", "-n", NAMES[host], *command)
 
     def _run(self, *command: str) -> str:
         done = subprocess.run(

@@ -15,7 +15,7 @@ import pytest
 from helpers.launch.agents import wait_until
 from helpers.support import ROOT, run_python
 
-from trainkit.launch.streams import Streams
+from trainkit.launch.worker_output import WorkerOutput, is_redirected, shows_progress
 
 Cells = Callable[[], "tuple[Cell, Cell]"]
 WHERE: contextvars.ContextVar[str] = contextvars.ContextVar("WHERE", default="nowhere")
@@ -34,7 +34,7 @@ class Cell(io.StringIO):
 
 
 class Process:
-    """A process as ``Streams`` sees it, whose output the test writes."""
+    """A process as ``WorkerOutput`` sees it, whose output the test writes."""
 
     def __init__(self) -> None:
         for name in ("stdout", "stderr"):
@@ -63,14 +63,14 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[Cell, Cell]]:
     return make
 
 
-def take(streams: Streams, count: int = 2) -> list[Process]:
+def take(streams: WorkerOutput, count: int = 2) -> list[Process]:
     processes = [Process() for _ in range(count)]
     for rank, process in enumerate(processes):
         streams.take(rank, rank, process)  # type: ignore[arg-type]
     return processes
 
 
-def end(streams: Streams, processes: list[Process]) -> None:
+def end(streams: WorkerOutput, processes: list[Process]) -> None:
     for process in processes:
         process.end()
     streams.close()
@@ -84,7 +84,7 @@ def seen(cell: Cell, text: str) -> None:
 def test_the_first_process_is_live_and_the_others_come_by_lines(cells: Cells) -> None:
     out, err = cells()
     WHERE.set("this cell")
-    streams = Streams()
+    streams = WorkerOutput()
     first, second = processes = take(streams)
     first.write("\r 50%|█".encode()[:-1])
     seen(out, "\r 50%|")
@@ -106,7 +106,7 @@ def test_the_first_process_is_live_and_the_others_come_by_lines(cells: Cells) ->
 
 def test_a_template_is_before_each_line_of_each_process(cells: Cells) -> None:
     out, _ = cells()
-    streams = Streams("[${role_name} ${rank}/${local_rank} ${x}] ")
+    streams = WorkerOutput("[${role_name} ${rank}/${local_rank} ${x}] ")
     first, second = processes = take(streams)
     first.write(b"\r1\r2\na\n")
     seen(out, "[trainkit 0/0 ${x}] 2\n[trainkit 0/0 ${x}] a\n")
@@ -118,7 +118,7 @@ def test_a_template_is_before_each_line_of_each_process(cells: Cells) -> None:
 def test_output_is_taken_where_nobody_wants_it(cells: Cells) -> None:
     """A process that writes must not wait for room, nor fail."""
     out, _ = cells()
-    streams = Streams()
+    streams = WorkerOutput()
     out.close()
     command = [sys.executable, "-c", "print('x' * 1_000_000)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -128,9 +128,9 @@ def test_output_is_taken_where_nobody_wants_it(cells: Cells) -> None:
 
 
 def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.launch.streams._LAST", 0.0)
+    monkeypatch.setattr("trainkit.launch.worker_output._CLOSE_TIMEOUT", 0.0)
     out, _ = cells()
-    streams = Streams()
+    streams = WorkerOutput()
     processes = take(streams, 1)
     streams.close()
     processes[0].write(b"later\n")
@@ -140,7 +140,7 @@ def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypat
 
 
 def test_a_program_that_writes_to_its_own_files_needs_none() -> None:
-    program = "import sys; from trainkit.launch.streams import Streams; print(Streams.needed(), Streams.seen())"
+    program = "import sys; from trainkit.launch.worker_output import *; print(is_redirected(), shows_progress())"
     assert run_python(program).stdout == "False {'stdout': False, 'stderr': False}\n"
     other = f"import io, sys; said = sys.stdout; sys.stdout = io.StringIO(); {program.partition('; ')[2][:-1]}, file=said)"
     assert run_python(f"import sys; {other}", cwd=ROOT).stdout == "True {'stdout': False, 'stderr': False}\n"
@@ -150,5 +150,5 @@ def test_what_a_notebook_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     stream: Any = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", None)
-    assert Streams.needed()
-    assert Streams.seen() == {"stdout": True, "stderr": False}
+    assert is_redirected()
+    assert shows_progress() == {"stdout": True, "stderr": False}

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainkit import Accelerator, DataModule, TrainModule
 from trainkit.errors import ConfigurationError
-from trainkit.launch.by_value import pack_call, pack_result, unpack
+from trainkit.launch.pickling import dump_call, dump_result, load
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 
 LOCK = threading.Lock()
@@ -45,7 +45,7 @@ def test_functions_and_what_they_use_travel_by_value() -> None:
             self.value = value
 
     offset = 3
-    function, (thing, scale) = unpack(pack_call(lambda thing, scale: thing.value * scale + offset, (Thing(2), 5)))
+    function, (thing, scale) = load(dump_call(lambda thing, scale: thing.value * scale + offset, (Thing(2), 5)))
     assert function(thing, scale) == 13
     assert isinstance(thing, Thing)  # there and back: the same class
 
@@ -53,7 +53,7 @@ def test_functions_and_what_they_use_travel_by_value() -> None:
 def test_a_model_keeps_its_ties() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    _, (other, strategies) = unpack(pack_call(print, (model, [DDPStrategy(), ZeROStrategy(stage=2)])))
+    _, (other, strategies) = load(dump_call(print, (model, [DDPStrategy(), ZeROStrategy(stage=2)])))
     assert other[0].weight is other[1].weight
     assert torch.equal(other[0].weight, model[0].weight)
     assert [strategy.name for strategy in strategies] == ["ddp", "zero2"]  # not joined yet: to be used there
@@ -68,7 +68,7 @@ def test_modules_and_data_of_the_framework() -> None:
     class Data(DataModule):
         size = 7
 
-    _, (module, data) = unpack(pack_call(print, (Mine(), Data())))
+    _, (module, data) = load(dump_call(print, (Mine(), Data())))
     assert (type(module).__name__, data.size) == ("Mine", 7)
     assert list(module.state_dict()) == ["net.weight", "net.bias"]
 
@@ -79,17 +79,17 @@ def test_modules_and_data_of_the_framework() -> None:
     (print, (Locked(),), "argument 0.inside['lock'] (of type lock) cannot"),
     (Locked().run, (), "the object of the function run.inside['lock'] (of type lock) cannot"),
     (functools.partial(print, LOCK), (), "the function partial[1] (of type lock) cannot"),
-    (of_a_cell(uses_a_lock), (), "LOCK (of type lock, used by the function uses_a_lock) cannot"),
-    (lambda: (lambda: LOCK)(), (), "LOCK (of type lock, used by the function <lambda>) cannot"),
-    (lambda held=LOCK: 1, (), "held (of type lock, used by the function <lambda>) cannot"),
+    (of_a_cell(uses_a_lock), (), "LOCK, used by the function uses_a_lock (of type lock) cannot"),
+    (lambda: (lambda: LOCK)(), (), "LOCK, used by the function <lambda> (of type lock) cannot"),
+    (lambda held=LOCK: 1, (), "held, used by the function <lambda> (of type lock) cannot"),
 ])  # fmt: skip
 def test_what_cannot_be_sent_is_named(function: Callable[..., Any], args: tuple[Any, ...], what: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        pack_call(of_a_cell(function) if isinstance(function, types.LambdaType) else function, args)
+        dump_call(of_a_cell(function) if isinstance(function, types.LambdaType) else function, args)
     text = str(caught.value)
     assert what in text
     assert "be sent to other processes: TypeError: cannot pickle" in text
-    assert text.endswith("Make it inside of the function, or give what it is made of.")
+    assert text.endswith("Create it inside the function, or pass what it is made of.")
 
 
 def test_what_has_met_the_processes_stays() -> None:
@@ -100,32 +100,32 @@ def test_what_has_met_the_processes_stays() -> None:
         accelerator.print("x")
 
     for function, args, what in [
-        (train, (), "accelerator (of type Accelerator, used by the function train)"),
+        (train, (), "accelerator, used by the function train (of type Accelerator)"),
         (print, (accelerator,), "argument 0 (of type Accelerator)"),
         (print, ([accelerator.strategy],), "argument 0[0] (of type "),
     ]:
         with pytest.raises(ConfigurationError) as caught:
-            pack_call(function, args)  # type: ignore[arg-type]
+            dump_call(function, args)  # type: ignore[arg-type]
         assert what in str(caught.value)
-        assert "make the Accelerator or Trainer inside of it" in str(caught.value)
+        assert "create the Accelerator or Trainer inside the function" in str(caught.value)
 
 
 def test_results() -> None:
     loss = torch.tensor(2.0, requires_grad=True) * 3
-    found = unpack(pack_result({"loss": loss, "n": 2}))
+    found = load(dump_result({"loss": loss, "n": 2}))
     assert (found["loss"].item(), found["n"]) == (6.0, 2)
     with pytest.raises(
         ConfigurationError, match=r"has returned, but the result\[0\] \(of type lock\) cannot be sent back: TypeE"
     ):
-        pack_result([LOCK])
+        dump_result([LOCK])
     with pytest.raises(ConfigurationError, match=r"return accelerator\.unwrap_model\(model\)"):
-        pack_result(Accelerator())
+        dump_result(Accelerator())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_of_a_gpu_come_on_the_cpu() -> None:
     model = nn.Linear(2, 2).cuda()
-    _, (other, tensor) = unpack(pack_call(print, (model, torch.ones(2, device="cuda", requires_grad=True))))
+    _, (other, tensor) = load(dump_call(print, (model, torch.ones(2, device="cuda", requires_grad=True))))
     assert {p.device.type for p in other.parameters()} | {tensor.device.type} == {"cpu"}
     assert isinstance(other.weight, nn.Parameter)
     assert tensor.requires_grad
@@ -135,7 +135,7 @@ def test_modules_go_by_name() -> None:
     made = types.ModuleType("made_here")
     exec("def train(): return 1", vars(made))
     sys.modules["made_here"] = made
-    data = pack_call(made.train, ())
+    data = dump_call(made.train, ())
     del sys.modules["made_here"]
     with pytest.raises(ModuleNotFoundError, match="made_here"):
-        unpack(data)
+        load(data)

@@ -1,0 +1,37 @@
+"""A program instead of ssh that has a terminal, as ``ssh -tt`` has: ``from helpers.launch.terminals import write_ssh``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+__all__ = ["write_ssh"]
+
+# The terminal hangs up when the program ends, as that of ssh does when its connection ends.
+_SSH = """\
+#!{python}
+import os, pty, sys
+words = sys.argv[1:]
+options = [word for word in words if word.startswith("-")]
+assert {{"-tt", "-enone", "-oBatchMode=yes"}} <= {{*options}}, options
+del words[: len(options)]
+host, command = words
+if host == "away":
+    sys.exit(print("ssh: connect to host away port 22: Connection refused", file=sys.stderr) or 255)
+code = os.waitstatus_to_exitcode(pty.spawn([*{enter}, "sh", "-c", command]))
+sys.stderr.write(f"Connection to {{host}} closed.\\r\\n")
+sys.exit(code if code >= 0 else 255)
+"""
+
+
+def write_ssh(folder: Path, enter: str = "[]") -> str:
+    """Write the program; returns its path.
+
+    Args:
+        folder: for it.
+        enter: Python for the command that enters the host ``host``.
+    """
+    path = folder / "ssh"
+    path.write_text(_SSH.format(python=sys.executable, enter=enter))
+    path.chmod(0o755)
+    return str(path)

@@ -1,0 +1,138 @@
+"""Pickle a function and its arguments for the processes that ``notebook_launcher`` starts, and its result on the way back.
+
+cloudpickle sends what is defined in a cell or a script by value, and what is in a module by name. This is the only module of
+trainkit that unpickles anything: bytes that its own processes exchange during one call, never a file of the user.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+import cloudpickle
+from torch import Tensor
+
+from trainkit.distributed.world import World
+from trainkit.errors import ConfigurationError
+
+__all__ = ["dump_call", "dump_result", "load"]
+
+_MAX_DEPTH = 8  # how deep to search an object for the part that cannot be pickled
+_MAKE_INSIDE = "It already belongs to this process: create the Accelerator or Trainer inside the function."
+
+
+class _BoundError(Exception):
+    """An object that belongs to a running process group."""
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        """Refuse what is bound to a process group; move tensors to the CPU, or every process would use the same device."""
+        kind: Any = type(obj)
+        if issubclass(kind, World) or (_is_strategy(kind) and obj.joined):
+            raise _BoundError
+        if kind is Tensor and obj.device.type not in ("cpu", "meta"):
+            return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(self.proto)
+        return super().reducer_override(obj)
+
+
+@functools.cache
+def _is_strategy(kind: Any) -> bool:
+    return any(base.__module__ == "trainkit.strategy" for base in kind.__mro__)
+
+
+def dump_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle a function and its arguments; :func:`load` returns them as a tuple, with tensors on the CPU.
+
+    Raises:
+        ConfigurationError: a part cannot be pickled; the message names it.
+    """
+    try:
+        return _dump((function, args))
+    except Exception as error:
+        name = _name(function)
+        parts = {name: function, **{f"argument {index}": value for index, value in enumerate(args)}}
+        part, why = _first_culprit(parts) or (f"{name} with its arguments", error)
+        fix = "Create it inside the function, or pass what it is made of."
+        reason = f". {_MAKE_INSIDE}" if isinstance(why, _BoundError) else f": {_text(why)}. {fix}"
+        raise ConfigurationError(f"notebook_launcher: {part} cannot be sent to other processes{reason}") from error
+
+
+def dump_result(result: Any) -> bytes:
+    """Pickle what the function returned; tensors move to the CPU.
+
+    Raises:
+        ConfigurationError: a part cannot be pickled; the message names it.
+    """
+    try:
+        return _dump(result)
+    except Exception as error:
+        part, why = _first_culprit({"the result": result}) or ("the result", error)
+        bound = "it belongs to the process group (for a prepared model, return accelerator.unwrap_model(model))"
+        raise ConfigurationError(
+            f"notebook_launcher: the function has returned, but {part} cannot be sent back: "
+            f"{bound if isinstance(why, _BoundError) else _text(why)}. Return numbers, tensors or a state_dict, or save the "
+            "result to a file."
+        ) from error
+
+
+def load(data: bytes) -> Any:
+    """Unpickle what a process of the same launch has pickled."""
+    return cloudpickle.loads(data)
+
+
+def _dump(value: Any) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+def _first_culprit(parts: Mapping[str, Any], depth: int = 0) -> tuple[str, Exception] | None:
+    """Name and type of the innermost part that cannot be pickled, and the error."""
+    for name, value in parts.items():
+        try:
+            _dump(value)
+        except Exception as error:
+            known = isinstance(error, _BoundError) and hasattr(value, "__dict__") and not inspect.isroutine(value)
+            inner = {} if known or depth >= _MAX_DEPTH else _parts(name, value)  # users know an Accelerator, not its parts
+            return _first_culprit(inner, depth + 1) or (f"{name} (of type {type(value).__name__})", error)
+    return None
+
+
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, functools.partial):
+        value = [value.func, *value.args, *value.keywords.values()]
+    if inspect.ismethod(value):
+        return {f"the object of {name}": value.__self__}
+    if inspect.isfunction(value):
+        return {f"{key}, used by {_name(value)}": part for key, part in _outer_variables(value).items()}
+    if isinstance(value, Mapping):
+        return {f"{name}[{key!r}]": part for key, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return {f"{name}[{index}]": part for index, part in enumerate(value)}
+    if inspect.isclass(value) or inspect.ismodule(value):
+        return {}
+    return {f"{name}.{key}": part for key, part in getattr(value, "__dict__", {}).items()}
+
+
+def _outer_variables(function: FunctionType) -> dict[str, Any]:
+    """Variables that a function and the functions inside it use from outside, and its defaults."""
+    found: dict[str, Any] = dict(inspect.getclosurevars(function).nonlocals)
+    codes = [function.__code__]
+    for code in codes:
+        found |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    parameters = inspect.signature(function).parameters.values()
+    return found | {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"the function {getattr(function, '__name__', type(function).__name__)}"
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
