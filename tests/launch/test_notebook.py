@@ -112,7 +112,7 @@ def test_what_becomes_of_the_arguments(captured: Captured, capsys: pytest.Captur
     job = captured(num_processes=2)
     assert capsys.readouterr().out == "Launching training on 2 CPUs.\n"
     assert (job.per_node, job.least, job.most, job.master_port, job.max_restarts) == (2, 1, 1, None, 0)
-    assert (job.launcher, job.follows, job.join_timeout) == ("notebook_launcher", True, 600.0)
+    assert (job.launcher, job.join_timeout) == ("notebook_launcher", 600.0)
     assert job.output is not None  # pytest captures what is printed
     assert job.command[0] == sys.executable
     assert repr(sys.path) in job.command[-1]
@@ -318,7 +318,7 @@ def test_a_script(run_dir: Path) -> None:
     assert {"<0> start 1", "<1> start 1"} <= set(lines)
     assert "<1> start 0" not in lines
     assert (lines.count("the script runs"), lines.count("Launching training on 2 CPUs.")) == (1, 3)
-    assert "rank 1 ended with exit code 3; all processes are started anew (restart 1 of 1)" in done.stderr
+    assert "rank 1 ended with exit code 3; restarting all processes (restart 1 of 1)" in done.stderr
     assert "Traceback" not in done.stderr
 
 

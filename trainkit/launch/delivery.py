@@ -83,7 +83,6 @@ class Delivery:
         said = {
             "address": self._listener.address,
             "secret": self._secret.hex(),
-            "parent": os.getpid(),
             "replicas": self._replicas,
             "met at": {name: os.environ[name] for name in _MET_AT if name in os.environ},  # which the agent sets anew
         }

@@ -137,7 +137,6 @@ def _launch(
         launcher=_NAME,
         grace=patience,
         output=None if streams is None else streams.take,
-        follows=True,
         **options,
     )
     try:

@@ -35,10 +35,8 @@ def main() -> None:
     """Do the work that was handed to this process; its whole program."""
     sys.excepthook = _print_error
     from trainkit.launch.delivery import HANDED
-    from trainkit.launch.workers import follow
 
     handed = json.loads(os.environ.pop(HANDED))
-    follow(handed["parent"])
     if handed["replicas"] is None:
         _run(handed, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
     else:
