@@ -440,6 +440,40 @@ def test_one_module_pickles_and_in_one_way() -> None:
     assert house.code_in_data(example("import torch\ntorch.load('x')", module))
 
 
+# ------------------------------------------------------------------------------------------ torch's public API only
+
+
+def test_launch_and_distributed_use_the_public_api_of_torch() -> None:
+    report([c for source in SOURCES for c in house.private_torch(source)])
+
+
+SUBCLASS = """
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+class Agent(SimpleElasticAgent):
+    def {name}(self, worker_group):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch._C._distributed_c10d import TCPStore",
+        "def f():\n    import torch._C",
+        "from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo",
+        SUBCLASS.format(name="_start_workers"),
+    ],
+)
+@pytest.mark.parametrize("module", ["trainkit.launch.x", "trainkit.distributed.x"])
+def test_private_torch_is_found(text: str, module: str) -> None:
+    assert len(house.private_torch(example(text, module))) == 1
+
+
+@pytest.mark.parametrize("name", ["run", "_ours", "__init__"])
+def test_public_torch_passes(name: str) -> None:
+    assert not house.private_torch(example(SUBCLASS.format(name=name), "trainkit.launch.x"))
+
+
 # ------------------------------------------------------------------------------------------- strategies are not asked
 
 

@@ -15,7 +15,6 @@ from torch.distributed import TCPStore
 
 from trainkit.distributed import stores
 from trainkit.distributed.stores import connected
-from trainkit.launch.rendezvous import Alone
 
 pytestmark = pytest.mark.prompt
 
@@ -36,13 +35,11 @@ def test_the_connection_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         watched.append((connection.getpeername()[1], limit / 1000))
 
     monkeypatch.setattr(stores, "keep_watch", watch)
-    agent = Alone("job", None)
-    point = agent.next_rendezvous().bootstrap_store_info
-    assert point is not None
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     files = len(os.listdir("/dev/fd"))
-    store = connected(lambda: connect(point.master_port), point.master_port, 10.0)
+    store = connected(lambda: connect(server.port), server.port, 10.0)
     store.set("key", "value")
-    assert (point.master_port, stores._SILENCE) in watched
+    assert (server.port, stores._SILENCE) in watched
     assert len(os.listdir("/dev/fd")) == files + 2  # the two ends of one connection
 
 

@@ -148,7 +148,7 @@ def test_killed_and_gone_on_with_on_another_number_of_processes(run_dir: Path) -
     with Launched(broken, *LAUNCH) as job:
         assert kill(job, 0, drawn_moments(draw, "whole", 1, 6)[0], draw)
         assert job.code() == 137, job.output
-        assert "started anew" not in job.output
+        assert "restarting" not in job.output
     with started(broken, attempt=1, size=3) as running:
         assert running.codes() == [0, 0, 0], running.output
         assert "resuming from" in running.output

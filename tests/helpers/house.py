@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import sys
@@ -337,6 +338,23 @@ def code_in_data(source: Source) -> list[str]:
         if any(word.arg == "allow_pickle" and constant(word.value) is not False for word in call.keywords):
             complaints.append(source.at(call.lineno, "allows pickle"))
     return complaints
+
+
+def private_torch(source: Source) -> list[str]:
+    """What launch/ and distributed/ must not do to torch: import from its private modules, override its private methods."""
+    rooms = ("trainkit.launch", "trainkit.distributed")
+    if not any(under(source.module, room) for room in rooms):
+        return []
+    of_torch = [item for item in imports(source.tree) if under(item.module, "torch")]
+    private = [item for item in of_torch if any(part.startswith("_") for part in item.full.split("."))]
+    found = [source.at(item.line, f"imports {item.full}, which is private") for item in private]
+    parents = {item.name: item.module for item in of_torch if item.name is not None and item not in private}
+    for defined in all_of(source.tree, ast.ClassDef):
+        for parent in (dotted(base) for base in defined.bases if dotted(base) in parents):
+            theirs = dir(getattr(importlib.import_module(parents[parent]), parent))
+            ours = [node for node in defined.body if isinstance(node, Function) and re.match("_(?!_)", node.name)]
+            found += [source.at(node.lineno, f"overrides {parent}.{node.name}") for node in ours if node.name in theirs]
+    return found
 
 
 def branches_on_strategy(source: Source) -> list[str]:

@@ -8,10 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.launch.agents import Agent, alive, start_agent, wait_until
@@ -21,8 +18,7 @@ from helpers.worlds.worlds import free_port
 from trainkit.errors import ConfigurationError
 from trainkit.launch import agent as agent_module
 from trainkit.launch.agent import Job, run_job
-from trainkit.launch.rendezvous import Meeting
-from trainkit.launch.workers import Workers
+from trainkit.launch.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.prompt, pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")]
 
@@ -46,7 +42,7 @@ def test_workers_know_their_place(tmp_path: Path) -> None:
     script = """
 import json
 names = [name for name in os.environ if name.startswith(("RANK", "WORLD", "LOCAL", "GROUP", "ROLE", "MASTER", "TORCHELASTIC"))]
-names += ["TRAINKIT_LAUNCHER", "TRAINKIT_MEMORY", "OMP_NUM_THREADS"]
+names += ["TRAINKIT_LAUNCHER", "TRAINKIT_RESTART_STORE", "OMP_NUM_THREADS"]
 json.dump({name: os.environ[name] for name in names}, open(f"{folder}/env-{rank}", "w"))
 """
     agent = start_agent(script, tmp_path, 2, launcher="a test")
@@ -189,30 +185,26 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("ready-1-*"))
 
 
-class SlowToStart(Workers):
-    """The agent knows of its workers when they have been at work for a while."""
+class Starting:
+    """The agent is about to start its workers, and does so when it has got a signal."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], *more: Any, **options: Any) -> None:
-        super().__init__(command, environments, *more, **options)
-        wait_until(Path(environments[0]["FOLDER"], "signalled").exists)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self) -> int:
+        (self.folder / "starting").touch()
+        wait_until((self.folder / "signalled").exists)
+        return 2
 
 
-@pytest.mark.parametrize(
-    "number, script, code, output",
-    [
-        (signal.SIGINT, INTERRUPTED, 130, ["interrupted 1"] * 2),
-        (signal.SIGTERM, SAVING + FOREVER, 143, [f"rank {rank} saves after SIGTERM" for rank in range(2)]),
-    ],
-)
-def test_a_signal_while_the_workers_are_started(
-    tmp_path: Path, number: signal.Signals, script: str, code: int, output: list[str]
-) -> None:
-    agent = start_agent(script, tmp_path, limits={"Workers": SlowToStart})
-    agent.ready()
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_just_before_the_workers_are_started(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    agent = start_agent(FOREVER, tmp_path, limits={"_cores": Starting(tmp_path)})
+    wait_until((tmp_path / "starting").exists)
     agent.signal(number)
     (tmp_path / "signalled").touch()
-    assert agent.code() == code
-    assert sorted(agent.output.splitlines()) == output
+    assert (agent.code(), agent.output) == (code, "")
+    assert not list(tmp_path.glob("ready-*"))
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
@@ -283,9 +275,9 @@ def test_restarts(tmp_path: Path) -> None:
     assert agent.code() == 0
     lines = agent.output.splitlines()
     assert [line for line in lines if line.startswith("trainkit")] == [
-        "trainkit: rank 1 was ended by SIGKILL (as the kernel does when memory runs out); all processes are started anew "
+        "trainkit: rank 1 was ended by SIGKILL (as the kernel does when memory runs out); restarting all processes "
         "(restart 1 of 2).",
-        "trainkit: rank 1 ended with exit code 5; all processes are started anew (restart 2 of 2).",
+        "trainkit: rank 1 ended with exit code 5; restarting all processes (restart 2 of 2).",
     ]
     assert sorted(lines[-2:]) == ["rank 0 done after 2", "rank 1 done after 2"]
 
@@ -296,13 +288,13 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     assert agent.output.count("trainkit") == 1
 
 
-def test_each_start_has_a_new_store_and_one_memory(tmp_path: Path) -> None:
+def test_each_start_has_a_new_store_and_one_restart_store(tmp_path: Path) -> None:
     """Else workers would find the addresses that those of the last start have left at the store."""
     script = """
 from torch.distributed import TCPStore
-from trainkit.distributed.restart_memory import Memory, restarts
+from trainkit.distributed.restart_store import RestartStore, restarts
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
-memory = Memory.of(os.environ)
+memory = RestartStore.of(os.environ)
 say(restarts(os.environ), store.check(["key"]), memory.get("run"))
 store.set("key", "value")
 memory.set("run", f"abc{restart}")
@@ -373,7 +365,7 @@ if restart == 0:
     assert (first.code(), second.code()) == (0, 0)
     lines = (tmp_path / "output").read_text().splitlines()
     assert [lines[0], lines[-1]] == ["1 0", "1 1"]
-    assert lines[1] == "trainkit: rank 1 ended with exit code 3; all processes are started anew (restart 1 of 1)."
+    assert lines[1] == "trainkit: rank 1 ended with exit code 3; restarting all processes (restart 1 of 1)."
 
 
 @pytest.mark.parametrize("options, words", [
@@ -394,15 +386,15 @@ def test_machines_that_do_not_meet(options: dict[str, object], words: list[str],
 
 
 def test_somebody_else_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER", timedelta(seconds=1))
+    monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"what answers at 127.0.0.1:{port} is not an agent of this job"):
-            Meeting("job", 2, 2, "127.0.0.1", port, number=1, patience=1.0)
+            Rendezvous((2, 2), ("127.0.0.1", port), 1, 1.0, lambda: None)
 
 
 def test_a_port_that_is_in_use(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"port {port} of this machine cannot be used.*--master-port PORT"):
-            Meeting("job", 2, 2, "127.0.0.1", port, number=0, patience=1.0)
+            Rendezvous((2, 2), ("127.0.0.1", port), 0, 1.0, lambda: None)

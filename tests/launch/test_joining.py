@@ -259,28 +259,20 @@ def test_restarts_and_memory() -> None:
 
 
 def test_torchruns_store_is_the_memory() -> None:
-    from trainkit.launch.rendezvous import Alone
-
-    alone = Alone("job", None)
-    info = alone.next_rendezvous().bootstrap_store_info
-    assert info is not None
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "job",
-        "MASTER_ADDR": info.master_addr,
-        "MASTER_PORT": str(info.master_port),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
     }
     assert run_world(2, remembers, env=env) == [(None, "text")] * 2
 
 
 def test_what_killed_processes_have_left_in_torchruns_store_is_not_read() -> None:
     """One that is early would connect to where the other one was before the restart."""
-    from trainkit.launch.rendezvous import Alone
-
-    alone = Alone("job", None)  # which keeps the store
-    info = alone.next_rendezvous().bootstrap_store_info
-    assert info is not None
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": info.master_addr, "MASTER_PORT": str(info.master_port)}
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     for restarts in range(3):
         assert run_world(2, joins_late, env={**env, "TORCHELASTIC_RESTART_COUNT": str(restarts)}) == [restarts] * 2
 
@@ -294,12 +286,8 @@ def joins_late() -> int:
 @pytest.mark.parametrize("hosted", [True, False], ids=["the agent's store", "rank 0's store"])
 def test_a_group_of_ours_that_the_user_has_destroyed_is_made_anew(hosted: bool) -> None:
     """As scripts for torchrun do at their end; one that is early would find the other one's address of the last time."""
-    from trainkit.launch.rendezvous import Alone
-
-    alone = Alone("job", None)
-    info = alone.next_rendezvous().bootstrap_store_info
-    assert info is not None
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": info.master_addr, "MASTER_PORT": str(info.master_port)}
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     assert run_world(2, joins_again_and_again, env=agent if hosted else {}) == [[3.0] * 5] * 2
 
 

@@ -370,7 +370,7 @@ def test_a_script(run_dir: Path) -> None:
     assert {"<0> start 1", "<1> start 1"} <= set(lines)
     assert "<1> start 0" not in lines
     assert (lines.count("the script runs"), lines.count("Launching training on 2 CPUs.")) == (1, 3)
-    assert "rank 1 ended with exit code 3; all processes are started anew (restart 1 of 1)" in done.stderr
+    assert "rank 1 ended with exit code 3; restarting all processes (restart 1 of 1)" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -7,7 +7,6 @@ import signal
 import pytest
 
 from trainkit.launch.verdict import Verdict, judge
-from trainkit.launch.workers import Ended
 
 TERM, KILL, INT, USR1, HUP = signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 FIRST, ABORTED = "rank 4 ended with exit code ", "rank 4 was ended by SIGABRT"
@@ -48,10 +47,10 @@ KILLED = "rank 5 was ended by SIGKILL (as the kernel does when memory runs out)"
     ([(0, 143), (1, 143)], [], [TERM, INT], Verdict(143, True, f"{FIRST}143", None)),
 ])  # fmt: skip
 def test_verdicts(ended: list[tuple[int, int]], killed: list[int], received: list[int], expected: Verdict) -> None:
-    assert judge([Ended(*one) for one in ended], killed, received, 4, 30.0) == expected
+    assert judge(ended, killed, received, 4, 30.0) == expected
 
 
 def test_not_all_of_many_are_named() -> None:
-    text = judge([Ended(rank, -9) for rank in range(100)], [], [], 0, 30.0).last_words
+    text = judge([(rank, -9) for rank in range(100)], [], [], 0, 30.0).last_words
     assert text is not None
     assert text.count("SIGKILL") == 8

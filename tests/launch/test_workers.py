@@ -1,180 +1,164 @@
-"""The processes under an agent, by themselves; how they end with one is tried in test_agent.py."""
+"""Supervisors and their events, by themselves; with the launcher they are tried in test_agent.py."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.launch.agents import alive, wait_until
-from helpers.patience import within
-from helpers.support import run_python
+from helpers.patience import PATIENCE, within
 
-from trainkit.launch import workers as workers_module
-from trainkit.launch.workers import Ended, Workers, signal_name
+from trainkit.launch import workers
+from trainkit.launch.workers import PLAN, Event, Events, deadline
 
 pytestmark = [pytest.mark.prompt, pytest.mark.skipif(os.name != "posix", reason="sessions and signals of POSIX")]
 
-
-def shell(script: str, count: int = 2) -> Workers:
-    return Workers(["/bin/sh", "-c", script], [{**os.environ, "RANK": str(rank)} for rank in range(count)])
-
-
-def finished(workers: Workers) -> None:
-    workers.end(0.1)
-    workers.leave(sweep=True)
+INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
+LIMITS = {"grace": 30.0, "patience": 4.0, "shutdown": 5.0}
 
 
-def test_exit_codes() -> None:
-    assert Ended(0, 3).exit_code == 3
-    assert Ended(0, -9).exit_code == 137
+# The kinds, numbers, codes and times of events; until when a worker may end by itself.
+@pytest.mark.parametrize("events, expected", [
+    ([], math.inf),
+    ([("started", 0, 0, 1.0), ("ended", 0, 0, 2.0)], math.inf),
+    ([("ended", 0, 3, 2.0), ("ended", 1, 0, 3.0)], 6.0),
+    ([("ended", 0, 1, 2.0), ("ended", 1, 143, 3.0)], 33.0),
+    ([("signal", TERM, 0, 1.0)], 31.0),
+    ([("signal", TERM, 0, 1.0), ("ended", 0, 143, 2.0)], 32.0),
+    ([("signal", TERM, 0, 1.0), ("ended", 0, 1, 2.0)], 31.0),
+    ([("signal", INT, 0, 1.0)], math.inf),
+    ([("signal", INT, 0, 1.0), ("ended", 0, 0, 2.0)], 32.0),
+    ([("signal", INT, 0, 1.0), ("signal", INT, 0, 3.0)], 8.0),
+    ([("signal", int(signal.SIGSTOP), 1, 1.0), ("signal", int(signal.SIGCONT), 1, 2.0)], math.inf),
+])  # fmt: skip
+def test_deadlines(events: list[tuple[str, int, int, float]], expected: float) -> None:
+    assert deadline([Event(*event) for event in events], **LIMITS) == expected
 
 
-def test_names_of_signals() -> None:
-    assert (signal_name(15), signal_name(99)) == ("SIGTERM", "signal 99")
+class Group:
+    """Supervisors of workers that run a shell script, started as elastic does."""
+
+    def __init__(self, script: str, folder: Path, count: int = 2, **limits: float) -> None:
+        self.events = Events(str(folder / "events"))
+        self.events.add("start", count)
+        environments = [{**os.environ, "RANK": str(rank)} for rank in range(count)]
+        self._plan = {"launcher": os.getpid(), "workers": count, "events": self.events.file, "limits": LIMITS | limits}
+        self._plan |= {"command": ["/bin/sh", "-c", script], "environments": environments, "outputs": None}
+        (folder / "plan").write_text(json.dumps(self._plan))
+        command = [sys.executable, "-I", "-S", workers.__file__]
+        own = [{**os.environ, PLAN: str(folder / "plan"), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        self.processes = [subprocess.Popen(command, env=env, start_new_session=True) for env in own]
+
+    def codes(self) -> list[int]:
+        """The exit codes of the supervisors."""
+        return [process.wait(PATIENCE) for process in self.processes]
+
+    def said(self, *kinds: str) -> list[tuple[str, int, int]]:
+        """The events of these kinds."""
+        return [event[:3] for event in self.events.read() if event.kind in kinds]
 
 
-def test_who_was_ended_by_a_signal_comes_first() -> None:
-    """When both are seen at once, the others have most likely followed."""
-    workers = shell('if [ "$RANK" = 1 ]; then kill -9 $$; fi; exit 4')
-    wait_until(lambda: not any(alive(pid) for pid in workers.pids.values()))
-    workers.look()
-    assert workers.ended == workers.failed == [Ended(1, -9), Ended(0, 4)]
-    assert workers.running == 0
-    finished(workers)
+@pytest.fixture
+def start(tmp_path: Path) -> Any:
+    groups: list[Group] = []
+
+    def started(script: str, count: int = 2, **limits: float) -> Group:
+        groups.append(Group(script, tmp_path, count, **limits))
+        return groups[-1]
+
+    yield started
+    for process in [process for group in groups for process in group.processes]:
+        process.kill()
+        process.wait()
 
 
-def test_each_has_a_session_of_its_own() -> None:
-    workers = shell("sleep 100")
-    pids = list(workers.pids.values())
-    assert [os.getsid(pid) for pid in pids] == pids
-    assert os.getsid(0) not in pids
-    finished(workers)
-    assert not any(alive(pid) for pid in pids)
+Start = Callable[..., Group]
 
 
-def test_ending_them() -> None:
-    workers = shell('if [ "$RANK" = 0 ]; then exit 3; fi; sleep 100')
-    wait_until(lambda: workers.look() or bool(workers.ended))
-    workers.end(5.0)
-    assert workers.ended == [Ended(0, 3)]  # who was ended has not ended by itself
-    assert workers.killed == [1]
-    finished(workers)
+def pid(file: Path) -> int:
+    """The process id that a script has written."""
+    wait_until(lambda: file.exists() and file.read_text().endswith("\n"))
+    return int(file.read_text())
 
 
-def test_what_they_have_started_is_swept(tmp_path: Path) -> None:
-    workers = shell(f"sleep 100 & echo $! > {tmp_path}/$RANK; exit 1")
-    wait_until(lambda: workers.look() or not workers.running)
-    children = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    assert all(alive(pid) for pid in children)
-    workers.leave(sweep=True)
-    wait_until(lambda: not any(alive(pid) for pid in children), within(2.0))
+def test_supervisors_end_together(start: Start) -> None:
+    """The first one waits for the last worker: elastic ends the others as soon as one supervisor is gone."""
+    group = start('if [ "$RANK" = 0 ]; then exit 3; fi; sleep 1; exit 4')
+    wait_until(lambda: bool(group.said("ended")))
+    assert [process.poll() for process in group.processes] == [None, None]
+    assert group.codes() == [1, 1]
+    assert group.said("ended") == [("ended", 0, 3), ("ended", 1, 4)]
 
 
-def test_the_guard_goes_with_them() -> None:
-    workers = shell("true")
-    guard = workers._guard
-    assert guard is not None
-    wait_until(lambda: workers.look() or not workers.running)
-    workers.leave(sweep=False)
-    assert guard.returncode == 0
+def test_all_went_well(start: Start) -> None:
+    group = start("exit 0")
+    assert group.codes() == [0, 0]
+    assert sorted(group.said("started", "ended")) == [(kind, rank, 0) for kind in ("ended", "started") for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("with_guard", [True, False], ids=["guard", "kernel"])
-def test_nothing_outlives_the_process_that_started_them(with_guard: bool, tmp_path: Path) -> None:
-    """The guard kills whole sessions; without it the kernel kills the workers."""
-    if not with_guard and not sys.platform.startswith("linux"):
+def test_each_worker_has_a_session_of_its_own(start: Start, tmp_path: Path) -> None:
+    group = start(f"echo $$ > {tmp_path}/$RANK; exec sleep 100")
+    pids = [pid(tmp_path / str(rank)) for rank in (0, 1)]
+    assert [os.getsid(process) for process in pids] == pids
+    group.events.add("signal", signal.SIGKILL)
+    assert group.codes() == [1, 1]
+    assert sorted(group.said("ended")) == [("ended", 0, -9), ("ended", 1, -9)]
+
+
+def test_who_does_not_end_is_killed_with_all_that_it_has_started(start: Start, tmp_path: Path) -> None:
+    group = start(
+        f'if [ "$RANK" = 0 ]; then exit 3; fi; trap "" TERM; sleep 100 & echo $! > {tmp_path}/child; wait; sleep 100',
+        patience=0.3,
+        shutdown=0.3,
+    )
+    child = pid(tmp_path / "child")
+    assert group.codes() == [1, 1]
+    assert group.said("ended", "killed") == [("ended", 0, 3), ("killed", 1, -9)]
+    wait_until(lambda: not alive(child), within(2.0))
+
+
+def test_elastic_asks_for_an_end(start: Start) -> None:
+    """It signals the supervisors when another node has joined: that is no failure of a worker."""
+    group = start("exec sleep 100")
+    wait_until(lambda: len(group.said("started")) == 2)
+    for process in group.processes:
+        process.terminate()
+    assert group.codes() == [1, 1]
+    assert sorted(group.said("ended", "killed", "stopped")) == [("stopped", 0, -15), ("stopped", 1, -15)]
+
+
+def test_a_killed_supervisor_takes_its_worker_along(start: Start, tmp_path: Path) -> None:
+    if not sys.platform.startswith("linux"):
         pytest.skip("Linux only")
-    program = (
-        "import os, sys, time\n"
-        "from trainkit.launch import workers\n"
-        f"workers._start_guard = workers._start_guard if {with_guard} else lambda groups: None\n"
-        f"made = workers.Workers(['/bin/sh', '-c', 'sleep 100 & echo $! > {tmp_path}/child; wait'], [dict(os.environ)])\n"
-        "print(made.pids[0], flush=True)\n"
-        "time.sleep(100)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
-    wait_until(lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()))
-    child = int((tmp_path / "child").read_text())
-    assert alive(worker)
-    assert alive(child)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
+    group = start(f"echo $$ > {tmp_path}/worker; exec sleep 100", 1)
+    worker = pid(tmp_path / "worker")
+    group.processes[0].kill()
     wait_until(lambda: not alive(worker), within(5.0))
-    if with_guard:
-        wait_until(lambda: not alive(child), within(5.0))
-    elif alive(child):
-        os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
-def test_workers_that_follow_by_themselves(tmp_path: Path) -> None:
-    there = str(tmp_path / "there")
-    worker = f"import os, time; from trainkit.launch.workers import follow; follow(os.getppid()); open({there!r}, 'w')"
-    program = (
-        "import os, sys, time\n"
-        "from trainkit.launch import workers\n"
-        "workers._start_guard = lambda groups: None\n"
-        f"made = workers.Workers([sys.executable, '-c', {f'{worker}; time.sleep(100)'!r}], [dict(os.environ)], follows=True)\n"
-        "print(made.pids[0], flush=True)\n"
-        "time.sleep(100)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    wait_until((tmp_path / "there").exists)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    wait_until(lambda: not alive(pid), within(5.0))
-    assert run_python("from trainkit.launch.workers import follow; follow(1)").returncode == 1  # its parent has died already
+def test_stopping_and_going_on(start: Start, tmp_path: Path) -> None:
+    group = start(f"(while true; do echo >> {tmp_path}/tick; sleep 0.01; done)", 1)
+    tick = tmp_path / "tick"
+    wait_until(tick.exists)
+    group.events.add("signal", signal.SIGSTOP, 1)
+    wait_until(lambda: state(tick) == state(tick, 0.3))
+    before = state(tick)
+    group.events.add("signal", signal.SIGCONT, 1)
+    wait_until(lambda: state(tick) > before)
+    group.events.add("signal", signal.SIGKILL, 1)
+    assert group.codes() == [1]
 
 
-def test_what_they_write_can_be_taken() -> None:
-    taken: list[tuple[int, Any]] = []
-    workers = Workers(
-        ["/bin/sh", "-c", "echo out $RANK; echo err $RANK >&2"],
-        [{**os.environ, "RANK": str(rank)} for rank in range(2)],
-        lambda local_rank, process: taken.append((local_rank, process)),
-    )
-    said = [(local_rank, process.communicate()) for local_rank, process in taken]
-    assert said == [(rank, (f"out {rank}\n".encode(), f"err {rank}\n".encode())) for rank in range(2)]
-    finished(workers)
-
-
-def test_a_start_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    popen = subprocess.Popen
-
-    def limited(*args: Any, **options: Any) -> Any:
-        if len(started) == 2:
-            raise BlockingIOError("Resource temporarily unavailable")
-        started.append(popen(*args, **options))
-        return started[-1]
-
-    monkeypatch.setattr(workers_module.subprocess, "Popen", limited)
-    with pytest.raises(BlockingIOError):
-        shell("sleep 100", 3)
-    assert [process.poll() is not None for process in started] == [True, True]
-
-
-def test_stopping_and_going_on(tmp_path: Path) -> None:
-    workers = shell(f"while true; do echo >> {tmp_path}/$RANK; sleep 0.01; done", 1)
-    file = tmp_path / "0"
-    wait_until(file.exists)
-    workers.freeze(signal.SIGSTOP)
-    time.sleep(0.1)
-    before = file.stat().st_size
-    time.sleep(0.2)
-    assert file.stat().st_size == before
-    workers.freeze(signal.SIGCONT)
-    wait_until(lambda: file.stat().st_size > before)
-    finished(workers)
+def state(file: Path, after: float = 0.0) -> int:
+    """Its size after some seconds."""
+    if after:
+        signal.sigtimedwait([], after)
+    return file.stat().st_size

@@ -1,4 +1,4 @@
-"""Connecting to a store of torch's, within limits that always hold: its own do not where the other side says nothing."""
+"""``connected``: a connection to a store of torch within a time limit; torch has none where the other side is silent."""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ import socket
 import stat
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from trainkit.distributed.wire import keep_watch
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
-
 __all__ = ["connected"]
 
-_SILENCE = 15.0  # seconds after which a machine that no longer answers is taken to be gone
+_SILENCE = 15.0  # seconds after which a node that no longer answers is taken to be gone
+_T = TypeVar("_T")
 
 
-def connected(connect: Callable[[], TCPStore], port: int, limit: float) -> TCPStore:
-    """What ``connect`` returns, with a connection that ends when the other machine is gone.
-
-    It runs in a thread, as no signal would be heard meanwhile.
+def connected(connect: Callable[[], _T], port: int, limit: float) -> _T:
+    """Call ``connect`` in a thread, where it cannot keep signals from being handled; end its connections with the other node.
 
     Args:
-        connect: makes the store.
+        connect: connects to a store.
         port: of the store, at the other end.
         limit: seconds.
 
@@ -34,12 +30,12 @@ def connected(connect: Callable[[], TCPStore], port: int, limit: float) -> TCPSt
         TimeoutError: it has not returned in that time.
         RuntimeError: what it has raised; also ``ValueError``.
     """
-    stores: list[TCPStore] = []
+    results: list[_T] = []
     errors: list[Exception] = []
 
     def run() -> None:
         try:
-            stores.append(connect())
+            results.append(connect())
         except Exception as error:
             errors.append(error)
 
@@ -48,27 +44,12 @@ def connected(connect: Callable[[], TCPStore], port: int, limit: float) -> TCPSt
     thread.join(limit)
     if errors:
         raise errors[0]
-    if not stores:
+    if not results:
         raise TimeoutError(f"no answer within {limit:.0f} s")
-    _watch(port)
-    return stores[0]
-
-
-def _watch(port: int) -> None:
-    """Let the system end the connections to a port when nobody answers: a store waits for an answer without any limit.
-
-    torch does not show its sockets, but they are files of this process.
-    """
-    if not os.path.isdir("/dev/fd"):
-        return
-    for number in filter(_is_socket, map(int, os.listdir("/dev/fd"))):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-                keep_watch(connection, _SILENCE)
-
-
-def _is_socket(number: int) -> bool:
-    try:
-        return stat.S_ISSOCK(os.fstat(number).st_mode)
-    except OSError:  # closed by now
-        return False
+    for number in map(int, os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ()):  # torch does not show its sockets
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as link:
+                    if link.family in (socket.AF_INET, socket.AF_INET6) and link.getpeername()[1] == port:
+                        keep_watch(link, _SILENCE)  # else an operation waits without limit when nobody answers
+    return results[0]

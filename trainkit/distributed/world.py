@@ -18,7 +18,7 @@ from trainkit.distributed.collective_tracker import Waits
 
 if TYPE_CHECKING:
     from trainkit.distributed.channel import Channel
-    from trainkit.distributed.restart_memory import Memory
+    from trainkit.distributed.restart_store import RestartStore
     from trainkit.distributed.watchdog import Watchdog
 
 __all__ = ["Pending", "Team", "World"]
@@ -64,7 +64,7 @@ class World:
         channel: Channel | None = None,
         watchdog: Watchdog | None = None,
         restarts: int = 0,
-        memory: Memory | None = None,
+        memory: RestartStore | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self.local_rank, self.local_size = local_rank, local_size

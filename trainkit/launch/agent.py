@@ -1,46 +1,54 @@
-"""The agent of a machine: starts the workers, passes signals on, restarts them after a failure, and leaves with their code.
+"""The launcher of a node: ``run_job`` starts the workers through torch elastic, passes signals on and returns their exit code.
 
-torch elastic is its engine: how the agents of several machines find each other, number the workers, and restart together.
+``torch.distributed.launcher`` runs in a thread: it finds the other nodes, numbers the workers, starts a supervisor for each and
+restarts all after a failure. The main thread has the signals. How long workers may take to end is up to their supervisors.
 """
 
 from __future__ import annotations
 
+import contextvars
+import json
 import logging
-import math
 import os
 import signal
-import subprocess
+import sys
+import tempfile
 import threading
 import time
-import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from trainkit.console import notice
-from trainkit.distributed.restart_memory import MEMORY
+from trainkit.distributed.restart_store import RESTART_STORE
 from trainkit.errors import ConfigurationError
+from trainkit.launch import workers
 from trainkit.launch.environment import LAUNCHER
 from trainkit.launch.interface import lead_gloo_out
 from trainkit.launch.place import is_local
-from trainkit.launch.rendezvous import Alone, Meeting
-from trainkit.launch.verdict import INTERRUPTED, PREEMPTED, Verdict, judge
-from trainkit.launch.workers import Workers
+from trainkit.launch.rendezvous import BACKEND, Rendezvous
+from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, judge
+from trainkit.launch.workers import PLAN, Events
 
-__all__ = ["Agent", "Job", "conduct", "run_job"]
+__all__ = ["Job", "conduct", "run_job"]
 
-_FAILED = 1
-_PATIENCE = 4.0  # seconds in which the others end by themselves when one has failed: they have things to say
+_PATIENCE = 4.0  # seconds in which the other workers end by themselves when one has failed: they have things to print
 _SHUTDOWN = 5.0  # seconds between SIGTERM and SIGKILL
-_ONE = 1.0  # seconds within which SIGTERM twice is once: a batch system tells the agent and all around it
-_LOOK = 0.1  # seconds between two looks at the workers
+_ONE = 1.0  # seconds within which SIGTERM twice is once: a batch system signals the launcher and all around it
+_LEAVE = 2.0  # seconds in which torch's launcher ends when it is not waited for
+_STEP = 0.05  # seconds between two looks at the signals
 _PORT = 29500
+_STOP_AND_GO = [getattr(signal, name) for name in ("SIGTSTP", "SIGCONT") if hasattr(signal, name)]
+# Of elastic's variables, those that workers get.
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
@@ -50,18 +58,18 @@ class Job:
     Attributes:
         command: the command line of a worker.
         environment: its variables; what it must know of its place is added.
-        per_node: workers of this machine.
-        least: machines that are needed.
-        most: machines that are taken.
-        node_rank: the number of this machine; ``None``: any.
-        master_addr: of the machine where the agents meet; needed for several machines.
-        master_port: there, default 29500; for a single machine the port of its workers, default a free one.
-        max_restarts: how often the workers are started anew after a failure.
+        per_node: workers of this node.
+        least: nodes that are needed.
+        most: nodes that are taken.
+        node_rank: the number of this node; ``None``: any.
+        master_addr: of the node that hosts the store; needed for several nodes.
+        master_port: there, default 29500, for a single node any free port.
+        max_restarts: how many times to restart the workers after a failure.
         launcher: what the workers say has started them.
         grace: seconds that workers have to save and end after a signal.
-        join_timeout: seconds that machines wait for each other.
-        output: takes what the workers write: it is given the local rank, the rank and the process, as :class:`Workers` has it.
-        follows: as of :class:`Workers`.
+        join_timeout: seconds that nodes wait for each other.
+        output: gets the local rank, the rank and an object with the pipes ``stdout`` and ``stderr`` of each worker. Default:
+            they write where this process does.
     """
 
     command: tuple[str, ...]
@@ -76,210 +84,223 @@ class Job:
     launcher: str = "trainkit launch"
     grace: float = 30.0
     join_timeout: float = 600.0
-    output: Callable[[int, int, subprocess.Popen[bytes]], None] | None = None
-    follows: bool = False
+    output: Callable[[int, int, Any], None] | None = None
 
 
-class _Stopped(BaseException):
-    """A signal came while there were no workers to pass it on to."""
+class _Stopped(Exception):  # noqa: N818
+    """A signal came while there were no workers."""
 
 
-class _Signals:
-    """While the agent runs: signals to it go on to its workers. Ctrl-C comes from the terminal to the agent alone.
+class _Starts(LogsSpecs):
+    """Where elastic asks for the log files of workers, just before it starts them: the moment to prepare a start."""
 
-    Attributes:
-        received: those that came and ask for an end.
-        times: when.
-        workers: who gets them; ``None``: there are none, and the agent ends at once.
-        starting: they are about to be there, and get what comes meanwhile.
-        over: everything has ended; what comes now is too late.
-    """
+    def __init__(self, start: Callable[[dict[int, dict[str, str]]], None]) -> None:
+        super().__init__()
+        self._start = start
 
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self.times: list[float] = []
-        self.workers: Workers | None = None
-        self.starting = self.over = False
-        self._kept: list[int] = []
-        self._before: dict[int, Any] = {}
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """No files."""
+        self._start(envs)
+        return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), error_files=dict.fromkeys(envs, os.devnull))
 
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCONT"):
-                number = getattr(signal, name, None)
-                before = None if number is None else signal.getsignal(number)
-                if number is not None and before is not None and before != signal.SIG_IGN:  # ignored: by nohup, or a shell's &
-                    self._before[number] = before
-                    signal.signal(number, self._stop_and_go if name in ("SIGTSTP", "SIGCONT") else self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        again = number != signal.SIGINT and number in self.received and now - self.times[-1] < _ONE
-        if self.over or again:
-            return
-        self.received.append(number)
-        self.times.append(now)
-        if number == getattr(signal, "SIGHUP", 0):  # a terminal that is closed means an end, which workers know as SIGTERM
-            number = signal.SIGTERM
-        if self.starting:
-            self._kept.append(number)
-        elif self.workers is None:
-            raise _Stopped
-        else:
-            self.workers.signal(number)
-
-    def started(self, workers: Workers) -> None:
-        """The workers are there."""
-        self.workers, self.starting = workers, False
-        while self._kept:
-            workers.signal(self._kept.pop(0))
-
-    def _stop_and_go(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z and ``fg``: the workers have no terminal, so they learn it from here."""
-        going = number == signal.SIGCONT
-        if self.workers is not None:
-            self.workers.freeze(number if going else signal.SIGSTOP)
-        if not going:
-            os.kill(os.getpid(), signal.SIGSTOP)
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
 
 
-class Agent(SimpleElasticAgent):
-    """Elastic's agent, with workers that end as trainkit's do.
+class _Run:
+    """A job on this node, from its start to its end, with a folder for files of the launcher and its supervisors."""
 
-    Args:
-        job: what to run.
-        rendezvous: where the agents meet.
-        signals: those that come while it runs.
+    def __init__(self, job: Job, folder: str) -> None:
+        self._job, self._folder = job, folder
+        self._rendezvous: Rendezvous | None = None
+        self._events: Events | None = None  # of the workers that there are
+        self._first_rank = self._failures = 0
+        self._noted: list[tuple[int, float]] = []  # signals, and when they came
+        self._received: list[int] = []
+        self._last = 0.0
+        self._pipes: dict[int, list[int]] = {}
+        self._verdict: Verdict | None = None
+        self._error: Exception | None = None
 
-    Attributes:
-        verdict: on the workers of the last start.
-    """
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """A signal has come; Ctrl-C comes from the terminal to the launcher alone."""
+        self._noted.append((number, time.monotonic()))
 
-    def __init__(self, job: Job, rendezvous: Alone | Meeting, signals: _Signals) -> None:
-        super().__init__(
-            WorkerSpec(
-                role="trainkit",
-                local_world_size=job.per_node,
-                rdzv_handler=rendezvous,
-                entrypoint=job.command[0],
-                max_restarts=job.max_restarts,
-                monitor_interval=_LOOK,
-            )
+    def verdict(self) -> Verdict:
+        """Run the job."""
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(self._launch,), daemon=True)
+        thread.start()
+        while thread.is_alive() and not self._is_over():
+            thread.join(_STEP)
+            self._pass_signals()
+            events = self._events
+            if self._pipes and events is not None:
+                self._close_pipes(event.number for event in events.read() if event.kind == "started")
+        self._judge()
+        stopped = thread.is_alive() or isinstance(self._error, _Stopped)
+        if thread.is_alive() and self._rendezvous is not None:
+            self._rendezvous.shutdown()
+            thread.join(_LEAVE)
+        return self._outcome(stopped)
+
+    def _launch(self) -> None:
+        """Run torch's launcher; in a thread, where it leaves signals alone."""
+        job = self._job
+        config = LaunchConfig(
+            job.least,
+            job.most,
+            job.per_node,
+            logs_specs=_Starts(self._start),
+            run_id=BACKEND,
+            role=BACKEND,
+            rdzv_backend=BACKEND,
+            rdzv_configs={"make": self._make_rendezvous},
+            max_restarts=job.max_restarts,
         )
-        self.verdict: Verdict | None = None
-        self._job, self._meeting, self._signals = job, rendezvous, signals
-        self._workers: Workers | None = None
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self._signals.received:
-            raise _Stopped
-        environments = [self._environment(worker_group, worker) for worker in worker_group.workers]
-        self._signals.starting = True  # from here on a signal does not leave workers behind that nobody knows of
         try:
-            self._workers = Workers(
-                self._job.command, environments, self._output(worker_group.workers), follows=self._job.follows
-            )
-            self._signals.started(self._workers)
-        finally:
-            self._signals.starting = False
-        return dict(self._workers.pids)
+            launch_agent(config, sys.executable, ["-I", "-S", workers.__file__])
+        except ChildFailedError:  # the events say more
+            pass
+        except Exception as error:
+            self._error = error
 
-    def _output(self, workers: list[Any]) -> Callable[[int, subprocess.Popen[bytes]], None] | None:
-        take = self._job.output
-        if take is None:
-            return None
-        return lambda local_rank, process: take(local_rank, workers[local_rank].global_rank, process)
+    def _make_rendezvous(self) -> Rendezvous:
+        job = self._job
+        first = job.master_addr or "", job.master_port or (0 if job.most == 1 else _PORT)
+        self._rendezvous = Rendezvous((job.least, job.most), first, job.node_rank, job.join_timeout, self._before_start)
+        return self._rendezvous
 
-    def _environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
-        job, meeting = self._job, self._meeting
-        own = {
-            "RANK": worker.global_rank,
-            "WORLD_SIZE": worker.world_size,
-            "LOCAL_RANK": worker.local_rank,
-            "LOCAL_WORLD_SIZE": job.per_node,
-            "GROUP_RANK": group.group_rank,
-            "GROUP_WORLD_SIZE": group.group_world_size,
-            "ROLE_RANK": worker.role_rank,
-            "ROLE_WORLD_SIZE": worker.role_world_size,
-            "ROLE_NAME": "trainkit",
-            "MASTER_ADDR": group.master_addr,
-            "MASTER_PORT": group.master_port,
-            "TORCHELASTIC_RESTART_COUNT": meeting.restarts,
-            "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
-            "TORCHELASTIC_RUN_ID": meeting.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            LAUNCHER: job.launcher,
-            MEMORY: meeting.memory,
-        }
+    def _before_start(self) -> None:
+        """Elastic is about to meet the other nodes and start workers: refuse if the last ones were told to end."""
+        verdict = self._judge()
+        if verdict is not None and verdict.final:
+            raise _Stopped
+        if verdict is not None:
+            self._failures += 1
+            first, most = verdict.first or "the processes were lost", self._job.max_restarts
+            notice(f"{first}; restarting all processes (restart {self._failures} of {most}).")
+
+    def _start(self, environments: dict[int, dict[str, str]]) -> None:
+        """Elastic is about to start the supervisors of workers with these variables, which it hands to the supervisors."""
+        job, rendezvous = self._job, self._rendezvous
+        assert rendezvous is not None
+        self._first_rank = int(environments[0]["RANK"])
         shared = dict(job.environment)
         if job.per_node > 1:  # else each takes all cores, and they get into each other's way
             shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.per_node)))
         if job.most > 1 and job.master_addr is not None and not is_local(job.master_addr):
             lead_gloo_out(shared, job.master_addr)
-        return {**shared, **{name: str(value) for name, value in own.items()}}
+        own = {"TORCHELASTIC_RESTART_COUNT": str(rendezvous.restarts), LAUNCHER: job.launcher, RESTART_STORE: rendezvous.where}
+        places = [{name: each[name] for name in each if name.startswith(_PLACE)} for _, each in sorted(environments.items())]
+        events = Events(f"{self._folder}/{rendezvous.restarts}")
+        events.add("start", job.per_node)
+        plan = {
+            "launcher": os.getpid(),
+            "workers": job.per_node,
+            "limits": {"grace": job.grace, "patience": _PATIENCE, "shutdown": _SHUTDOWN},
+            "events": events.file,
+            "command": job.command,
+            "environments": [{**shared, **place, **own} for place in places],
+            "outputs": [self._take_output(events.file, int(place["RANK"])) for place in places] if job.output else None,
+        }
+        with open(f"{events.file}.json", "w") as file:
+            json.dump(plan, file)
+        for each in environments.values():
+            each[PLAN] = file.name
+        self._events = events
+        if any(number not in _STOP_AND_GO for number, _ in self._noted) or self._received:
+            self._events = None
+            raise _Stopped
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        workers = self._workers
-        assert workers is not None
-        workers.look()
-        if workers.running and not workers.failed and not self._signals.received:
-            return RunResult(state=WorkerState.HEALTHY)
-        self.verdict = self._ended(workers, worker_group.workers[0].global_rank)
-        if self.verdict.code == 0:
-            return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
-        if self.verdict.final:
-            self._remaining_restarts = 0
-        elif self._remaining_restarts > 0:
-            count = self._job.max_restarts - self._remaining_restarts + 1
-            first = self.verdict.first or "the processes were lost"
-            notice(f"{first}; all processes are started anew (restart {count} of {self._job.max_restarts}).")
-        return RunResult(WorkerState.FAILED)
+    def _take_output(self, name: str, rank: int) -> list[str]:
+        """Make the pipes of a worker, and hand their reading ends on; the writing ends are open until the worker has them."""
+        assert self._job.output is not None
+        paths, local_rank = [f"{name}.{rank}.{stream}" for stream in ("out", "err")], rank - self._first_rank
+        for path in paths:
+            os.mkfifo(path)
+        reading = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in paths]
+        self._pipes[local_rank] = [os.open(path, os.O_WRONLY) for path in paths]
+        for end in reading:
+            os.set_blocking(end, True)
+        out, err = (os.fdopen(end, "rb") for end in reading)
+        self._job.output(local_rank, rank, SimpleNamespace(stdout=out, stderr=err))
+        return paths
 
-    def _ended(self, workers: Workers, first_rank: int) -> Verdict:
-        """Wait until all have ended, and see to it that they do."""
-        started, grace, signals = time.monotonic(), self._job.grace, self._signals
-        leaving: list[float] = []  # when it was seen that they leave
+    def _close_pipes(self, local_ranks: Iterable[int]) -> None:
+        for end in [end for local_rank in local_ranks for end in self._pipes.pop(local_rank, ())]:
+            os.close(end)
 
-        def until() -> float:
-            if len(signals.times) > 1:
-                return signals.times[1] + _SHUTDOWN
-            interrupted = signals.received == [signal.SIGINT]
-            if any(one.code == PREEMPTED or interrupted for one in workers.ended):
-                leaving.append(time.monotonic())
-                return leaving[0] + grace
-            if interrupted:  # the user is there, and presses it again if it takes too long
-                return math.inf
-            return signals.times[0] + grace if signals.times else started + _PATIENCE
+    def _pass_signals(self) -> None:
+        """Pass on what has come: the workers have no terminal."""
+        events = self._events or Events(os.devnull)
+        while self._noted:
+            number, when = self._noted[0]
+            if number in _STOP_AND_GO:  # Ctrl-Z and fg
+                events.add("signal", signal.SIGSTOP if number == signal.SIGTSTP else number, 1)
+                if number == signal.SIGTSTP:
+                    time.sleep(4 * _STEP)  # until the supervisors have seen it
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            elif number == signal.SIGINT or number not in self._received or when - self._last > _ONE:
+                self._received.append(number)
+                self._last = when
+                # a terminal that is closed means an end, which workers know as SIGTERM
+                events.add("signal", signal.SIGTERM if number == getattr(signal, "SIGHUP", 0) else number)
+            self._noted.pop(0)  # not before: either the workers get it, or _start refuses to start them
 
-        workers.wait(until)
-        workers.end(_SHUTDOWN)
-        verdict = judge(workers.ended, workers.killed, signals.received, first_rank, grace)
-        workers.leave(sweep=bool(verdict.code or signals.received))
-        self._workers = signals.workers = None
-        return verdict
+    def _judge(self) -> Verdict | None:
+        """What came of the last workers, unless it was elastic that ended them."""
+        events, self._events = self._events, None
+        if events is None:
+            return None
+        self._close_pipes(range(self._job.per_node))
+        seen = events.read()
+        ended = {event.number: event.code for event in seen if event.kind == "ended"}
+        killed = sorted(event.number for event in seen if event.kind == "killed")
+        stopped = [event.number for event in seen if event.kind == "stopped"]
+        if stopped and not any(ended.values()):
+            notice("another machine has joined, or has failed; restarting all processes.")
+            return None
+        for lost in set(range(self._job.per_node)).difference(ended, killed, stopped):  # killed with its supervisor
+            ended[lost] = -signal.SIGKILL
+        self._verdict = judge([*ended.items()], killed, self._received, self._first_rank, self._job.grace)
+        return self._verdict
 
-    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **options: Any) -> None:
-        """End what runs: nothing after a failure; all of them when another machine has come or gone."""
-        if self._workers is not None:
-            notice("another machine has joined, or has failed; all processes are started anew.")
-        self._end(self._job.grace)
+    def _is_over(self) -> bool:
+        """Whether there is nothing to wait for, though torch's launcher still runs: it waits for other nodes."""
+        events, rendezvous = self._events, self._rendezvous
+        over = [] if events is None else [event for event in events.read() if event.kind in ("ended", "killed", "stopped")]
+        if events is not None and len(over) < self._job.per_node:
+            return False
+        done = events is not None and not any(event.code for event in over)
+        return bool(self._received) or (done and rendezvous is not None and rendezvous.is_closed())
 
-    def _shutdown(self, *args: Any, **options: Any) -> None:
-        self._end(_SHUTDOWN)
+    def _outcome(self, stopped: bool) -> Verdict:
+        verdict, error, rendezvous = self._verdict, self._error, self._rendezvous
+        if verdict is None or not verdict.final:
+            if stopped:
+                self._pass_signals()
+                return Verdict(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
+            if isinstance(error, RendezvousError):
+                why, needed = self._explain(error), rendezvous is None or rendezvous.needed
+                notice(f"{why}.")
+                return verdict or Verdict(FAILED if needed else 0, True, why, None)
+            if error is not None:
+                raise error
+        if verdict is not None and verdict.last_words is not None:
+            notice(f"{verdict.last_words}.")
+        return verdict or Verdict(0, True, None, None)
 
-    def _end(self, grace: float) -> None:
-        if self._workers is not None:
-            self._workers.end(grace)
-            self._workers.leave(sweep=True)
-        self._workers = self._signals.workers = None
-
-    def _exit_barrier(self) -> None:
-        self._meeting.wait_for_all()
+    def _explain(self, error: RendezvousError) -> str:
+        job = self._job
+        where = f"{job.master_addr}:{job.master_port or _PORT}"
+        if self._rendezvous is not None and not self._rendezvous.needed:
+            return "this machine is not needed: the job has as many as it takes"
+        if isinstance(error, RendezvousClosedError):
+            return f"another machine has ended the job that meets at {where}"
+        if isinstance(error, RendezvousTimeoutError):
+            return f"fewer than {job.least} machines have come to {where} within {job.join_timeout:.0f} s"
+        return f"the connection to the first machine, {where}, is lost"
 
 
 def run_job(job: Job) -> int:
@@ -290,84 +311,51 @@ def run_job(job: Job) -> int:
         failed first.
 
     Raises:
-        ConfigurationError: the machines do not find each other.
+        ConfigurationError: the nodes do not find each other.
     """
     return conduct(job).code
 
 
 def conduct(job: Job) -> Verdict:
-    """As :func:`run_job`, with all that is known of the end."""
-    with _quietly(), _Signals() as signals:
-        try:
-            meeting = _meeting(job)
-        except _Stopped:
-            return _stopped(signals)
-        agent = Agent(job, meeting, signals)
-        try:
-            if agent.run() is None:
-                notice("this machine is not needed: the job has as many as it takes.")
-        except _Stopped:
-            if agent.verdict is None or not agent.verdict.final:
-                return _stopped(signals)
-        except RendezvousError as error:
-            why = _explain(error, job)
-            notice(f"{why}.")
-            return agent.verdict or Verdict(_FAILED, True, why, None)
-        finally:
-            signals.over = True
-            meeting.shutdown()
-    verdict = agent.verdict or Verdict(0, True, None, None)
-    if verdict.last_words is not None:
-        notice(f"{verdict.last_words}.")
-    return verdict
-
-
-def _stopped(signals: _Signals) -> Verdict:
-    """What came of an agent that was told to end while it had no workers."""
-    return Verdict(INTERRUPTED if signals.received[0] == signal.SIGINT else PREEMPTED, True, None, None)
-
-
-def _meeting(job: Job) -> Alone | Meeting:
-    if job.most == 1:
-        return Alone(uuid.uuid4().hex, job.master_port)
-    if job.master_addr is None:
+    """Run a job to its end; returns all that is known of the end."""
+    if job.most > 1 and job.master_addr is None:
         raise ConfigurationError(
             f"{job.most} machines need a place to meet. Name the first one, on all of them: --master-addr HOST"
         )
-    port = job.master_port or _PORT
-    return Meeting(
-        f"trainkit-{port}",
-        job.least,
-        job.most,
-        job.master_addr,
-        port,
-        number=job.node_rank,
-        patience=job.join_timeout,
-    )
-
-
-def _explain(error: RendezvousError, job: Job) -> str:
-    where = f"{job.master_addr}:{job.master_port or _PORT}"
-    if isinstance(error, RendezvousClosedError):
-        return f"another machine has ended the job that meets at {where}"
-    if isinstance(error, RendezvousTimeoutError):
-        return f"fewer than {job.least} machines have come to {where} within {job.join_timeout:.0f} s"
-    return f"the connection to the first machine, {where}, is lost"
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # which does not fill up as a disk does
+    with _quiet(), tempfile.TemporaryDirectory(prefix="trainkit-", dir=place, ignore_cleanup_errors=True) as folder:
+        run = _Run(job, folder)
+        with _signals(run.note):
+            return run.verdict()
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep elastic's log to itself: what the user should know is said here."""
+def _signals(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Note the signals to this process. Those that are ignored, by nohup or a shell's &, stay so."""
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCONT")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in numbers if main}
+    before = {number: was for number, was in before.items() if was not in (None, signal.SIG_IGN)}
+    try:
+        for number in before:
+            signal.signal(number, note)
+        yield
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence elastic's log and warnings: what the user should know is said here. Undo what it sets in the environment."""
     log, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
-    before = log.propagate
-    log.propagate = False
+    before, log.propagate = log.propagate, False
     log.addHandler(silent)
+    variables = {
+        name: os.environ.get(name) for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+    }
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the rendezvous hosts the workers' store itself
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -375,3 +363,11 @@ def _quietly() -> Iterator[None]:
     finally:
         log.propagate = before
         log.removeHandler(silent)
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1

@@ -22,7 +22,7 @@ from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure_report import Endings, install
 from trainkit.distributed.process_exit import let_go
 from trainkit.distributed.requested_devices import Wanted
-from trainkit.distributed.restart_memory import Memory, restarts
+from trainkit.distributed.restart_store import RestartStore, restarts
 from trainkit.distributed.stores import connected
 from trainkit.distributed.watchdog import Watchdog
 from trainkit.distributed.world import World
@@ -167,7 +167,7 @@ def _group() -> Any:
 def alone(backend: str) -> Iterator[None]:
     """Within it a process that is alone has a process group, for a library that needs one; runs take no notice of it."""
     global _alone
-    from torch._C._distributed_c10d import HashStore  # not in every build of torch
+    from torch.distributed import HashStore  # not in every build of torch
 
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     _alone = dist.group.WORLD
@@ -254,7 +254,7 @@ def _tell_of_earlier_runs(each: int) -> None:
 def _enter(wanted: Wanted, place: Place | None, backend: str | None, timeout: timedelta) -> _Joined:
     if place is not None and place.size == 1:
         return _Joined(
-            World(launcher=place.launcher, restarts=restarts(os.environ), memory=Memory.of(os.environ)), None, ours=False
+            World(launcher=place.launcher, restarts=restarts(os.environ), memory=RestartStore.of(os.environ)), None, ours=False
         )
     ours = place is not None
     if place is not None:
@@ -288,7 +288,7 @@ def _backend(wanted: Wanted) -> str:
 
 def _init(place: Place, backend: str, timeout: timedelta) -> None:
     """Make the default process group."""
-    from torch._C._distributed_c10d import PrefixStore, Store  # not in every build of torch
+    from torch.distributed import PrefixStore, Store  # not in every build of torch
 
     global _met, _groups
     where = (place.master_addr, place.master_port, place.rank, place.size)
@@ -310,7 +310,7 @@ def _hosted() -> bool:
 
 def _meet(place: Place, patience: timedelta) -> Any:
     """The store at which the processes find each other, when all have come to it."""
-    from torch._C._distributed_c10d import TCPStore  # not in every build of torch
+    from torch.distributed import TCPStore  # not in every build of torch
 
     hosted = _hosted()
     server = place.rank == 0 and not hosted
@@ -374,7 +374,7 @@ def _world(place: Place, control: Any) -> World:
         channel=channel,
         watchdog=Watchdog(channel),
         restarts=max(count for _, count in said),
-        memory=Memory.of(os.environ),
+        memory=RestartStore.of(os.environ),
     )
 
 

@@ -1,349 +1,229 @@
-"""How the agents of a job meet, and where their workers will: one agent by itself, or those of several machines."""
+"""``Rendezvous``: how the launchers of a job find each other and number their nodes; registered with torch elastic."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import time
+import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import DistError
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
+    rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from trainkit.console import notice
 from trainkit.distributed.stores import connected
 from trainkit.errors import ConfigurationError
+from trainkit.launch.place import is_local
 
-__all__ = ["Alone", "Meeting"]
+__all__ = ["BACKEND", "Rendezvous"]
 
+BACKEND = "trainkit"
 _LOOPBACK = "127.0.0.1"
-_ANSWER = timedelta(seconds=15)  # within which the store of the agents answers
-_HEARTBEAT = 5  # seconds between two signs of life at torch's rendezvous; who misses three no longer takes part
-_LAST_CALL = 30.0  # seconds that the smallest number of machines waits for more
-_POLL = 0.5  # seconds between two looks at the others
-_BEAT = 2.0  # seconds between two signs of life
-_SILENT = 60.0  # seconds without one after which a machine is taken to be gone; longer than its workers need to end
-_FAREWELL = 3.0  # seconds
+_ANSWER = 15.0  # seconds: timeout of the store's operations
+_HEARTBEAT = 5  # seconds between two heartbeats at torch's rendezvous; a node that misses three is gone
+_LAST_CALL = 30.0  # seconds that the smallest number of nodes waits for more
+_POLL = 0.5  # seconds
+_LEAVING = 3.0  # seconds for which the node that hosts the store lets the others learn that the job is over
 
 
-class Alone(RendezvousHandler):
-    """One agent. Its workers meet at a store of its own, a new one for each start, so that none finds the keys of the last.
+class Rendezvous(RendezvousHandler):
+    """torch's dynamic rendezvous with the order of nodes that the user gave and one number of restarts for all nodes.
+
+    The store of the launchers lives as long as they do. The workers of each start get a new one, on the first of the nodes. A
+    single node needs no rendezvous; it hosts both stores on the loopback interface.
 
     Args:
-        run: the name of the job.
-        port: of the workers' store; ``None``: a free one.
+        nodes: the smallest and the largest number.
+        first: the address of the node that hosts the store, and the port; of a single node the port of the workers, 0 for any.
+        number: of this node; ``None``: any.
+        patience: seconds to wait for the other nodes.
+        before: called before each start; what it raises ends the job.
 
     Attributes:
-        memory: where this agent's store can be reached, as "host:port".
-        restarts: how often the workers have been started anew.
-    """
-
-    def __init__(self, run: str, port: int | None) -> None:
-        self.restarts = -1
-        self._run, self._port = run, port
-        self._own = _server(_LOOPBACK, 0)
-        self._workers: TCPStore | None = None
-        self.memory = f"{_LOOPBACK}:{self._own.port}"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See ``RendezvousHandler``; there is nobody to wait for."""
-        self.restarts += 1
-        self._workers = None  # the port is free again
-        self._workers = _server(_LOOPBACK, self._port or 0)
-        meeting_point = RendezvousStoreInfo(_LOOPBACK, self._workers.port)
-        return RendezvousInfo(PrefixStore(f"round{self.restarts}", self._own), 0, 1, meeting_point)
-
-    def get_backend(self) -> str:
-        """See ``RendezvousHandler``."""
-        return "static"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The workers use the store that the agent keeps for them."""
-        return True
-
-    def is_closed(self) -> bool:
-        """See ``RendezvousHandler``."""
-        return False
-
-    def set_closed(self) -> None:
-        """See ``RendezvousHandler``."""
-
-    def num_nodes_waiting(self) -> int:
-        """See ``RendezvousHandler``."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """See ``RendezvousHandler``."""
-        return self._run
-
-    def wait_for_all(self) -> None:
-        """Wait for the other machines to be done; there are none."""
-
-    def shutdown(self) -> bool:
-        """See ``RendezvousHandler``."""
-        return True
-
-
-class Meeting(RendezvousHandler):
-    """The agents of several machines: torch's dynamic rendezvous, over a store on the first machine.
-
-    To it this adds the order of the machines that the user has given, a new store for the workers at each start, and the
-    number of restarts, the same on all.
-
-    Args:
-        run: the name of the job.
-        least: machines that are needed.
-        most: machines that are taken.
-        address: of the machine that keeps the store.
-        port: there.
-        number: of this machine; ``None``: any.
-        patience: how long to wait for the others, in seconds.
+        where: the launchers' store is, as "host:port".
+        restarts: how many times the workers were restarted.
+        needed: the job has not ended without this node.
 
     Raises:
-        ConfigurationError: the port is in use, or nobody answers there in that time.
+        ConfigurationError: the port is in use, or nothing answers there in that time.
     """
 
     def __init__(
-        self, run: str, least: int, most: int, address: str, port: int, *, number: int | None, patience: float
+        self, nodes: tuple[int, int], first: tuple[str, int], number: int | None, patience: float, before: Callable[[], None]
     ) -> None:
-        self.restarts = 0
-        self.memory = f"{address}:{port}"
-        self._number, self._starts = number, 0
-        self._round: Any = None  # the store of this start
-        self._rank = self._size = 0  # in it
-        self._next_beat = 0.0
-        self._heard: dict[int, tuple[int | None, float]] = {}  # of each machine the last beat, and when it came
-        self._hosting = False
+        self.restarts, self.needed = -1, True
+        self._inner: DynamicRendezvousHandler | None = None
         self._workers: TCPStore | None = None
-        self._run, self._machines = run, (least, most)
-        self._first, self._patience = (address, port), patience
-        self._connect(patience)
+        self._round: Store | None = None
+        self._size, self._before = 1, before
+        self._nodes, self._first, self._number, self._patience = nodes, first, number, patience
+        if nodes[1] > 1:
+            self._run, self.where = f"trainkit-{first[1]}", f"{first[0]}:{first[1]}"
+            self._connect(patience)
+        else:
+            self._run, self._store = uuid.uuid4().hex, _loopback_store(0)
+            self.where = f"{_LOOPBACK}:{self._store.port}"
 
     def _connect(self, patience: float) -> None:
-        """To the store of the agents."""
-        store, self._address = self._store(*self._first, patience)
-        join = self._patience
+        host, port = self._first
+        options: dict[str, Any] = {} if self._number is None else {"is_host": self._number == 0}
+        params = RendezvousParameters(
+            "c10d", self.where, self._run, *self._nodes, read_timeout=max(1, int(patience)), **options
+        )
+        try:
+            backend, store = connected(lambda: create_backend(params), port, patience + _ANSWER)
+        except RendezvousConnectionError as error:
+            cause = str(error.__cause__).partition("\n")[0]
+            if self._number == 0:
+                raise ConfigurationError(
+                    f"port {port} of this machine cannot be used: {cause}. Choose another, on all machines: --master-port PORT"
+                ) from error
+            raise ConfigurationError(
+                f"nobody answers at {self.where} within {patience:.0f} s ({cause}). Start the machine with --node-rank 0 "
+                "there, give all the same --master-addr and --master-port, and let no firewall be between."
+            ) from error
+        except TimeoutError as error:
+            raise ConfigurationError(
+                f"what answers at {self.where} is not an agent of this job. Choose another, on all machines: --master-port PORT"
+            ) from error
+        store.set_timeout(timedelta(seconds=_ANSWER))
+        with socket.create_connection((host, port)) as probe:
+            mine = str(probe.getsockname()[0])
+        self._address = host if self._number == 0 or is_local(mine) else mine
+        limits = RendezvousTimeout(timedelta(seconds=self._patience), timedelta(seconds=min(self._patience, _LAST_CALL)))
         self._inner = DynamicRendezvousHandler.from_backend(
-            self._run,
-            store,
-            C10dRendezvousBackend(store, self._run),
-            *self._machines,
-            self._address,
-            RendezvousTimeout(join=timedelta(seconds=join), last_call=timedelta(seconds=min(join, _LAST_CALL))),
-            keep_alive_interval=_HEARTBEAT,
+            self._run, store, backend, *self._nodes, self._address, limits, keep_alive_interval=_HEARTBEAT
         )
 
-    def _store(self, address: str, port: int, patience: float) -> tuple[TCPStore, str]:
-        """The store of the agents, and the address of this machine for the others."""
-        if self._number == 0 or (self._number is None and _is_here(address)):
-            try:
-                store = _server(None, port)
-                self._hosting = True
-                return store, address
-            except ConfigurationError:
-                if self._number == 0:
-                    raise  # else another agent of this machine may keep it
-        return _client(address, port, patience)
-
     def next_rendezvous(self) -> RendezvousInfo:
-        """See ``RendezvousHandler``."""
-        self._workers = None
+        self._before()
+        self._workers = None  # the port is free again
+        if self._inner is None:
+            self.restarts += 1
+            self._workers = _loopback_store(self._first[1])
+            place = RendezvousStoreInfo(_LOOPBACK, self._workers.port)
+            return RendezvousInfo(PrefixStore(f"start{self.restarts}", self._store), 0, 1, place)
         met = self._met()
         store, size = met.store, met.world_size
         try:
-            store.set(f"trainkit/{met.rank}", json.dumps([self._number, self._starts]))
+            store.set(f"trainkit/{met.rank}", json.dumps([self._number, self.restarts]))
             said: list[list[Any]] = [json.loads(store.get(f"trainkit/{index}")) for index in range(size)]
-            self._refuse_twice([number for number, _ in said])
+            _refuse_twice([number for number, _ in said])
             order = sorted(range(size), key=lambda index: (said[index][0] is None, said[index][0], index))
             rank = order.index(met.rank)
-            if rank == 0:
-                self._workers = _server(None, 0)
-                store.set("trainkit/workers", json.dumps([self._address, self._workers.port]))
-            host, port = json.loads(store.get("trainkit/workers"))
+            self._workers = TCPStore(self._address, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+            port = self._workers.port if self._workers is not None else None
+            place = RendezvousStoreInfo.build(rank, PrefixStore("trainkit", store), self._address, port)
         except (DistError, RuntimeError) as error:
-            raise RendezvousConnectionError("lost the connection to the others while they were numbered") from error
-        self.restarts = max(starts for _, starts in said)
-        self._starts = self.restarts + 1
-        self._round, self._rank, self._size = store, rank, size
-        self._next_beat, self._heard = 0.0, {}
-        return RendezvousInfo(store, rank, size, RendezvousStoreInfo(host, port))
+            raise RendezvousConnectionError("lost the connection to the other nodes") from error
+        self.restarts = 1 + max(restarts for _, restarts in said)
+        self._round, self._size = store, size
+        return RendezvousInfo(store, rank, size, place)
 
-    def _met(self) -> Any:
-        """Meet the others. If the connection to the first machine is lost: when it answers again, or has been started anew."""
+    def _met(self) -> RendezvousInfo:
+        """Meet the other nodes. If the connection to the first one is lost: when it answers again."""
         deadline = time.monotonic() + self._patience
         while True:
-            # torch lets the first machine say only once where it is to be met, and one that comes later would wait for that
-            self._inner._bootstrap_store_info = None
             try:
+                assert self._inner is not None
                 return self._inner.next_rendezvous()
+            except RendezvousGracefulExitError as error:  # which torch's launcher does not expect
+                self.needed = False
+                raise RendezvousClosedError("there are as many nodes as the job takes") from error
             except (DistError, RendezvousConnectionError) as error:
-                if self._hosting or time.monotonic() > deadline:
-                    raise RendezvousConnectionError("lost the connection to the others") from error
-            host, port = self._first
-            notice(f"the connection to the first machine, {host}:{port}, is lost; waiting for it.")
+                if self._number == 0 or time.monotonic() > deadline:
+                    raise RendezvousConnectionError("lost the connection to the other nodes") from error
+            notice(f"the connection to the first machine, {self.where}, is lost; waiting for it.")
             time.sleep(_POLL)
             try:
                 self._connect(deadline - time.monotonic())
             except ConfigurationError as error:
                 raise RendezvousConnectionError(str(error)) from error
 
-    def _refuse_twice(self, numbers: list[int | None]) -> None:
-        given = [number for number in numbers if number is not None]
-        for number in given:
-            if given.count(number) > 1:
-                raise ConfigurationError(
-                    f"{given.count(number)} machines were started with --node-rank {number}. Number them 0, 1, …, each once."
-                )
-
     def get_backend(self) -> str:
-        """See ``RendezvousHandler``."""
-        return str(self._inner.get_backend())
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers use the store that the first agent keeps for them."""
         return True
 
     def is_closed(self) -> bool:
-        """Whether another agent has ended the job, or cannot be reached any more."""
+        """Whether another launcher has ended the job, or cannot be reached any more."""
         try:
-            return bool(self._inner.is_closed())
-        except RendezvousError:
+            return self._inner is not None and bool(self._inner.is_closed())
+        except (RendezvousError, DistError, RuntimeError):
             return True
 
     def set_closed(self) -> None:
-        """See ``RendezvousHandler``."""
-        self._inner.set_closed()
+        if self._inner is not None:
+            self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """See ``RendezvousHandler``. If the store cannot be reached nobody is: the workers notice it themselves."""
+        """See ``RendezvousHandler``. 0 if the store cannot be reached: the workers notice that themselves."""
         try:
-            self._beat()
-            return int(self._inner.num_nodes_waiting())
+            return 0 if self._inner is None else int(self._inner.num_nodes_waiting())
         except (RendezvousError, DistError, RuntimeError):
             return 0
 
-    def get_run_id(self) -> str:
-        """See ``RendezvousHandler``."""
-        return str(self._inner.get_run_id())
-
-    def wait_for_all(self) -> None:
-        """Wait until the workers of all machines are done, another machine has given up, or one is not heard of any more.
-
-        Where an agent leaves before, what it keeps for the others is gone.
-        """
-        try:
-            done = self._round.add("trainkit/done", 1)
-            while done < self._size and not self.is_closed() and not self.num_nodes_waiting() and not self._has_lost_one():
-                time.sleep(_POLL)
-                done = self._round.add("trainkit/done", 0)
-            if done >= self._size:
-                time.sleep(2 * _POLL)  # in which the others see it too
-        except (DistError, RuntimeError):
-            pass  # who keeps the store has left, and does so when all are done
-
-    def _beat(self) -> None:
-        """Let the others hear of this agent."""
-        if time.monotonic() >= self._next_beat:
-            self._round.add(f"trainkit/beat/{self._rank}", 1)
-            self._next_beat = time.monotonic() + _BEAT
-
-    def _has_lost_one(self) -> bool:
-        now = time.monotonic()
-        for rank in range(self._size):
-            count = self._round.add(f"trainkit/beat/{rank}", 0)
-            if self._heard.get(rank, (None, 0.0))[0] != count:
-                self._heard[rank] = count, now
-        return any(now - when > _SILENT for rank, (_, when) in self._heard.items() if rank != self._rank)
-
     def shutdown(self) -> bool:
-        """Tell the others that the job has ended; who keeps the store gives them a moment to hear it."""
-        told = bool(self._inner.shutdown())
-        if self._round is None or not told:
-            return told
-        try:
-            left = self._round.add("trainkit/left", 1)
-            deadline = time.monotonic() + _FAREWELL
-            while self._hosting and left < self._size and time.monotonic() < deadline:
+        """Tell the other launchers that the job is over, and let them hear it if the store is here; free the port."""
+        told = self._inner is None or bool(self._inner.shutdown())
+        with contextlib.suppress(DistError, RuntimeError):
+            left = self._round.add("trainkit/left", 1) if self._round is not None and told else self._size
+            deadline = time.monotonic() + _LEAVING
+            while not self._number and left < self._size and time.monotonic() < deadline:
                 time.sleep(_POLL / 5)
-                left = self._round.add("trainkit/left", 0)
-        except (DistError, RuntimeError):
-            return False
-        return True
+                left = self._round.add("trainkit/left", 0) if self._round is not None else self._size
+        self._workers = None
+        return told
 
 
-def _server(host: str | None, port: int) -> TCPStore:
-    """A store that this process keeps, for all machines or (``host``) for this one only."""
-    both = host is None and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+def _loopback_store(port: int) -> TCPStore:
+    """A store for this machine only."""
     try:
-        listening = socket.create_server((host or "", port), family=family, backlog=1024, dualstack_ipv6=both)
+        listening = socket.create_server((_LOOPBACK, port), backlog=1024)
     except OSError as error:
         raise ConfigurationError(
-            f"port {port} of this machine cannot be used: {error.strerror}. Choose another, on all machines: --master-port PORT"
+            f"port {port} of this machine cannot be used: {error.strerror}. Choose another: --master-port PORT"
         ) from error
+    options: dict[str, Any] = {"timeout": timedelta(seconds=_ANSWER), "use_libuv": os.name != "nt"}
     port = listening.getsockname()[1]
-    return TCPStore(
-        _LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_ANSWER,
-        master_listen_fd=listening.detach(),
-        use_libuv=os.name != "nt",
-    )
+    return TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), **options)
 
 
-def _client(host: str, port: int, patience: float) -> tuple[TCPStore, str]:
-    """A connection to the store of another machine, and the address that this machine has for it."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            with socket.create_connection((host, port), timeout=5) as probe:
-                address = str(probe.getsockname()[0])
-            break
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise ConfigurationError(
-                    f"nobody answers at {host}:{port} within {patience:.0f} s ({error}). Start the machine with --node-rank 0 "
-                    "there, give all the same --master-addr and --master-port, and let no firewall be between."
-                ) from error
-            time.sleep(0.5)
-
-    def connect() -> TCPStore:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_ANSWER, use_libuv=os.name != "nt")
-
-    try:
-        return connected(connect, port, _ANSWER.total_seconds()), address
-    except (DistError, RuntimeError, TimeoutError) as error:
-        raise ConfigurationError(
-            f"what answers at {host}:{port} is not an agent of this job. Choose another, on all machines: --master-port PORT"
-        ) from error
+def _refuse_twice(numbers: list[int | None]) -> None:
+    for number in numbers:
+        if number is not None and numbers.count(number) > 1:
+            raise ConfigurationError(
+                f"{numbers.count(number)} machines were started with --node-rank {number}. Number them 0, 1, …, each once."
+            )
 
 
-def _is_here(host: str) -> bool:
-    """Whether a name or address is one of this machine's."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, _, _, address in found:
-        with socket.socket(family, kind) as tried:
-            try:
-                tried.bind(address)
-            except OSError:
-                continue
-            return True
-    return False
+def _create(params: RendezvousParameters) -> RendezvousHandler:
+    """The rendezvous that the launcher hands over in ``LaunchConfig.rdzv_configs``."""
+    make: Any = params.get("make")
+    handler: RendezvousHandler = make()
+    return handler
+
+
+rendezvous_handler_registry.register(BACKEND, _create)

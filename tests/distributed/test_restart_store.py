@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed import TCPStore
 
-from trainkit.distributed.restart_memory import Memory, restarts
-from trainkit.launch.rendezvous import Alone
+from trainkit.distributed.restart_store import RestartStore, restarts
 
 AT = {"MASTER_ADDR": "h", "MASTER_PORT": "2"}
 
@@ -13,21 +13,22 @@ AT = {"MASTER_ADDR": "h", "MASTER_PORT": "2"}
 @pytest.mark.parametrize("env, expected", [
     ({}, None),
     (AT, None),
-    ({"TRAINKIT_MEMORY": "h:1", "TORCHELASTIC_RUN_ID": "x"}, "Memory('h', 1, 'x')"),
-    ({"TRAINKIT_MEMORY": "::1:7"}, "Memory('::1', 7, '')"),
-    ({"TORCHELASTIC_USE_AGENT_STORE": "True", **AT, "TORCHELASTIC_RUN_ID": "y"}, "Memory('h', 2, 'y')"),
+    ({"TRAINKIT_RESTART_STORE": "h:1", "TORCHELASTIC_RUN_ID": "x"}, "RestartStore('h', 1, 'x')"),
+    ({"TRAINKIT_RESTART_STORE": "::1:7"}, "RestartStore('::1', 7, '')"),
+    ({"TORCHELASTIC_USE_AGENT_STORE": "True", **AT, "TORCHELASTIC_RUN_ID": "y"}, "RestartStore('h', 2, 'y')"),
     ({"TORCHELASTIC_USE_AGENT_STORE": "False", **AT}, None),
-    ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TRAINKIT_MEMORY": "a:1", **AT}, "Memory('a', 1, '')"),
+    ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TRAINKIT_RESTART_STORE": "a:1", **AT}, "RestartStore('a', 1, '')"),
 ])  # fmt: skip
 def test_where_it_is(env: dict[str, str], expected: str | None) -> None:
-    memory = Memory.of(env)
+    memory = RestartStore.of(env)
     assert (None if memory is None else repr(memory)) == expected
 
 
 def test_texts_are_kept_by_job_and_name() -> None:
-    agent = Alone("job", None)
-    memory = Memory.of({"TRAINKIT_MEMORY": agent.memory, "TORCHELASTIC_RUN_ID": "job"})
-    another = Memory.of({"TRAINKIT_MEMORY": agent.memory, "TORCHELASTIC_RUN_ID": "another"})
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"TRAINKIT_RESTART_STORE": f"127.0.0.1:{server.port}"}
+    memory = RestartStore.of({**where, "TORCHELASTIC_RUN_ID": "job"})
+    another = RestartStore.of({**where, "TORCHELASTIC_RUN_ID": "another"})
     assert memory is not None
     assert another is not None
     assert memory.get("run") is None
@@ -35,9 +36,6 @@ def test_texts_are_kept_by_job_and_name() -> None:
     assert memory.get("run") == "é" * 5000
     assert memory.get("other") is None
     assert another.get("run") is None
-    agent.next_rendezvous()
-    agent.next_rendezvous()
-    assert memory.get("run") == "é" * 5000
 
 
 def test_restarts() -> None:

@@ -1,4 +1,4 @@
-"""``Memory``: a few short texts that outlive a restart of the processes, kept by the agent that restarts them."""
+"""``RestartStore``: a few short texts that outlive a restart of the processes, in the store of the launcher."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING
 from trainkit.distributed.stores import connected
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
-__all__ = ["MEMORY", "Memory", "restarts"]
+__all__ = ["RESTART_STORE", "RestartStore", "restarts"]
 
-# Where our own agent keeps its store: "host:port".
-MEMORY = "TRAINKIT_MEMORY"
-
+RESTART_STORE = "TRAINKIT_RESTART_STORE"  # "host:port" of the store of our own launcher
 _TIMEOUT = timedelta(seconds=30)
 
 
-class Memory:
-    """Texts by name, in the store of the agent.
+class RestartStore:
+    """Texts by name, in the store that the launcher hosts over all restarts.
 
     Args:
-        host: of the agent that keeps the store.
+        host: of the store.
         port: there.
         run: tells the jobs apart that use the same store.
     """
@@ -32,20 +30,15 @@ class Memory:
         self._host, self._port, self._run = host, port, run
 
     def __repr__(self) -> str:
-        return f"Memory({self._host!r}, {self._port}, {self._run!r})"
+        return f"RestartStore({self._host!r}, {self._port}, {self._run!r})"
 
     @classmethod
-    def of(cls, env: Mapping[str, str]) -> Memory | None:
-        """The memory that the environment variables tell of; ``None`` where no agent can restart this process."""
-        run = env.get("TORCHELASTIC_RUN_ID", "")
-        host, _, port = env.get(MEMORY, "").rpartition(":")
-        if host and port.isdigit():
-            return cls(host, int(port), run)
-        if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps one store over all restarts
+    def of(cls, env: Mapping[str, str]) -> RestartStore | None:
+        """The store that the environment variables name; ``None`` where no launcher can restart this process."""
+        host, _, port = env.get(RESTART_STORE, "").rpartition(":")
+        if not host and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun hosts one store over all restarts
             host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-            if host and port.isdigit():
-                return cls(host, int(port), run)
-        return None
+        return cls(host, int(port), env.get("TORCHELASTIC_RUN_ID", "")) if host and port.isdigit() else None
 
     def set(self, key: str, text: str) -> None:
         """Keep a text under a name."""
@@ -60,7 +53,7 @@ class Memory:
         return kept.decode()
 
     def _store(self) -> TCPStore:
-        from torch._C._distributed_c10d import TCPStore  # not in every build of torch
+        from torch.distributed import TCPStore  # not in every build of torch
 
         def connect() -> TCPStore:
             return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
@@ -72,6 +65,6 @@ class Memory:
 
 
 def restarts(env: Mapping[str, str]) -> int:
-    """How often the launcher has started the processes anew, as far as it says so."""
+    """How many times the launcher has restarted the processes, as far as it says so."""
     count = env.get("TORCHELASTIC_RESTART_COUNT", "")
     return int(count) if count.isdigit() else 0
