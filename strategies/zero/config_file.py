@@ -201,23 +201,25 @@ class _Reader:
         if not zero.get("stage"):
             raise self._error('"zero_optimization": {"stage": 1, 2 or 3} is missing: without ZeRO use strategy=\'ddp\'')
         self._take("zero_optimization", {k: v for k, v in zero.items() if k not in _OFFLOAD}, _ZERO)
-        pinned = set()
-        for name, keys in _OFFLOAD.items():
-            section = self._section(zero, name)
-            if section.get("device", "none") in ("none", None):
-                continue
-            self._found.options[_PLACE[name]] = section["device"]
-            if section.get("nvme_path") is not None and section["device"] == "nvme":
-                path = section["nvme_path"]
-                if self._found.options.setdefault("nvme_path", path) != path:
-                    raise self._error(f"two folders: nvme_path {self._found.options['nvme_path']!r} and {path!r}. Give one")
-            pinned.add(section.get("pin_memory", True))
-            rest = {k: v for k, v in section.items() if k not in ("device", "nvme_path", "pin_memory")}
-            self._take(name, rest, keys if section["device"] == "nvme" else {}, unused=keys)
+        sections = {name: self._section(zero, name) for name in _OFFLOAD}
+        used = {name: section for name, section in sections.items() if section.get("device") not in ("none", None)}
+        for name, section in used.items():
+            self._read_offload(name, section)
+        pinned = {section.get("pin_memory", True) for section in used.values()}
         if len(pinned) > 1:
             raise self._error("'pin_memory' differs between 'offload_optimizer' and 'offload_param'. Set both alike")
         if pinned:
             self._found.options["pin_memory"] = pinned.pop()
+
+    def _read_offload(self, name: str, section: Mapping[str, Any]) -> None:
+        """Where the optimizer or the parameters are offloaded to, and the options for NVMe, which only that uses."""
+        options, keys, device = self._found.options, _OFFLOAD[name], section["device"]
+        options[_PLACE[name]] = device
+        path = section.get("nvme_path")
+        if device == "nvme" and path is not None and options.setdefault("nvme_path", path) != path:
+            raise self._error(f"two folders: nvme_path {options['nvme_path']!r} and {path!r}. Give one")
+        rest = {key: value for key, value in section.items() if key not in ("device", "nvme_path", "pin_memory")}
+        self._take(name, rest, keys if device == "nvme" else {}, unused=keys)
 
     def _read_precision(self, content: Mapping[str, Any]) -> None:
         """Which precision the sections ask for; "auto" and ``false`` leave it to the ``Trainer``."""

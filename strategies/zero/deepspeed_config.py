@@ -143,25 +143,26 @@ class ZeROConfig:
             raise ConfigurationError(
                 f"communication_dtype must be None, 'fp32', 'bf16' or 'fp16', not {self.communication_dtype!r}."
             )
-        for name in self.activation_checkpointing or ():
-            if name not in CHECKPOINTING:
-                raise ConfigurationError(
-                    f"activation_checkpointing has no {name!r}; it has {', '.join(CHECKPOINTING)}."
-                    f"{nearest(name, CHECKPOINTING)}"
-                )
-        told = self.activation_checkpointing or {}
-        if told.get("contiguous_memory_optimization") and not (
-            told.get("partition_activations") and told.get("number_checkpoints")
-        ):
-            raise ConfigurationError(
-                "activation_checkpointing: contiguous_memory_optimization needs partition_activations=True and "
-                "number_checkpoints."
-            )
+        self._check_activation_checkpointing(self.activation_checkpointing or {})
         self._check_used()
         if self.aio_block_size % _BLOCK:
             raise ConfigurationError(
                 f"aio_block_size must be a multiple of {_BLOCK} bytes, which disks are read and written in, not "
                 f"{self.aio_block_size}."
+            )
+
+    def _check_activation_checkpointing(self, section: Mapping[str, Any]) -> None:
+        for name in section:
+            if name not in CHECKPOINTING:
+                raise ConfigurationError(
+                    f"activation_checkpointing has no {name!r}; it has {', '.join(CHECKPOINTING)}."
+                    f"{nearest(name, CHECKPOINTING)}"
+                )
+        needed = ("partition_activations", "number_checkpoints")
+        if section.get("contiguous_memory_optimization") and not all(section.get(name) for name in needed):
+            raise ConfigurationError(
+                "activation_checkpointing: contiguous_memory_optimization needs partition_activations=True and "
+                "number_checkpoints."
             )
 
     def _check_used(self) -> None:

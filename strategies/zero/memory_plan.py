@@ -14,10 +14,11 @@ Beside masters, state, gradients and parameters DeepSpeed 0.19 has, for ``b`` by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainkit.footprint import Contents, Footprint, Held, Moment
+from trainkit.footprint import Contents, Footprint, Held, Moment, Weight
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
 from trainkit.strategies.zero.optimizer_adapter import refuse_optimizer
 
@@ -201,39 +202,43 @@ class _Shares:
 
     @classmethod
     def of(cls, config: ZeROConfig, contents: Contents, processes: int) -> _Shares:
-        """Of what a run has to keep, over so many processes."""
+        """The numbers for the contents of a run, sharded over ``processes``."""
         trained, weights = contents.trained, contents.weights
-        itemsize = max((weight.itemsize for weight in trained or weights), default=4)
-        sizes = tuple(weight.numel for weight in trained)
-        shares = [-(-weight.numel // processes) for weight in weights]
-        own = [-(-size // processes) for size in sizes]
+        counted = trained or weights
+        itemsize = max((weight.itemsize for weight in counted), default=4)
+        sizes, all_sizes = ([weight.numel for weight in some] for some in (trained, weights))
+        own, shares = ([-(-size // processes) for size in some] for some in (sizes, all_sizes))
         large = [share for share in shares if share * itemsize >= _ON_DISK]
+        small = [size for size in all_sizes if size <= config.param_persistence_threshold]
         total = sum(sizes)
-        small = [weight.numel for weight in weights if weight.numel <= config.param_persistence_threshold]
         return cls(
             processes=processes,
             itemsize=itemsize,
             slots=contents.flat_slots,
             window=contents.window,
-            sizes=sizes,
+            sizes=tuple(sizes),
             numel=total,
-            whole=sum(weight.numel for weight in weights),
+            whole=sum(all_sizes),
             trained=total,
             part=sum(own) if config.stage == 3 else -(-total // (2 * processes)) * 2,
             whole_part=sum(shares),
             large_part=sum(large),
             largest=max(sizes, default=0),
             largest_part=max(own, default=0),
-            largest_whole=max((weight.numel for weight in weights), default=0),
-            frozen=sum(weight.nbytes for weight in weights if not weight.trained),
+            largest_whole=max(all_sizes, default=0),
+            frozen=_nbytes(weights) - _nbytes(trained),
             persistent=itemsize * sum(small) if processes > 1 else 0,
             buffers=contents.buffers,
-            travelling=sum({weight.itemsize for weight in trained or weights}),
-            on_the_way=sum(weight.nbytes for weight in weights),
-            reduced=sum(weight.nbytes for weight in trained),
+            travelling=sum({weight.itemsize for weight in counted}),
+            on_the_way=_nbytes(weights),
+            reduced=_nbytes(trained),
             reading=sum(sorted(large)[-config.param_buffer_count :]) + sum(shares) - sum(large),
         )
 
     def buckets(self, elements: int) -> int:
-        """Bytes of a bucket of so many elements."""
+        """Bytes of a bucket of that number of elements."""
         return self.itemsize * elements
+
+
+def _nbytes(weights: Sequence[Weight]) -> int:
+    return sum(weight.nbytes for weight in weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torchmetrics
 from helpers.patience import within
 from helpers.runs.metric_runs import Run, Step, epoch, evaluation, many, same
+from helpers.support import run_python
 from helpers.worlds.worlds import run_world
 
 from trainkit.distributed.requested_devices import Wanted
@@ -81,6 +83,33 @@ def test_long_names_and_numbers_that_are_none() -> None:
     assert len(ended) == 60
     assert ended[f"{'é' * 50}0_epoch"] == math.inf
     assert math.isnan(ended[f"{'é' * 50}1_epoch"])
+
+
+LOGS_OBJECTS_OF_THE_MAIN_PROCESS = """
+from datetime import timedelta
+import torchmetrics
+from helpers.runs.metric_runs import Run, epoch
+from trainkit.distributed.requested_devices import Wanted
+from trainkit.launch.joining import join
+
+run = Run(join(Wanted(), timeout=timedelta(seconds=30)))
+metrics = {f"metric{n}": torchmetrics.SumMetric(sync_on_compute=False) for n in range(8)}
+
+def step(run, m):
+    for n, (name, metric) in enumerate(metrics.items()):
+        metric.update(float(n))
+        run.log(name, metric, rank_zero_only=True, on_step=False, on_epoch=True)
+
+epoch(run, step, 2)
+assert run.end() == {f"metric{n}": float(n) for n in range(8)}
+"""
+
+
+def test_each_object_of_the_main_process_keeps_its_name_on_other_ranks(run_dir: Path) -> None:
+    """Each interpreter hashes strings in its own way, so the order of a set would give the values other names."""
+    (run_dir / "script.py").write_text(LOGS_OBJECTS_OF_THE_MAIN_PROCESS)
+    done = run_python("-m", "trainkit", "launch", "--nproc-per-node", "2", "script.py")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.world_size(2)

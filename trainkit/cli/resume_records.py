@@ -51,21 +51,26 @@ def fingerprint(batch: Any) -> dict[str, list[str]]:
 
 
 def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    items: Iterator[tuple[Any, Any]] | None = None
-    if depth < _DEEPEST:
-        if isinstance(value, Mapping):
-            items = ((f"[{key!r}]", item) for key, item in value.items())
-        elif isinstance(value, (list, tuple)) and not all(isinstance(item, _PLAIN) for item in value):
-            items = ((f"[{index}]", item) for index, item in enumerate(value))
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            items = ((f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name))
-        elif not isinstance(value, (Tensor, np.ndarray, np.generic, list, tuple, *_PLAIN)) and getattr(value, "__dict__", None):
-            items = ((f".{name}", item) for name, item in vars(value).items() if not callable(item))
+    items = None if depth >= _DEEPEST else _items(value)
     if items is None:
         yield path, value
     else:
         for name, item in items:
             yield from _leaves(item, path + name, depth + 1)
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]] | None:
+    """The parts of a container or an object, each with its path from there; ``None`` for a value that is compared whole."""
+    if isinstance(value, Mapping):
+        return ((f"[{key!r}]", item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        plain = all(isinstance(item, _PLAIN) for item in value)
+        return None if plain else ((f"[{index}]", item) for index, item in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name))
+    if not isinstance(value, (Tensor, np.ndarray, np.generic, *_PLAIN)) and getattr(value, "__dict__", None):
+        return ((f".{name}", item) for name, item in vars(value).items() if not callable(item))
+    return None
 
 
 def _digests(value: Any) -> list[str]:

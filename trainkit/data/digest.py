@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,26 +35,28 @@ def _add(hasher: Any, value: Any, depth: int) -> None:
         _add_tensor(hasher, value, depth)
     elif isinstance(value, np.ndarray | np.generic):
         _add_array(hasher, np.asarray(value), depth)
-    elif isinstance(value, str | bytes | bytearray):
-        hasher.update(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value)
+    elif isinstance(value, str):
+        hasher.update(value.encode("utf-8", "surrogatepass"))
+    elif isinstance(value, bytes | bytearray):
+        hasher.update(value)
     elif value is None or isinstance(value, bool | int | float | complex):
         hasher.update(repr(value).encode())
-    elif depth >= _DEEP:
-        return
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _add(hasher, key, depth + 1)
+    elif isinstance(value, Set) and depth < _DEEP:
+        hasher.update("".join(sorted(map(digest, value))).encode())  # a set has no order
+    elif depth < _DEEP:
+        for item in _parts(value):
             _add(hasher, item, depth + 1)
-    elif isinstance(value, Set):
-        hasher.update("".join(sorted(map(digest, value))).encode())  # in no order
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _add(hasher, item, depth + 1)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _add(hasher, getattr(value, field.name, None), depth + 1)
-    else:
-        _add(hasher, getattr(value, "__dict__", None), depth + 1)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """The keys and values of a mapping, the items of a list, the fields of a dataclass, or an object's attributes."""
+    if isinstance(value, Mapping):
+        return chain.from_iterable(value.items())
+    if isinstance(value, list | tuple):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return [getattr(value, "__dict__", None)]
 
 
 def _add_tensor(hasher: Any, tensor: Tensor, depth: int) -> None:

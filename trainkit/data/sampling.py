@@ -169,18 +169,18 @@ class UserWorkerInit:
 def keyed_batches(
     loader: DataLoader[Any], seed: int, stage: int, sequential: bool, world: World = _ONE_PROCESS
 ) -> KeyedBatches:
-    """The keyed batch sampler that stands for the samplers of a loader over a map-style dataset.
+    """The keyed batch sampler that replaces the samplers of a loader over a map-style dataset. Collective.
 
     Args:
-        loader: the user's; ``shuffle=True`` and ``False`` and ``DistributedSampler`` are recognised, other samplers and
-            batch samplers are iterated here, in the main process, under generators seeded by key.
-        seed: of the run; a ``DistributedSampler`` brings its own. One for another number of processes is warned of.
-        stage: the stage part of the keys.
-        sequential: ignore shuffling; a user's own sampler draws what it draws in epoch 0 (``overfit_batches``).
-        world: the processes that the micro-batches are dealt out to. Collective.
+        loader: The user's loader. ``shuffle=True``, ``shuffle=False`` and ``DistributedSampler`` are recognized. Other samplers
+            and batch samplers are iterated in the main process, with generators seeded by key.
+        seed: Seed of the run; a ``DistributedSampler`` has its own. A warning says if that is for another world size.
+        stage: The stage part of the keys.
+        sequential: Do not shuffle; the user's own sampler yields the order of epoch 0 (``overfit_batches``).
+        world: The processes that the micro-batches are distributed over.
 
     Raises:
-        DataError: the processes have loaders that differ.
+        DataError: The loaders differ between processes.
     """
     batch_sampler = loader.batch_sampler
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
@@ -195,10 +195,7 @@ def keyed_batches(
     seed_of_order = seed
     if is_distributed(sampler):
         seed_of_order, samples = sampler.seed, len(sampler.dataset)
-        if sampler.num_replicas != world.size:
-            _warn_of_replicas(sampler, samples, world.size)
-        elif sampler.drop_last:  # what would be too much for some processes and too little for others
-            left_out = samples % world.size
+        left_out = _dropped_samples(sampler, samples, world.size)
     if shuffle is None:
         draw = _drawn(sampler, seed, stage, lambda iterator: _take(iterator, size, drop_last), sequential)
     else:
@@ -248,6 +245,14 @@ def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoade
             f"process: {name} without rank and num_replicas, over a RandomSampler instead of a DistributedSampler."
         )
     return batches
+
+
+def _dropped_samples(sampler: DistributedSampler[Any], samples: int, processes: int) -> int:
+    """The samples that ``drop_last=True`` drops so that all ranks get the same number; warns of other ``num_replicas``."""
+    if sampler.num_replicas != processes:
+        _warn_of_replicas(sampler, samples, processes)
+        return 0
+    return samples % processes if sampler.drop_last else 0
 
 
 def _warn_of_replicas(sampler: DistributedSampler[Any], samples: int, processes: int) -> None:

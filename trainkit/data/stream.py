@@ -123,15 +123,7 @@ class LoaderStream:
         if self._iterable:
             self._batches: KeyedBatches | None = None
             self._length = self._dealer.agreed(_length_of(loader))
-            changes["_IterableDataset_len_called"] = None  # our asking for the length is not the user's
-            if loader.batch_size is not None:
-                size = loader.batch_size
-                self._slots = changes["batch_sampler"] = _Slots(size, seed, stage)
-            if loader.num_workers > 1:
-                notice(
-                    f"an IterableDataset with num_workers={loader.num_workers}: each worker iterates the whole dataset unless "
-                    "its __iter__ takes its part by torch.utils.data.get_worker_info()."
-                )
+            changes |= self._changes_for_iterable(loader)
         else:
             self._batches = keyed_batches(loader, seed, stage, sequential, world)
             self._dealer.splits = self._batches.splits
@@ -158,6 +150,18 @@ class LoaderStream:
         self._loader.__dict__.update(changes)
         self._running: Any = None  # the iterator of the epoch that is being read, or was last
         self._primed: tuple[Any, Iterator[Any], int] | None = None
+
+    def _changes_for_iterable(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """The attributes to set on a copy of a loader over an iterable dataset, so that its micro-batches have keys."""
+        if loader.num_workers > 1:
+            notice(
+                f"an IterableDataset with num_workers={loader.num_workers}: each worker iterates the whole dataset unless "
+                "its __iter__ takes its part by torch.utils.data.get_worker_info()."
+            )
+        changes: dict[str, Any] = {"_IterableDataset_len_called": None}  # reading the length here must not make torch warn
+        if loader.batch_size is not None:
+            self._slots = changes["batch_sampler"] = _Slots(loader.batch_size, self._seed, self._stage)
+        return changes
 
     @property
     def length(self) -> int | None:

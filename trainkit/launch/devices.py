@@ -1,4 +1,4 @@
-"""How many processes a machine is to have, and which device each of them takes."""
+"""The number of processes per node, the check that it is the one that was started, and the device of each process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,19 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.self_start import in_notebook
 
-__all__ = ["device_of", "processes_of_a_machine"]
+__all__ = ["check_wanted", "device_of", "processes_of_a_machine"]
+
+# The command that starts another number of processes, by launcher.
+_HOW = {
+    "torchrun": "torchrun --nproc-per-node {each} script.py",
+    "deepspeed": "deepspeed --num_gpus {each} script.py",
+    "SLURM": "srun --ntasks-per-node={each} python script.py",
+    "Open MPI": "mpirun -n {all} python script.py",
+    "MPI (Hydra)": "mpirun -n {all} python script.py",
+    "MVAPICH": "mpirun -n {all} python script.py",
+    "notebook_launcher": "notebook_launcher(function, num_processes={each})",
+    "LSF": "jsrun -n {all} python script.py",
+}
 
 
 def processes_of_a_machine(wanted: Wanted) -> int:
@@ -27,6 +39,44 @@ def processes_of_a_machine(wanted: Wanted) -> int:
     if wanted.per_node is None and in_notebook():
         return 1
     return max(1, gpus)
+
+
+def check_wanted(wanted: Wanted, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
+    """Check that ``devices`` and ``num_nodes`` do not contradict the processes that were started.
+
+    Args:
+        wanted: What the user requested.
+        size: Number of processes.
+        local_size: Number of processes of this node; ``None``: unknown.
+        nodes: Number of nodes; ``None``: unknown.
+        launcher: What started the processes, for the message.
+
+    Raises:
+        ConfigurationError: They do; the message has the command that starts the requested number of processes.
+    """
+    each = None if wanted.per_node == -1 else wanted.per_node
+    machines = wanted.nodes
+    if not _contradict(each, machines, size, local_size, nodes):
+        return
+    asked = ", ".join(f"{name}={n}" for name, n in (("devices", each), ("num_nodes", machines)) if n is not None)
+    there = counted(size, "process") + (f" on {counted(nodes, 'machine')}" if nodes else "")
+    how = _HOW.get(launcher, "trainkit launch --nproc-per-node {each} script.py")
+    number = each or max(1, size // (nodes or 1))
+    raise ConfigurationError(
+        f"{asked} contradicts what was started: {there}, by {launcher}. Leave {'it' if ',' not in asked else 'them'} out, or "
+        f"start as many processes: {how.format(each=number, all=number * (machines or nodes or 1))}"
+    )
+
+
+def _contradict(each: int | None, machines: int | None, size: int, local_size: int | None, nodes: int | None) -> bool:
+    """Whether ``devices=each`` and ``num_nodes=machines`` contradict the processes; numbers that are unknown are ``None``."""
+    if machines is not None and nodes is not None and machines != nodes:
+        return True
+    if each is None:
+        return False
+    if any(number is not None and each * number != size for number in (nodes, machines)):
+        return True
+    return nodes is None and local_size is not None and each != local_size
 
 
 def device_of(wanted: Wanted, world: World) -> torch.device:

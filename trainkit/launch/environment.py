@@ -71,17 +71,10 @@ def _cluster(env: Mapping[str, str]) -> Place | None:
 
 
 def _plain(env: Mapping[str, str]) -> Place | None:
-    """RANK and WORLD_SIZE: the variables of torchrun, of the Kubernetes operators, and of whoever sets them by hand."""
+    """The place by RANK and WORLD_SIZE, which torchrun and the Kubernetes operators set, and users by hand."""
     rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
     if rank is None:
-        outer = _cluster(env) if size is not None and size > 1 else None
-        if size is not None and size > 1 and outer is None:
-            raise ConfigurationError(f"WORLD_SIZE={size} is set, but RANK is not. {_FIX}")
-        if outer is not None and outer.size != size:
-            raise ConfigurationError(
-                f"WORLD_SIZE={size} is set, but {outer.launcher} has started {outer.size} processes ({outer.reason}). Unset "
-                "WORLD_SIZE."
-            )
+        _check_lone_size(env, size)
         return None
     if size is None:
         raise ConfigurationError(f"RANK={rank} is set, but WORLD_SIZE is not. {_FIX}")
@@ -89,8 +82,8 @@ def _plain(env: Mapping[str, str]) -> Place | None:
         raise ConfigurationError(f"WORLD_SIZE=0: there must be one process at least. {_FIX}")
     by_hand = env.get("LOCAL_RANK", "") == ""
     if by_hand and size == 1 and rank == 0:
-        return None  # one process is what there is without a launcher
-    if by_hand and _cluster(env) is not None:  # the cluster knows where they meet
+        return None  # the same as without a launcher
+    if by_hand and _cluster(env) is not None:  # the cluster knows the address of the main process
         return Place(rank, size, None, None, None, None, "", 0, "RANK and WORLD_SIZE", "")
     launcher, reason = _started_by(env)
     here, machine, machines = _DEEPSPEED if launcher == "deepspeed" else _TORCHRUN
@@ -107,6 +100,20 @@ def _plain(env: Mapping[str, str]) -> Place | None:
     )
     place = checked(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", here)
     return _one_in_each_pod(env, place) if by_hand and _in_kubernetes(env) else _with_machines(place)
+
+
+def _check_lone_size(env: Mapping[str, str], size: int | None) -> None:
+    """Refuse a WORLD_SIZE > 1 without RANK, unless the batch system has started the same number of processes."""
+    if size is None or size <= 1:
+        return
+    outer = _cluster(env)
+    if outer is None:
+        raise ConfigurationError(f"WORLD_SIZE={size} is set, but RANK is not. {_FIX}")
+    if outer.size != size:
+        raise ConfigurationError(
+            f"WORLD_SIZE={size} is set, but {outer.launcher} has started {outer.size} processes ({outer.reason}). Unset "
+            "WORLD_SIZE."
+        )
 
 
 def _started_by(env: Mapping[str, str]) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from trainkit.distributed.watchdog import Watchdog
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.arguments import placed
-from trainkit.launch.devices import device_of, processes_of_a_machine
+from trainkit.launch.devices import check_wanted, device_of, processes_of_a_machine
 from trainkit.launch.environment import Place, read_place
 from trainkit.launch.interface import lead_gloo_out
 from trainkit.launch.place import is_local
@@ -38,18 +38,6 @@ __all__ = ["alone", "device_of", "join", "joined", "note_alone", "processes"]
 
 _MEETING = timedelta(minutes=10)  # within which all processes must have come
 _LATE = 5.0  # seconds after which torch's own message about that is not waited for
-
-# How more or fewer processes are started, by what has started these.
-_HOW = {
-    "torchrun": "torchrun --nproc-per-node {each} script.py",
-    "deepspeed": "deepspeed --num_gpus {each} script.py",
-    "SLURM": "srun --ntasks-per-node={each} python script.py",
-    "Open MPI": "mpirun -n {all} python script.py",
-    "MPI (Hydra)": "mpirun -n {all} python script.py",
-    "MVAPICH": "mpirun -n {all} python script.py",
-    "notebook_launcher": "notebook_launcher(function, num_processes={each})",
-    "LSF": "jsrun -n {all} python script.py",
-}
 
 
 @dataclass(frozen=True)
@@ -124,7 +112,7 @@ def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta, plac
     if _joined is None:
         place = None if _group() is not None else place or _place()
         if place is not None:
-            _check(wanted, place.size, place.local_size, place.nodes, place.launcher)
+            check_wanted(wanted, place.size, place.local_size, place.nodes, place.launcher)
         elif _group() is None and processes(wanted) == 1:
             note_alone(wanted.per_node)
             return World()
@@ -132,7 +120,7 @@ def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta, plac
             _start(wanted)
         _joined = _enter(wanted, place, backend, timeout)
     world = _joined.world
-    _check(wanted, world.size, world.local_size, world.nodes, world.launcher)
+    check_wanted(wanted, world.size, world.local_size, world.nodes, world.launcher)
     return world
 
 
@@ -177,28 +165,6 @@ def alone(backend: str) -> Iterator[None]:
         if dist.is_initialized() and dist.group.WORLD is _alone:
             dist.destroy_process_group()
         _alone = None
-
-
-def _check(wanted: Wanted, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
-    """Refuse what contradicts the processes that there are."""
-    each = None if wanted.per_node == -1 else wanted.per_node
-    machines = wanted.nodes
-    wrong = (
-        (machines is not None and nodes is not None and machines != nodes)
-        or (each is not None and nodes is not None and each * nodes != size)
-        or (each is not None and machines is not None and each * machines != size)
-        or (each is not None and nodes is None and local_size is not None and each != local_size)
-    )
-    if not wrong:
-        return
-    asked = ", ".join(f"{name}={n}" for name, n in (("devices", each), ("num_nodes", machines)) if n is not None)
-    there = f"{size} process{'es' if size > 1 else ''}" + (f" on {nodes} machine{'s' if nodes > 1 else ''}" if nodes else "")
-    how = _HOW.get(launcher, "trainkit launch --nproc-per-node {each} script.py")
-    number = each or max(1, size // (nodes or 1))
-    raise ConfigurationError(
-        f"{asked} contradicts what was started: {there}, by {launcher}. Leave {'it' if ',' not in asked else 'them'} out, or "
-        f"start as many processes: {how.format(each=number, all=number * (machines or nodes or 1))}"
-    )
 
 
 def _start(wanted: Wanted) -> None:

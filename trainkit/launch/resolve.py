@@ -52,20 +52,28 @@ def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> Wanted:
 
 
 def _read_devices(devices: Any) -> tuple[int | None, tuple[int, ...] | None]:
-    """Processes of a machine (-1: one for each GPU), and the GPUs that were named."""
+    """Number of processes per node (-1: one for each GPU), and the indices of the GPUs if they were given."""
     if devices in ("auto", None):
         return None, None
-    if isinstance(devices, str) and "," in devices and all(part.strip().isdigit() for part in devices.rstrip(", ").split(",")):
-        devices = [int(part) for part in devices.rstrip(", ").split(",")]
-    if isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices):
-        if len(set(devices)) < len(devices):
-            raise ConfigurationError(f"devices={devices!r} names a GPU twice.")
-        return len(devices), tuple(devices)
+    if (named := _named_gpus(devices)) is not None:
+        if len(set(named)) < len(named):
+            raise ConfigurationError(f"devices={list(named)!r} names a GPU twice.")
+        return len(named), named
     if devices in (-1, "-1"):
         return -1, None
     if (is_whole(devices) or isinstance(devices, str)) and str(devices).isdigit() and int(devices) > 0:
         return int(devices), None
     raise ConfigurationError(f"devices must be 'auto', a number, or a list of GPUs such as [0, 1], not {devices!r}.")
+
+
+def _named_gpus(devices: Any) -> tuple[int, ...] | None:
+    """The indices in ``[0, 1]`` or ``"0,1"``; ``None`` for other values."""
+    if isinstance(devices, str) and "," in devices:
+        parts = [part.strip() for part in devices.rstrip(", ").split(",")]
+        return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else None
+    if isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices):
+        return tuple(devices)
+    return None
 
 
 def chosen_strategy(name: str, wanted: Wanted) -> str:

@@ -106,37 +106,29 @@ def plan_contents(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
 ) -> MemoryPlan:
-    """The plan of what a run has to keep; the other arguments are as of :meth:`trainkit.Trainer.plan`.
+    """The memory plan of a run; for the other arguments see :meth:`trainkit.Trainer.plan`.
 
     Args:
-        strategy: of the run.
-        contents: parameters and what the optimizer keeps for them.
-        start: bytes that each process builds in host memory.
-        late: in ``configure_model``.
+        strategy: The run's strategy.
+        contents: The parameters, and the state that the optimizer has for them.
+        start: Bytes that each process allocates in host memory to build the module.
+        late: The layers are made in ``configure_model``.
 
     Raises:
-        ConfigurationError: numbers that make no sense.
+        ConfigurationError: A number of processes is not a whole number ≥ 1.
     """
-    for name, numbers in (("processes", list(processes)), ("per_host", [] if per_host is None else [per_host])):
-        if (name == "processes" and not numbers) or any(type(n) is not int or n < 1 for n in numbers):
-            raise ConfigurationError(f"{name} must be whole numbers ≥ 1, not {numbers}. For example: processes=(1, 2, 4, 8)")
+    _check_counts("processes", list(processes))
+    if per_host is not None:
+        _check_counts("per_host", [per_host])
     on_cpu = strategy.device.type != "cuda" and device_memory is None
     device = None if on_cpu else _device_memory(strategy, device_memory)
     host = _bytes(host_memory) or _memory_of_this_machine()
     rows: list[Row] = []
     notes: list[str] = []
-    for one, own in _candidates(strategy, notes):
-        for number in sorted(set(processes)):
-            try:
-                held = one.footprint(contents, number)
-            except TrainkitError as error:
-                notes.append(f"{_name_of(one)}: {error}")
-                break
-            if _pointless(held.name, number) and not (own and number == strategy.world_size):
-                continue
-            each = min(number, per_host or number)
-            first = 0 if late and held.divides_layers else start
-            rows.append(_row(held, number, each, on_cpu, device, host, first, own))
+    for held, number, own in _footprints(strategy, contents, sorted(set(processes)), notes):
+        each = min(number, per_host or number)
+        first = 0 if late and held.divides_layers else start
+        rows.append(_row(held, number, each, on_cpu, device, host, first, own))
     return MemoryPlan(
         rows=tuple(rows),
         precision=strategy.precision.name,
@@ -149,6 +141,33 @@ def plan_contents(
         late=late,
         notes=tuple(_merged(notes)),
     )
+
+
+def _check_counts(name: str, numbers: list[int]) -> None:
+    if not numbers or any(type(n) is not int or n < 1 for n in numbers):
+        raise ConfigurationError(f"{name} must be whole numbers ≥ 1, not {numbers}. For example: processes=(1, 2, 4, 8)")
+
+
+def _footprints(
+    strategy: Strategy, contents: Contents, processes: Sequence[int], notes: list[str]
+) -> Iterator[tuple[Footprint, int, bool]]:
+    """Each strategy on each number of processes that makes sense, and whether it is the run's own strategy.
+
+    Args:
+        strategy: The run's strategy.
+        contents: See :func:`plan_contents`.
+        processes: The numbers of processes, ascending.
+        notes: Receives the reason for each strategy that cannot be used.
+    """
+    for one, own in _candidates(strategy, notes):
+        for number in processes:
+            try:
+                held = one.footprint(contents, number)
+            except TrainkitError as error:
+                notes.append(f"{_name_of(one)}: {error}")
+                break
+            if not _pointless(held.name, number) or (own and number == strategy.world_size):
+                yield held, number, own
 
 
 def _row(held: Footprint, number: int, each: int, on_cpu: bool, device: int | None, host: int, start: int, own: bool) -> Row:
@@ -223,15 +242,20 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     width = max([len(row.strategy) for row in plan.rows], default=0) + 2
     yield f"  {'strategy':<{width}}{'processes':>9}" + "".join(f"{head:>11}" for head in heads)
     for row in plan.rows:
-        held = row.footprint.together if plan.on_cpu else row.footprint.device
-        sums = [held.total] if plan.on_cpu else [held.total, row.footprint.host.total]
-        values = [*(getattr(held, head) for head in _HEADS), *sums, row.host]
-        values += [row.footprint.disk] if disk else []
-        cells = "".join(f"{value / scale:>11.2f}" for value in [*values, row.footprint.checkpoint])
+        cells = "".join(f"{value / scale:>11.2f}" for value in _values(row, plan.on_cpu, disk))
         mark = "*" if row.own else " "
         verdict = "" if row.fits is None else "  fits" if row.fits else "  -"
         yield f"{mark} {row.strategy:<{width}}{row.processes:>9}{cells}{verdict}"
     yield from _below(plan, scale, unit)
+
+
+def _values(row: Row, on_cpu: bool, disk: bool) -> list[int]:
+    """The bytes in a row of the table, in the order of its columns."""
+    footprint = row.footprint
+    held = footprint.together if on_cpu else footprint.device
+    sums = [held.total] if on_cpu else [held.total, footprint.host.total]
+    parts = [getattr(held, head) for head in _HEADS]
+    return [*parts, *sums, row.host, *([footprint.disk] if disk else []), footprint.checkpoint]
 
 
 def _below(plan: MemoryPlan, scale: int, unit: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def _of_main(by_rank: Mapping[int, Mapping[str, Any]]) -> bool:
 
 
 def _metric(by_rank: Mapping[int, Mapping[str, Any]], mine: range, size: int) -> State:
-    """One metric for this process, out of what each had of it."""
+    """One metric for this process, merged from the entries of the ranks in the checkpoint that it takes over."""
     first = next(iter(by_rank.values()))
     taken = {old: entry for old, entry in by_rank.items() if old in mine}
     merged = {**first, "since": 0, "stamp": -1, "step_weight": None, "weight": 0.0, "total": None, "stamps": None}
@@ -75,15 +76,22 @@ def _metric(by_rank: Mapping[int, Mapping[str, Any]], mine: range, size: int) ->
         return {**merged, "object": _object(first["name"], kept) if kept else None}
     if first["reduce_fx"] is None:
         return {**merged, **_for_a_function(by_rank, taken, size)}
-    how = first["reduce_fx"]
-    totals = [unstored(entry["total"], None) for entry in taken.values() if entry["total"] is not None]
-    if totals:
-        # of a mean the total is a sum
-        total = merge_values("sum" if how == "mean" else how, totals, [], False)
-        merged["total"] = _where(next(entry["total"] for entry in taken.values() if entry["total"] is not None), total)
-    values = [value for entry in taken.values() for value in _values(entry)]
-    merged |= {"values": values, "weights": [weight for entry in taken.values() for weight in entry["weights"]]}
-    return {**merged, "weight": sum((entry["weight"] for entry in taken.values()), 0.0)}
+    return {**merged, **_for_numbers(first["reduce_fx"], list(taken.values()))}
+
+
+def _for_numbers(how: str, entries: Sequence[Mapping[str, Any]]) -> State:
+    """The totals combined; values that no total contains yet, one after the other."""
+    total = None
+    if totals := [entry["total"] for entry in entries if entry["total"] is not None]:
+        # the total of a mean is a sum
+        merged = merge_values("sum" if how == "mean" else how, [unstored(one, None) for one in totals], [], False)
+        total = _where(totals[0], merged)
+    return {
+        "total": total,
+        "values": list(chain.from_iterable(map(_values, entries))),
+        "weights": list(chain.from_iterable(entry["weights"] for entry in entries)),
+        "weight": sum((entry["weight"] for entry in entries), 0.0),
+    }
 
 
 def _for_a_function(by_rank: Mapping[int, Mapping[str, Any]], taken: Mapping[int, Any], size: int) -> State:

@@ -13,8 +13,9 @@ from trainkit.errors import MetricError
 from trainkit.metrics.saved_metrics import without_it
 from trainkit.metrics.values import one_element, reduction_of, stacked
 
-__all__ = ["Described", "Record", "Scope"]
+__all__ = ["Described", "Record", "Scope", "cadence"]
 
+_RESERVED = ("epoch", "step")  # columns that the loggers fill
 _CHUNK = 64  # values of an epoch that are kept before they are summed up: one kernel instead of 64, and bounded memory
 
 
@@ -26,6 +27,40 @@ class Scope(Enum):
     TRAIN_EPOCH = "train epoch"
     EVAL_BATCH = "evaluation batch"
     EVAL_EPOCH = "evaluation epoch"
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether there is a current batch."""
+        return self in (Scope.TRAIN_BATCH, Scope.EVAL_BATCH)
+
+
+def cadence(name: str, signature: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Whether a metric is logged by step and by epoch; what is not given depends on the scope.
+
+    Args:
+        name: The name of the metric.
+        signature: See :class:`Record`.
+
+    Raises:
+        MetricError: The options contradict the scope or each other, or the name is reserved.
+    """
+    _, logger, on_step, on_epoch, _, scope, *_ = signature
+    if scope is Scope.NOWHERE:
+        raise MetricError(
+            f"log({name!r}) cannot be called here: there is no step or epoch that it belongs to. Call it in a step, or in "
+            "a hook between on_train_start and on_train_end, or in a validation or test hook."
+        )
+    on_step = scope is Scope.TRAIN_BATCH if on_step is None else on_step
+    on_epoch = scope is not Scope.TRAIN_BATCH if on_epoch is None else on_epoch
+    if on_step and not scope.in_batch:
+        raise MetricError(f"log({name!r}, on_step=True) needs a batch; in an epoch hook only on_epoch=True is possible.")
+    if not on_step and not on_epoch:
+        raise MetricError(f"log({name!r}): with on_step=False and on_epoch=False nothing is logged. Set one of them.")
+    if name in _RESERVED and logger is not False:
+        raise MetricError(
+            f"log({name!r}): every row that the loggers get has a {name!r} already. Use another name, or logger=False."
+        )
+    return on_step, on_epoch
 
 
 class Described:

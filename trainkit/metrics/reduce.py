@@ -130,38 +130,44 @@ def groups(gathered: Iterable[Iterable[Sequence[Any]]]) -> Groups:
 def check(
     found: Groups, worked: Sequence[int], gaps: Sequence[Sequence[Sequence[int]]] | None = None, *, step: bool = False
 ) -> None:
-    """Whether all processes that should have logged a metric have, and in the same way.
+    """Check that every process that should have logged a metric has logged it, and with the same options.
 
-    A process need not have logged what was logged first in batches that came after its last one, or after its last one of an
-    evaluation loader: it had none then.
+    A process need not log a metric that was first logged in batches after its own last one, or after its last one of an
+    evaluation loader.
 
     Args:
-        found: what they have told.
-        worked: for each process the stamp of its last batch; negative, if it had none.
-        gaps: for each process the stamps before that at which others had a batch and it had none, as [first, end].
-        step: of the values of a step, only those of the newest stamp are needed.
+        found: The metrics of all processes.
+        worked: The stamp of each process's last batch; negative if it had none.
+        gaps: For each process the earlier stamps at which others had a batch and it had none, as [first, end].
+        step: Check the values of a step: only those of the newest stamp are needed.
 
     Raises:
-        MetricError: they have not; names metrics and ranks.
+        MetricError: The processes have not logged the same; names metrics and ranks.
     """
-    wrong: list[str] = []
     gaps = [[]] * len(worked) if gaps is None else gaps
+    wrong: list[str] = []
     for group in found.values():
         first = group[0]
         if first.main_only and all(one.rank == 0 for one in group):
             continue
-        there = {one.rank for one in group}
         needed = _newest(group) if step else min(one.since for one in group)
         had = [_had_batch(needed, last, none) for last, none in zip(worked, gaps, strict=True)]
-        missing = [rank for rank in range(len(worked)) if had[rank] and rank not in there]
-        if missing:
-            wrong.append(
-                f"log({first.full_name!r}): logged on {_ranks(sorted(there))}, not on {_ranks(missing)}. Log it on every rank, "
-                f"or the value of the main process only: log({first.name!r}, value, rank_zero_only=True)"
-            )
+        wrong += _missing(group, had)
         wrong += [_differing(first, other) for other in group[1:] if _options(first) != _options(other)][:1]
     if wrong:
         raise MetricError("\n".join(wrong))
+
+
+def _missing(group: Sequence[Told], had: Sequence[bool]) -> list[str]:
+    """A complaint if ranks that had a batch have not logged a metric."""
+    first, there = group[0], sorted({one.rank for one in group})
+    missing = [rank for rank, needed in enumerate(had) if needed and rank not in there]
+    if not missing:
+        return []
+    return [
+        f"log({first.full_name!r}): logged on {_ranks(there)}, not on {_ranks(missing)}. Log it on every rank, "
+        f"or the value of the main process only: log({first.name!r}, value, rank_zero_only=True)"
+    ]
 
 
 def _had_batch(stamp: int, last: int, gaps: Sequence[Sequence[int]]) -> bool:
@@ -212,29 +218,34 @@ def _newest(group: Sequence[Told]) -> int:
 
 
 def step_number(group: Sequence[Told], *, last: bool = False) -> tuple[float | list[float], int] | None:
-    """The value of a step, from what all processes have told of a metric, and its stamp; ``None`` if there is none.
+    """The value of a step, reduced over all processes, and its stamp; ``None`` if there is none.
 
-    Only values of the newest stamp count. For a function it is the list of them; a single value stays what it is.
+    Only values of the newest stamp count. For a function it is the list of the values; a single value is returned as it is.
 
     Args:
-        group: what they have told.
-        last: the value of the last rank instead: in an evaluation a batch is a step of its own.
+        group: The metric on all processes.
+        last: Return the value of the last rank instead: in an evaluation each batch is a step.
     """
     newest = _newest(group)
-    steps = [one.step for one in group if one.step is not None and one.step[2] == newest]
-    steps = [step for step in steps if step[1] is not None] or steps[:1]  # what was agreed on before is old
+    steps = _steps_at(newest, group)
     if not steps:
         return None
-    values = [step[0] for step in steps]
+    values = [value for value, *_ in steps]
     if last or len(values) == 1:
         return values[-1], newest
     how = group[0].how
     if how == "function":
         return values, newest
     if how in ("mean", "object"):
-        weights = [step[1] for step in steps]
-        return _mean([value * weight for value, weight in zip(values, weights, strict=True) if weight], sum(weights)), newest
+        totals = [value * weight for value, weight, _ in steps if weight]
+        return _mean(totals, sum(weight for _, weight, _ in steps)), newest
     return _combined(how, values), newest
+
+
+def _steps_at(stamp: int, group: Sequence[Told]) -> list[Any]:
+    """The steps with a stamp; one without a weight was reduced before and only counts if there is no other."""
+    steps = [one.step for one in group if one.step is not None and one.step[2] == stamp]
+    return [step for step in steps if step[1] is not None] or steps[:1]
 
 
 def epoch_number(group: Sequence[Told]) -> float | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
 
 _COUNTERS = ("_num_vals_seen", "max_val", "min_val")  # what torchmetrics' wrappers keep beside their declared states
 _REDUCTIONS = {f"dim_zero_{name}": name for name in ("cat", "max", "mean", "min", "sum")}
+_ELEMENTWISE: dict[str, Any] = {"max": torch.maximum, "min": torch.minimum, "sum": torch.add}
 _MISSING = object()
 
 
@@ -133,66 +134,77 @@ def _many(value: Any) -> bool:
 
 
 def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], alternate: bool) -> Any:
-    """One state out of those of several objects, as if one had been given what all of them were.
+    """Merge one state of several objects, as if a single object had seen the updates of all of them.
 
     Args:
-        how: as of :func:`reduction_names`.
-        values: the states.
-        updates: how often each object was updated.
-        alternate: items of lists are taken in turn, else one list follows the other.
+        how: See :func:`reduction_names`.
+        values: The state of each object.
+        updates: Number of updates of each object.
+        alternate: Take the items of lists in turn. False: append one list to the other.
 
     Raises:
-        ValueError: there is no telling what it would be.
+        ValueError: The states cannot be merged.
     """
     if all(_many(value) for value in values):
         if not alternate:
-            return [item for value in values for item in value]
-        return [item for row in zip_longest(*values, fillvalue=_MISSING) for item in row if item is not _MISSING]
+            return list(chain.from_iterable(values))
+        items = chain.from_iterable(zip_longest(*values, fillvalue=_MISSING))
+        return [item for item in items if item is not _MISSING]
     if how == "cat":
-        tensors = [item for value in values for item in (value if _many(value) else [value])]
-        if any(_many(value) for value in values):
-            return tensors
-        return torch.cat([one.reshape(1) if one.ndim == 0 else one for one in tensors])
+        return _concatenated(values)
     if not all(isinstance(value, Tensor) for value in values):
         raise ValueError(f"states of different kinds: {', '.join(type(value).__name__ for value in values)}")
-    if how == "sum":
-        return reduce(torch.add, values)
-    if how in ("max", "min"):
-        return reduce(torch.maximum if how == "max" else torch.minimum, values)
     if how == "mean":
-        if all(torch.equal(value, values[0]) for value in values[1:]):
-            return values[0]
-        total = reduce(torch.add, [value.double() * count for value, count in zip(values, updates, strict=True)])
-        mean = total / sum(updates)
-        return mean.to(values[0].dtype) if values[0].is_floating_point() else mean.float()
-    raise ValueError(f"dist_reduce_fx is {how}")
+        return _mean(values, updates)
+    if how not in _ELEMENTWISE:
+        raise ValueError(f"dist_reduce_fx is {how}")
+    return reduce(_ELEMENTWISE[how], values)
+
+
+def _concatenated(values: Sequence[Any]) -> Any:
+    """The tensors of all states: a list if one of the states is a list, else one tensor."""
+    tensors = list(chain.from_iterable(value if _many(value) else [value] for value in values))
+    if any(_many(value) for value in values):
+        return tensors
+    return torch.cat([one.reshape(1) if one.ndim == 0 else one for one in tensors])
+
+
+def _mean(values: Sequence[Tensor], updates: Sequence[int]) -> Tensor:
+    """The mean weighted by the number of updates; equal states keep their bits."""
+    if all(torch.equal(value, values[0]) for value in values[1:]):
+        return values[0]
+    total = reduce(torch.add, [value.double() * count for value, count in zip(values, updates, strict=True)])
+    mean = total / sum(updates)
+    return mean.to(values[0].dtype) if values[0].is_floating_point() else mean.float()
 
 
 def merge_objects(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One saved state out of several.
+    """Merge the saved states of several objects into one.
 
     Args:
-        states: as :func:`object_state` gives them, on the CPU.
+        states: The results of :func:`object_state`, on the CPU.
 
     Raises:
-        ValueError: there is no telling what it would be.
+        ValueError: The states cannot be merged.
     """
     used = [state for state in states if state["updates"]] or list(states[:1])
     if len(used) == 1 and len({repr(state["counters"]) for state in states}) == 1:
         return dict(used[0])
-    names = list(used[0]["states"])
+    how, names = used[0]["reductions"], list(used[0]["states"])
     if any(list(state["states"]) != names for state in used):
         raise ValueError("they have different states")
-    counters = dict(used[0]["counters"])
-    for name in counters:
-        if name == "_num_vals_seen":
-            raise ValueError("it counts what it has seen")
-        counters[name] = merge_values(name[:3], [state["counters"][name] for state in states], [], False)
+    counters = _merged_counters([state["counters"] for state in states], used[0]["counters"])
     updates = [state["updates"] for state in used]
     alternate = in_turn([state["states"] for state in used], updates)
-    how = used[0]["reductions"]
     merged = {name: merge_values(how[name], [state["states"][name] for state in used], updates, alternate) for name in names}
     return {"updates": sum(updates), "counters": counters, "states": merged, "reductions": dict(how)}
+
+
+def _merged_counters(counters: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Any]:
+    """Merge ``max_val`` and ``min_val``, which are named for their reduction."""
+    if "_num_vals_seen" in names:
+        raise ValueError("it counts what it has seen")
+    return {name: merge_values(name[:3], [one[name] for one in counters], [], False) for name in names}
 
 
 def join_object(name: str, metric: Any, state: Mapping[str, Any]) -> None:

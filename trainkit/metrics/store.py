@@ -18,20 +18,18 @@ from torch import Tensor, nn
 from trainkit.data.window import NOTHING
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
-from trainkit.metrics.record import Described, Record, Scope
+from trainkit.metrics.record import Described, Record, Scope, cadence
 from trainkit.metrics.reduce import FINGERPRINTS, check, described, fingerprint, groups
 from trainkit.metrics.results import MetricResults
 from trainkit.metrics.saved_metrics import adopt, capture, fill
 from trainkit.metrics.saved_objects import capture_objects, restore_objects
 from trainkit.metrics.sync import Key, agree_on_steps, end_epoch, end_row, end_step
-from trainkit.metrics.values import alike, is_metric_object, number_of, read, weight_of
+from trainkit.metrics.values import alike, is_metric_object, one_number, read, weight_of
 from trainkit.nested import batch_size as size_of
 
 __all__ = ["MetricResults", "MetricStore", "Scope"]
 
 _ONE_PROCESS = World()
-_RESERVED = ("epoch", "step")  # columns that the loggers fill
-_BATCH = (Scope.TRAIN_BATCH, Scope.EVAL_BATCH)
 _EVALUATION = (Scope.EVAL_BATCH, Scope.EVAL_EPOCH)
 
 
@@ -113,68 +111,34 @@ class MetricStore:
         if metric.torchmetric is not None:
             metric.take(value)
             if self._several:
-                metric.step_weight = self._batch_size() if batch_size is None else weight_of(name, batch_size)
+                metric.step_weight = self._weight(name, batch_size)
             return
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise MetricError(
-                    f"log({name!r}): a metric is one number, not a tensor of shape {tuple(value.shape)}. "
-                    "Reduce it first, for example with .mean()."
-                )
-            if not enable_graph:
-                value = value.detach().clone()  # a copy: the caller may go on to change his tensor in place
-        elif type(value) is not float and type(value) is not int:
-            value = number_of(name, value)
+        value = one_number(name, value, enable_graph)
         if metric.on_step:
             metric.step_value = value
             metric.fresh = True
         if metric.on_epoch or self._several:
-            weight = metric.step_weight = self._batch_size() if batch_size is None else weight_of(name, batch_size)
+            weight = metric.step_weight = self._weight(name, batch_size)
             if metric.on_epoch:
                 metric.add(value, weight)
                 if metric.stamps is not None:
                     metric.stamps.append(self.stamp)
 
     def _declare(self, key: tuple[str, str], known: Record | None, signature: tuple[Any, ...], value: Any) -> Record:
-        """The first call for a name in a stage, or one with other options: check it, work out what is wanted."""
+        """The record for a name that is logged for the first time in an epoch, or with other options than before."""
         if known is not None and alike(known.signature, signature):
             return known
-        name = key[0]
-        scope: Scope = signature[5]
-        if scope is Scope.NOWHERE:
-            raise MetricError(
-                f"log({name!r}) cannot be called here: there is no step or epoch that it belongs to. Call it in a step, or in "
-                "a hook between on_train_start and on_train_end, or in a validation or test hook."
-            )
-        in_batch = scope in _BATCH
-        on_step = scope is Scope.TRAIN_BATCH if signature[2] is None else signature[2]
-        on_epoch = scope is not Scope.TRAIN_BATCH if signature[3] is None else signature[3]
-        if on_step and not in_batch:
-            raise MetricError(f"log({name!r}, on_step=True) needs a batch; in an epoch hook only on_epoch=True is possible.")
-        if not on_step and not on_epoch:
-            raise MetricError(f"log({name!r}): with on_step=False and on_epoch=False nothing is logged. Set one of them.")
-        if name in _RESERVED and signature[1] is not False:
-            raise MetricError(
-                f"log({name!r}): every row that the loggers get has a {name!r} already. Use another name, or logger=False."
-            )
-        if known is not None and known.awaits is not None:
-            if adopt(known, signature, on_step, on_epoch, value):
+        on_step, on_epoch = cadence(key[0], signature)
+        if known is not None:
+            if known.awaits is not None and adopt(known, signature, on_step, on_epoch, value):
                 return known
             if known.has_values:
-                raise MetricError(
-                    f"log({name!r}) had other options before the checkpoint, in the epoch that goes on. Log it as before until "
-                    "the epoch ends, or resume from a checkpoint of an epoch's end."
-                )
-        if known is not None and known.has_values:
-            raise MetricError(
-                f"log({name!r}) was called twice in one epoch with different options or from hooks of different kinds. Use one "
-                "name for each."
-            )
+                raise _other_options(key[0], resumed=known.awaits is not None)
         metric = Record(key, signature, on_step, on_epoch)
-        if is_metric_object(name, value):
+        if is_metric_object(key[0], value):
             metric.torchmetric = value
         if self._several:
-            metric.since = self.stamp if in_batch else -1
+            metric.since = self.stamp if self.scope.in_batch else -1
             metric.stamps = [] if metric.how == "function" else None
             self.schema = (self.schema + fingerprint(metric) - (0 if known is None else fingerprint(known))) % FINGERPRINTS
         self._metrics[key] = metric
@@ -185,7 +149,10 @@ class MetricStore:
         if callable(getattr(value, "reset", None)):
             self._unheard[id(value)] = value
 
-    def _batch_size(self) -> int:
+    def _weight(self, name: str, batch_size: Any) -> float:
+        """The given batch size, or the number of samples of the current batch."""
+        if batch_size is not None:
+            return weight_of(name, batch_size)
         if self.scope in (Scope.TRAIN_EPOCH, Scope.EVAL_EPOCH):
             return 1
         batch, size = self._size
@@ -388,6 +355,18 @@ class MetricStore:
     def discard(self) -> None:
         """Forget what was logged in this epoch (after the sanity check, or when an epoch is left)."""
         self._metrics, self._waiting, self.stamp, self.gaps, self.schema = {}, {}, -1, [], 0
+
+
+def _other_options(name: str, resumed: bool) -> MetricError:
+    if resumed:
+        return MetricError(
+            f"log({name!r}) had other options before the checkpoint, in the epoch that goes on. Log it as before until "
+            "the epoch ends, or resume from a checkpoint of an epoch's end."
+        )
+    return MetricError(
+        f"log({name!r}) was called twice in one epoch with different options or from hooks of different kinds. Use one "
+        "name for each."
+    )
 
 
 def _unknown(values: Tensor) -> Tensor:

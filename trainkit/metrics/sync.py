@@ -90,22 +90,22 @@ def end_epoch(
     *,
     last: bool,
 ) -> tuple[list[Described], list[str], list[float], dict[Key, Record]]:
-    """The values of an epoch; and the metrics of which the value of a step waits for the next log boundary.
+    """The values of an epoch, and the metrics whose step value waits for the next log boundary.
 
     Args:
-        world: the processes.
-        records: the metrics of this one. Their objects start anew.
-        stamp: of its last batch in the epoch.
-        gaps: before that, as of :func:`~trainkit.metrics.reduce.check`.
-        callback: gets the values of the epoch and, in training, of its last step.
-        last: it is an evaluation, as of :func:`~trainkit.metrics.reduce.step_number`.
+        world: The processes.
+        records: The metrics of this process. Their torchmetrics objects are reset.
+        stamp: Of its last batch in the epoch.
+        gaps: Of this process, see :func:`~trainkit.metrics.reduce.check`.
+        callback: Receives the values of the epoch and, in training, of its last step.
+        last: It is an evaluation, see :func:`~trainkit.metrics.reduce.step_number`.
 
     Raises:
-        MetricError: the processes have not logged the same, or a value is no number.
+        MetricError: The processes have not logged the same, or a value is not a number.
     """
-    gathered = world.exchange([stamp, gaps, tell(records.values(), epoch=True)])
-    found = groups(told for _, _, told in gathered)
-    check(found, [worked for worked, _, _ in gathered], [gaps for _, gaps, _ in gathered])
+    stamps, all_gaps, told = zip(*world.exchange([stamp, gaps, tell(records.values(), epoch=True)]), strict=True)
+    found = groups(told)
+    check(found, stamps, all_gaps)
     steps = _agree_on(world, found, records, last=last)
     if not last:
         callback.update(_by_name(steps))
@@ -121,13 +121,19 @@ def end_epoch(
             group[0].loaders = sorted({index for one in group for index in one.loaders})
             done.append((group[0], value))
             callback[group[0].full_name] = callback[group[0].epoch_name] = _tensor(value)
+    metrics = [metric for metric, _ in done]
+    return metrics, [m.epoch_name for m in metrics], [value for _, value in done], _waiting(steps, records)
+
+
+def _waiting(steps: Mapping[Key, tuple[list[Told], float]], records: Records) -> dict[Key, Record]:
+    """The metrics whose step value the loggers have not received, also those that this process has not logged itself."""
     waiting: dict[Key, Record] = {}
     for key, (group, number) in steps.items():
         if any(one.fresh for one in group):
             waiting[key] = record = records.get(key) or _record(group[0])
             record.agree(_tensor(number), -1)
             record.fresh = True
-    return [metric for metric, _ in done], [m.epoch_name for m, _ in done], [value for _, value in done], waiting
+    return waiting
 
 
 def _tensor(number: float) -> Tensor:
@@ -212,18 +218,8 @@ def _first_of(world: World, calls: Mapping[Key, Callable[[], float] | None], *, 
 
 
 def _made(world: World, found: Groups, records: Records) -> dict[Key, float | None]:
-    """The epoch's values of metrics that a function or an object makes; collective only if there are any."""
-    calls: dict[Key, Callable[[], float] | None] = {}
-    objects = {key: group for key, group in found.items() if group[0].how == "object" and group[0].on_epoch}
-    shared = {key: group for key, group in objects.items() if not group[0].main_only}
-    for group in shared.values():
-        _refuse_strange(group)
-    gathered = world.exchange_objects([_states(records.get(key)) for key in shared]) if shared else []
-    for place, key in enumerate(shared):
-        calls[key] = _computing(records.get(key), [states[place] for states in gathered])
-    for key in objects.keys() - shared.keys():
-        record = records.get(key)
-        calls[key] = _computing(record, [_states(record)])
+    """The epoch's values of metrics that a function or an object computes; collective only if there are any."""
+    calls = _object_calls(world, found, records)
     for key, group in found.items():
         if group[0].how == "function" and group[0].on_epoch:
             calls[key] = _reducing(group, records.get(key))
@@ -233,6 +229,19 @@ def _made(world: World, found: Groups, records: Records) -> dict[Key, float | No
         if value is None and record is not None:
             warn_missing(record)
     return made
+
+
+def _object_calls(world: World, found: Groups, records: Records) -> dict[Key, Callable[[], float] | None]:
+    """For each object the call that computes its value of the epoch. The states of shared objects are gathered first."""
+    objects = {key: group for key, group in found.items() if group[0].how == "object" and group[0].on_epoch}
+    shared = [key for key, group in objects.items() if not group[0].main_only]
+    for key in shared:
+        _refuse_strange(objects[key])
+    gathered = world.exchange_objects([_states(records.get(key)) for key in shared]) if shared else []
+    calls = {key: _computing(records.get(key), [states[n] for states in gathered]) for n, key in enumerate(shared)}
+    # in the order of ``objects``, which is the same on all processes: their results are matched by position
+    main_only = [key for key in objects if key not in calls]
+    return calls | {key: _computing(records.get(key), [_states(records.get(key))]) for key in main_only}
 
 
 def _reducing(group: list[Told], record: Record | None) -> Callable[[], float] | None:

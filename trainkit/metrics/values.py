@@ -20,6 +20,7 @@ __all__ = [
     "is_metric_object",
     "number_of",
     "one_element",
+    "one_number",
     "read",
     "reduction_of",
     "stacked",
@@ -131,6 +132,18 @@ def one_element(name: str, value: Any) -> Any:
     raise MetricError(
         f"log({name!r}): a metric must come to one number, but it is {value!r}. Log its parts: log_dict(metric.compute())"
     )
+
+
+def one_number(name: str, value: Any, enable_graph: bool) -> Any:
+    """A logged value: a number, or a tensor of one element, detached and copied unless ``enable_graph``."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise MetricError(
+                f"log({name!r}): a metric is one number, not a tensor of shape {tuple(value.shape)}. "
+                "Reduce it first, for example with .mean()."
+            )
+        return value if enable_graph else value.detach().clone()  # the caller may change its tensor in place
+    return value if type(value) in (float, int) else number_of(name, value)
 
 
 def number_of(name: str, value: Any) -> float:

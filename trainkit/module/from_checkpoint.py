@@ -1,10 +1,10 @@
-"""Building a module out of a checkpoint: ``TrainModule.load_from_checkpoint``."""
+"""Builds a module from a checkpoint: ``TrainModule.load_from_checkpoint``."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,12 +29,12 @@ def build_from_checkpoint(
     strict: bool,
     overrides: Mapping[str, Any],
 ) -> T:
-    """A module of a class, made with the hyper-parameters of a checkpoint, with its weights.
+    """A module made with the hyper-parameters of a checkpoint, with its weights loaded.
 
     Raises:
-        CheckpointError: missing, damaged, or an argument of ``__init__`` is neither in it nor given.
-        StateMismatchError: the weights do not fit the module that ``__init__`` made.
-        UnknownNameError: an override that ``__init__`` does not take.
+        CheckpointError: The checkpoint is missing or damaged, or an argument of ``__init__`` is neither saved nor given.
+        StateMismatchError: The weights do not fit the module that ``__init__`` made.
+        UnknownNameError: ``__init__`` does not accept an override.
     """
     checkpoint = open_checkpoint(path)
     loaded = checkpoint.read(model_stems(checkpoint.manifest.files) | {"state"})
@@ -66,29 +66,38 @@ def build_from_checkpoint(
 
 
 def _arguments(cls: type, state: Mapping[str, Any], overrides: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """What ``__init__`` is called with: the saved hyper-parameters that it takes, and the overrides."""
-    parameters = list(inspect.signature(cls).parameters.values())
+    """The arguments for ``__init__``: the saved hyper-parameters that it accepts, and the overrides."""
+    parameters = inspect.signature(cls).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    saved, whole = dict(state["hyper_parameters"]), state.get("hyper_parameters_name")
-    for name in overrides:
-        if not takes_all and name not in names and name not in saved:
-            raise UnknownNameError(f"load_from_checkpoint: {cls.__name__} has no argument {name!r}.{nearest(name, names)}")
-    if whole is not None and whole in names:  # save_hyperparameters(config): one argument that holds them
-        inside = {name: value for name, value in overrides.items() if name not in names}
-        given = {name: value for name, value in overrides.items() if name in names}
-        return {whole: HyperParameters({**saved, **inside}), **given}
-    arguments = {**saved, **overrides}
-    unused = [name for name in arguments if name not in names]
-    if unused and not takes_all:
+    accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    saved, config_name = dict(state["hyper_parameters"]), state.get("hyper_parameters_name")
+    unknown = [name for name in overrides if name not in accepted and name not in saved]
+    if unknown and not takes_all:
+        raise UnknownNameError(
+            f"load_from_checkpoint: {cls.__name__} has no argument {unknown[0]!r}.{nearest(unknown[0], accepted)}"
+        )
+    if config_name in accepted:  # save_hyperparameters(config): one argument contains all hyper-parameters
+        given = {name: value for name, value in overrides.items() if name in accepted}
+        config = {**saved, **{name: value for name, value in overrides.items() if name not in given}}
+        return {config_name: HyperParameters(config), **given}
+    arguments = _usable({**saved, **overrides}, cls, accepted, takes_all)
+    _check_complete(arguments, accepted, cls, path)
+    return arguments
+
+
+def _usable(arguments: Mapping[Any, Any], cls: type, accepted: Container[Any], takes_all: bool) -> dict[str, Any]:
+    """The arguments that ``__init__`` accepts; a notice names the others. No argument has a name that is not a string."""
+    unused = [] if takes_all else [name for name in arguments if name not in accepted]
+    if unused:
         notice(f"hyper-parameters that {cls.__name__} does not take are left out: {', '.join(map(str, unused))}.")
-        arguments = {name: value for name, value in arguments.items() if name in names}
-    arguments = {name: value for name, value in arguments.items() if isinstance(name, str)}  # no other can be an argument
-    needed = [p.name for p in parameters if p.default is p.empty and p.name in names and p.name not in arguments]
-    if needed:
+    return {name: value for name, value in arguments.items() if isinstance(name, str) and name not in unused}
+
+
+def _check_complete(arguments: Container[str], accepted: Mapping[str, inspect.Parameter], cls: type, path: str) -> None:
+    missing = [name for name, parameter in accepted.items() if parameter.default is parameter.empty and name not in arguments]
+    if missing:
         raise CheckpointError(
-            f"{path} does not hold the arguments {', '.join(needed)} of {cls.__name__}. Give them: "
-            f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in needed)}); or call "
+            f"{path} does not hold the arguments {', '.join(missing)} of {cls.__name__}. Give them: "
+            f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)}); or call "
             "self.save_hyperparameters() in __init__ so that they are saved."
         )
-    return arguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -65,24 +66,28 @@ def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[
 
 
 def _forms(returned: Any) -> tuple[list[Optimizer], list[Any]]:
+    """The optimizers and the schedulers, as they are in one of the documented forms."""
     if returned is None:
         return [], []
     if isinstance(returned, Optimizer):
         return [returned], []
     if isinstance(returned, Mapping):
         return _one_dict(returned)
-    if isinstance(returned, list | tuple):
-        items = list(returned)
-        if items and all(isinstance(item, Optimizer) for item in items):
-            return items, []
-        if items and all(isinstance(item, Mapping) for item in items):
-            pairs = [_one_dict(item) for item in items]
-            return [o for os, _ in pairs for o in os], [s for _, ss in pairs for s in ss]
-        if len(items) == 2 and isinstance(items[0], list | tuple) and isinstance(items[1], list | tuple | Mapping):
-            optimizers, schedulers = list(items[0]), items[1]
-            if optimizers and all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
-                return optimizers, [schedulers] if isinstance(schedulers, Mapping) else list(schedulers)
+    if _all_are(Optimizer, returned):
+        return list(returned), []
+    if _all_are(Mapping, returned):
+        optimizers, schedulers = zip(*map(_one_dict, returned), strict=True)
+        return list(chain(*optimizers)), list(chain(*schedulers))
+    if isinstance(returned, list | tuple) and len(returned) == 2 and _all_are(Optimizer, returned[0]):
+        optimizers, schedulers = returned
+        if isinstance(schedulers, list | tuple | Mapping):
+            return list(optimizers), [schedulers] if isinstance(schedulers, Mapping) else list(schedulers)
     raise OptimizerError(f"configure_optimizers must return {_FORMS}; it returned {_describe(returned)}.")
+
+
+def _all_are(kind: type, items: Any) -> bool:
+    """Whether a value is a list or tuple of objects of a class, and not empty."""
+    return isinstance(items, list | tuple) and bool(items) and all(isinstance(item, kind) for item in items)
 
 
 def _describe(value: Any) -> str:

@@ -49,15 +49,15 @@ def adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Map
 
 
 def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The parameters of an adapter: name in the model → name in PEFT's file, which lacks the adapter's.
+    """The parameters of an adapter: name in the model → name in PEFT's file, which does not contain the adapter's name.
 
     Args:
-        names: of all parameters of the model.
-        adapter: which one.
-        adapters: the configurations of all of them.
+        names: Names of all parameters of the model.
+        adapter: Name of the adapter.
+        adapters: The configurations of all adapters, by name.
 
     Raises:
-        ConfigurationError: it is of a method whose parameters only PEFT can tell.
+        ConfigurationError: The names of this PEFT method's parameters are not known here.
     """
     config, others = adapters[adapter], [name for name in adapters if name != adapter]
     method = str(config.get("peft_type"))
@@ -66,22 +66,29 @@ def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, M
             f"The adapter {adapter!r} is of the PEFT method {method}, which keeps its parameters in a way that only PEFT knows "
             f"(known here: {', '.join(sorted(_PREFIXES))}). Fix: load the model in Python and call its save_pretrained(folder)"
         )
-    prefixes = {_PREFIXES[method], *(("trainable_tokens_",) if config.get("trainable_token_indices") else ())}
-    found = {}
-    for name in names:
-        parts = name.split(".")
-        if any(f".{other}." in f"{name}." for other in others):
-            continue
-        if _TO_SAVE in parts and parts[parts.index(_TO_SAVE) + 1 :][:1] == [adapter]:
-            at = parts.index(_TO_SAVE)
-            found[name] = ".".join(parts[:at] + parts[at + 2 :])
-            continue
-        for place in (len(parts) - 1, len(parts) - 2):
-            if place > 0 and parts[place] == adapter and parts[place - 1].startswith(tuple(prefixes)):
-                kept = parts[:place] + parts[place + 1 :]
-                # DoRA's vector is kept without the name of the parameter that holds it
-                found[name] = ".".join(kept[:-1] if kept[-2:] == ["lora_magnitude_vector", "weight"] else kept)
+    prefixes = (_PREFIXES[method], *(("trainable_tokens_",) if config.get("trainable_token_indices") else ()))
+    own = [name for name in names if not any(f".{other}." in f"{name}." for other in others)]
+    found = {name: saved for name in own if (saved := _saved_name(name.split("."), adapter, prefixes)) is not None}
     return found | _biases(names, [*found], str(config.get("bias", "none")))
+
+
+def _saved_name(parts: list[str], adapter: str, prefixes: tuple[str, ...]) -> str | None:
+    """The name of a parameter in PEFT's file; ``None`` if it is not the adapter's.
+
+    Args:
+        parts: Its name in the model, split at the dots.
+        adapter: Name of the adapter.
+        prefixes: How the names of the method's parameters start.
+    """
+    if _TO_SAVE in parts and parts[parts.index(_TO_SAVE) + 1 :][:1] == [adapter]:
+        at = parts.index(_TO_SAVE)
+        return ".".join(parts[:at] + parts[at + 2 :])
+    for place in (len(parts) - 2, len(parts) - 1):
+        if place > 0 and parts[place] == adapter and parts[place - 1].startswith(prefixes):
+            kept = parts[:place] + parts[place + 1 :]
+            # DoRA's vector is saved without the name of the parameter that contains it
+            return ".".join(kept[:-1] if kept[-2:] == ["lora_magnitude_vector", "weight"] else kept)
+    return None
 
 
 def _biases(names: Collection[str], found: list[str], bias: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of an optimizer beside its tensors: written down, and read back with suspicion."""
+"""The description of an optimizer in a checkpoint, next to its tensors: written, and checked when it is read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from trainkit.errors import CorruptCheckpointError
 from trainkit.optim.parameter_names import without_checkpoint_wrapper
 
 __all__ = ["Described", "StoredSlots", "copied"]
+
+_Need = Callable[[bool, str], None]
+"""``need(condition, problem)`` raises ``CorruptCheckpointError`` if the condition is false."""
 
 
 @dataclass
@@ -31,29 +34,33 @@ class StoredSlots:
 
     @classmethod
     def of(cls, slots: Any, parameter: Tensor) -> StoredSlots:
-        """Take apart what an optimizer's state holds for ``parameter``."""
+        """Separate the tensors that an optimizer stores for ``parameter`` from its other values."""
         if not isinstance(slots, Mapping):
             return cls(described={"whole": slots})
         self = cls()
         values: dict[Any, Any] = {}
         lists: dict[str, Any] = {}
         for slot, value in slots.items():
-            plain = isinstance(slot, str) and "/" not in slot  # else it is no part of a key
+            plain = isinstance(slot, str) and "/" not in slot  # else it cannot be part of a key
             if plain and isinstance(value, Tensor) and slot not in self.tensors:
                 self.tensors[slot] = value.detach()
                 if value.ndim and value.shape != parameter.shape:
                     self.irregular.append(slot)
             elif plain and type(value) in (list, tuple) and not any(str(other).startswith(f"{slot}.") for other in slots):
-                found = {f"{slot}.{n}": item.detach() for n, item in enumerate(value) if isinstance(item, Tensor)}
-                rest = {str(n): item for n, item in enumerate(value) if not isinstance(item, Tensor)}
-                lists[slot] = {"tuple": isinstance(value, tuple), "length": len(value), "values": rest}
-                self.tensors.update(found)
-                self.irregular += found
+                lists[slot] = self._add_list(slot, value)
             else:
                 values[slot] = value
         parts = {"values": values, "lists": lists, "irregular": self.irregular}
         self.described = {key: part for key, part in parts.items() if part}
         return self
+
+    def _add_list(self, slot: str, items: list[Any] | tuple[Any, ...]) -> dict[str, Any]:
+        """Store the tensors of a list, each under its position; returns the description of the list."""
+        found = {f"{slot}.{n}": item.detach() for n, item in enumerate(items) if isinstance(item, Tensor)}
+        rest = {str(n): item for n, item in enumerate(items) if not isinstance(item, Tensor)}
+        self.tensors.update(found)
+        self.irregular += found
+        return {"tuple": isinstance(items, tuple), "length": len(items), "values": rest}
 
     def rebuilt(self, name: str, own: Callable[[str, str, Tensor], Tensor]) -> Any:
         """What :meth:`of` took apart; every tensor is what ``own(name, slot, tensor)`` returns."""
@@ -96,7 +103,7 @@ class Described:
         """Check the description and give each parameter its tensors.
 
         Raises:
-            CorruptCheckpointError: it is malformed, or does not go with the tensors.
+            CorruptCheckpointError: The description is malformed, or does not match the tensors.
         """
 
         def need(condition: bool, problem: str) -> None:
@@ -108,27 +115,23 @@ class Described:
         need(isinstance(described, dict), "it is no map")
         kind, listed = described.get("class"), described.get("groups")
         need(isinstance(kind, str) and isinstance(listed, list), "it has no class or no groups")
-        self = cls(kind, [], opaque=described.get("opaque"))
-        names: set[str] = set()
-        for group in listed:
-            need(isinstance(group, dict) and isinstance(group.get("options"), dict), "a group without options")
-            need(all(isinstance(key, str) and key != "params" for key in group["options"]), "an option that has no name")
-            own = group.get("parameters")
-            need(isinstance(own, list) and all(isinstance(name, str) for name in own), "a group without names")
-            own = [without_checkpoint_wrapper(name) for name in own]
-            need(names.isdisjoint(own) and len(set(own)) == len(own), "a parameter in several places")
-            names.update(own)
-            self.groups.append((own, group["options"]))
         parts = {key: described.get(key, {}) for key in ("state", "entries", "more")}
+        self = cls(kind, _read_groups(listed, need), opaque=described.get("opaque"))
         for key, part in parts.items():
             need(isinstance(part, dict), f"{key!r} is no map")
         need(not any(isinstance(key, int) for key in parts["entries"]), "an entry that has the number of a parameter")
         self.entries, self.more = parts["entries"], parts["more"]
+        names = {name for own, _ in self.groups for name in own}
         for raw, about in parts["state"].items():
             name = without_checkpoint_wrapper(raw)
             need(name in names, f"state for {name!r}, which is in no group")
             need(_is_sound(about), f"the slots of {name!r}")
             self.state[name] = StoredSlots(irregular=about.get("irregular", []), described=about)
+        self._add_tensors(tensors, index, need)
+        return self
+
+    def _add_tensors(self, tensors: Mapping[str, Tensor], index: int, need: _Need) -> None:
+        """Give each parameter its tensors, out of those of all optimizers."""
         for key, tensor in tensors.items():
             number, _, rest = key.partition("/")
             if number == str(index):
@@ -137,9 +140,24 @@ class Described:
                 need(name in self.state, f"the tensor {key!r} belongs to nothing")
                 self.state[name].tensors[slot] = tensor
         for name, stored in self.state.items():
-            for slot, list_about in stored.described.get("lists", {}).items():
-                need(_is_whole(slot, list_about, stored.tensors), f"the list {slot!r} of {name!r} has gaps")
-        return self
+            for slot, about in stored.described.get("lists", {}).items():
+                need(_is_whole(slot, about, stored.tensors), f"the list {slot!r} of {name!r} has gaps")
+
+
+def _read_groups(listed: list[Any], need: _Need) -> list[tuple[list[str], dict[str, Any]]]:
+    """The parameter names and the options of each group."""
+    groups: list[tuple[list[str], dict[str, Any]]] = []
+    names: set[str] = set()
+    for group in listed:
+        need(isinstance(group, dict) and isinstance(group.get("options"), dict), "a group without options")
+        need(all(isinstance(key, str) and key != "params" for key in group["options"]), "an option that has no name")
+        own = group.get("parameters")
+        need(isinstance(own, list) and all(isinstance(name, str) for name in own), "a group without names")
+        own = [without_checkpoint_wrapper(name) for name in own]
+        need(names.isdisjoint(own) and len(set(own)) == len(own), "a parameter in several places")
+        names.update(own)
+        groups.append((own, group["options"]))
+    return groups
 
 
 def _is_sound(about: Any) -> bool:

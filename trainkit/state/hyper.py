@@ -8,8 +8,6 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from trainkit.checkpoint.omegaconf import is_omegaconf
 from trainkit.checkpoint.registered import registration_of
 from trainkit.checkpoint.strict_json import MAX_DEPTH
@@ -22,12 +20,12 @@ _OMITTED = object()
 
 
 def stored(owner: Any) -> dict[Any, Any]:
-    """What a checkpoint stores of ``owner.hparams``; one warning names what it cannot store."""
+    """The values of ``owner.hparams`` that a checkpoint stores; one warning names the others."""
     return _Kept(owner).values
 
 
 def logged(owner: Any) -> dict[Any, Any]:
-    """What loggers get of ``owner.hparams``: the same, and classes and functions, whose names they write."""
+    """The values of ``owner.hparams`` for loggers: those of :func:`stored`, and classes and functions, logged by name."""
     return _Kept(owner, code=True).values
 
 
@@ -35,7 +33,7 @@ class _Kept:
     """The hyper-parameters of ``owner`` without those that cannot be stored.
 
     Attributes:
-        values: those that can.
+        values: The hyper-parameters that can be stored, by name.
     """
 
     def __init__(self, owner: Any, code: bool = False) -> None:
@@ -66,33 +64,39 @@ class _Kept:
         )
 
     def _of(self, value: Any, path: str, depth: int) -> Any:
+        """The value as it is stored: without what cannot be stored, or ``_OMITTED``."""
         if depth >= MAX_DEPTH:  # it contains itself
             return self._without(path)
         if is_omegaconf(value) or registration_of(type(value)) is not None:
             return value if unsavable(value, path) is None else self._without(path)
-        if isinstance(value, Namespace):
-            value = vars(value)
-        elif is_dataclass(value) and not isinstance(value, type | nn.Module) and not callable(value):
-            value = {field.name: getattr(value, field.name) for field in fields(value)}
-        if isinstance(value, Mapping):
-            items = {key: self._of(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
-            return {key: item for key, item in items.items() if item is not _OMITTED}
+        if (items := _items_of(value)) is not None:
+            kept = {key: self._of(item, f"{path}.{key}", depth + 1) for key, item in items.items()}
+            return {key: item for key, item in kept.items() if item is not _OMITTED}
         if type(value) in (list, tuple):
-            listed = [self._of(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
-            inside = [one for one in self._omitted if one.startswith(f"{path}[")]
-            for omitted in inside:  # half of a list is another list, so none of it is stored
-                del self._omitted[omitted]
-            if inside:
-                self._omitted[path] = self._key
-            return _OMITTED if any(item is _OMITTED for item in listed) else type(value)(listed)
-        if isinstance(value, nn.Module):
-            return self._without(path)
-        if isinstance(value, type | partial) or callable(value):
-            # in the warning even if only loggers get it: a checkpoint will not have it
+            return self._of_list(value, path, depth)
+        if callable(value):  # a module, function or class: no checkpoint stores it, so the warning names it
             self._omitted[path] = self._key
             return value if self._code and (isinstance(value, type | partial) or hasattr(value, "__qualname__")) else _OMITTED
         return value if unsavable(value, path) is None else self._without(path)
 
+    def _of_list(self, value: Any, path: str, depth: int) -> Any:
+        """A list or tuple is stored whole or not at all: without some of its items it would be another list."""
+        items = [self._of(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+        if inside := [omitted for omitted in self._omitted if omitted.startswith(f"{path}[")]:
+            for omitted in inside:
+                del self._omitted[omitted]
+            self._omitted[path] = self._key
+        return _OMITTED if any(item is _OMITTED for item in items) else type(value)(items)
+
     def _without(self, path: str) -> Any:
         self._omitted[path] = self._key
         return _OMITTED
+
+
+def _items_of(value: Any) -> Mapping[Any, Any] | None:
+    """The items of a mapping, the attributes of a ``Namespace`` or the fields of a dataclass; ``None`` for other values."""
+    if isinstance(value, Namespace):
+        return vars(value)
+    if is_dataclass(value) and not callable(value):  # classes and modules are callable
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return value if isinstance(value, Mapping) else None

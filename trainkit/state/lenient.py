@@ -1,9 +1,10 @@
-"""The saved state of an optimizer for one that has other parameters: what ``strict=False`` makes of it."""
+"""Loads the saved state of an optimizer into one that has other parameters (``strict=False``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -20,10 +21,11 @@ def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str
 
 
 def with_parameters_of(optimizer: Optimizer, names: Mapping[int, str], saved: Described) -> tuple[Described, list[str]]:
-    """The saved state as if it had been saved of an optimizer with the parameters of this one, and what the user should know.
+    """The saved state, changed to fit the parameters of this optimizer, and notices for the user.
 
-    A group gets the options of the saved group that has most of its parameters. Parameters that were not there have no state,
-    and that of parameters that are not here is dropped. A state of another form than torch's is returned as it is.
+    A group gets the options of the saved group that has most of its parameters. Parameters that were not saved have no state.
+    The state of parameters that this optimizer does not have is dropped. A state that does not have the form of torch's
+    optimizers is returned unchanged.
     """
     here = group_names(optimizer, names)
     theirs = [own for own, _ in saved.groups]
@@ -33,18 +35,23 @@ def with_parameters_of(optimizer: Optimizer, names: Mapping[int, str], saved: De
     groups: list[tuple[list[str], dict[str, Any]]] = [
         (own, {} if match is None else saved.groups[match][1]) for own, match in zip(here, matches, strict=True)
     ]
-    taken = {name for own in here for name in own}
+    taken = set(chain.from_iterable(here))
     groups += [saved.groups[number] for number in _to_be_added(theirs, matches, taken, getattr(names, "parameters", {}))]
-    kept = {name for own, _ in groups for name in own}
-    before = {name for own in theirs for name in own}
+    kept = dict.fromkeys(chain.from_iterable(own for own, _ in groups))
+    state = {name: own for name, own in saved.state.items() if name in kept}
+    return replace(saved, groups=groups, state=state), _notices(kept, dict.fromkeys(chain.from_iterable(theirs)))
+
+
+def _notices(kept: Collection[str], saved: Collection[str]) -> list[str]:
+    """What the user should know of parameters that only the optimizer or only the checkpoint has."""
     notices = []
-    if fresh := [name for own, _ in groups for name in own if name not in before]:
+    if fresh := [name for name in kept if name not in saved]:
         notices.append(f"the optimizer starts without state for the parameters {', '.join(fresh)}")
-    if gone := [name for own in theirs for name in own if name not in kept]:
+    if gone := [name for name in saved if name not in kept]:
         notices.append(
             f"the state of the optimizer was not loaded for parameters that it does not have here: {', '.join(gone)}"
         )
-    return replace(saved, groups=groups, state={name: own for name, own in saved.state.items() if name in kept}), notices
+    return notices
 
 
 def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) -> bool:
@@ -54,7 +61,7 @@ def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) 
     theirs = [own["parameters"] for own in described["groups"]]
     here = group_names(optimizer, names)
     matches = _matches(here, theirs)
-    taken = {name for own in here for name in own}
+    taken = set(chain.from_iterable(here))
     matches += _to_be_added(theirs, matches, taken, getattr(names, "parameters", {}))
     return matches == list(range(len(theirs)))
 

@@ -86,13 +86,13 @@ def capture_model(
     frozen: set[str] = set()
     if save == "trainable":
         state.fingerprint = frozen_fingerprint(module, standins) if fingerprint is None else fingerprint
-        frozen = {name for name, trained in state.trained.items() if not trained}
+        frozen = _frozen(state)
     first: dict[Any, str] = {}
     for raw_name, value in raw.items():
         name = names[raw_name]
         if frozen and _belongs_to(name, frozen):
             continue
-        if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA:
+        if _is_extra(name, value):
             state.extra[name] = value
         elif not is_lazy(value):
             tensor = value.detach().resolve_conj().resolve_neg()
@@ -139,13 +139,13 @@ def plan_model(
     raw = _with_standins(module, standins)
     names = cleaned(module, raw)
     parameters = _parameters(module)
-    frozen = {name for name, trained in state.trained.items() if not trained} if state.fingerprint is not None else set()
+    frozen = set() if state.fingerprint is None else _frozen(state)
     sources = state.tensors | {alias: state.tensors[name] for alias, name in state.aliases.items()}
     fit = Fit(sources, state, frozen, strict)
     extra = {}
     for raw_name, value in raw.items():
         name = names[raw_name]
-        if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA:
+        if _is_extra(name, value):
             if name in state.extra:
                 extra[raw_name] = copied(state.extra[name])
             elif not _belongs_to(name, frozen):
@@ -207,6 +207,15 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters by clean name, a tied one under each of its names."""
     found = dict(module.named_parameters(remove_duplicate=False))
     return {name: found[raw] for raw, name in cleaned(module, found).items()}
+
+
+def _frozen(state: ModelState) -> set[str]:
+    return {name for name, trained in state.trained.items() if not trained}
+
+
+def _is_extra(name: str, value: Any) -> bool:
+    """Whether an entry of a state dict is extra state: a tensor from ``get_extra_state`` is no parameter or buffer."""
+    return not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA
 
 
 def _belongs_to(name: str, parameters: set[str]) -> bool:

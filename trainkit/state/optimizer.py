@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,21 +58,19 @@ class OptimizerState:
 
 
 def capture_optimizer(optimizer: Optimizer, index: int, names: Mapping[int, str]) -> OptimizerState:
-    """What is to be saved of an optimizer; no tensor is copied.
+    """The state of an optimizer that a checkpoint stores; no tensor is copied.
 
     Args:
-        optimizer: its ``state_dict`` is asked, which may be its own.
-        index: its number in the run.
+        optimizer: Its ``state_dict`` is called, which a subclass may override.
+        index: Index of the optimizer in the run.
         names: :func:`trainkit.state.model.parameter_names` of the run's modules.
 
     Raises:
-        UnsavableError: it holds a parameter that none of the modules has, or one twice.
+        UnsavableError: The optimizer contains a parameter that no module has, or the same parameter twice.
     """
     kind = _kind(optimizer)
     groups = [[_name(p, names, index, kind) for p in group["params"]] for group in optimizer.param_groups]
-    counts = Counter(name for group in groups for name in group)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise UnsavableError(f"optimizer {index} ({kind}) holds {', '.join(twice)} more than once. Give each parameter once.")
+    _check_unique(groups, f"optimizer {index} ({kind})")
     whole = optimizer.state_dict()
     described: dict[str, Any] = {"class": kind, "groups": [{"parameters": own, "options": {}} for own in groups]}
     result = OptimizerState(described=described)
@@ -96,6 +95,12 @@ def capture_optimizer(optimizer: Optimizer, index: int, names: Mapping[int, str]
             described["entries"][number] = slots
     result.irregular += [f"{index}//{key}" for key in [*described["entries"], *described["more"]]]
     return result
+
+
+def _check_unique(groups: list[list[str]], title: str) -> None:
+    counts = Counter(chain.from_iterable(groups))
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise UnsavableError(f"{title} holds {', '.join(twice)} more than once. Give each parameter once.")
 
 
 def plan_optimizer(
@@ -203,31 +208,35 @@ def _is_usual(whole: Any, groups: list[list[str]]) -> bool:
 def _compare_groups(
     optimizer: Optimizer, names: Mapping[int, str], saved: Described
 ) -> tuple[list[str], list[dict[str, Tensor]]]:
-    """What does not fit, and the parameters by name of the groups that are to be added."""
+    """The mismatches, and the parameters by name of each saved group that is to be added."""
     here = group_names(optimizer, names)
-    known: Mapping[str, Tensor] = getattr(names, "parameters", {})
     complaints: list[str] = []
-    lacking: list[dict[str, Tensor]] = []
-    for number in range(max(len(here), len(saved.groups))):
-        if number >= len(saved.groups):
-            complaints.append(f"group {number} is not in the checkpoint: {', '.join(here[number])}")
+    for number, (own, (theirs, options)) in enumerate(zip(here, saved.groups, strict=False)):
+        complaints += [
+            f"group {number}: {option} in the checkpoint, which this optimizer does not have"
+            for option in _lost_options(options, optimizer.param_groups[number])
+        ]
+        if theirs != own:
+            complaints.append(f"group {number}: {_difference(theirs, own)}")
+    for number, own in list(enumerate(here))[len(saved.groups) :]:
+        complaints.append(f"group {number} is not in the checkpoint: {', '.join(own)}")
+    added: list[dict[str, Tensor]] = []
+    known: Mapping[str, Tensor] = getattr(names, "parameters", {})
+    for number, (theirs, _) in list(enumerate(saved.groups))[len(here) :]:
+        taken = set(chain(*here, *added))
+        free = {name: known[name] for name in theirs if name in known and name not in taken}
+        if len(free) == len(theirs):
+            added.append(free)
             continue
-        theirs = saved.groups[number][0]
-        if number >= len(here):
-            taken = {name for group in [*here, *lacking] for name in group}
-            free = {name: known[name] for name in theirs if name in known and name not in taken}
-            if len(free) == len(theirs):
-                lacking.append(free)
-                continue
-            odd = [f"{name} ({'in another group' if name in taken else 'not here'})" for name in theirs if name not in free]
-            complaints.append(f"group {number} is in the checkpoint only and cannot be added: {', '.join(odd)}")
-            continue
-        for key, value in saved.groups[number][1].items():
-            if key in _UNSET and key not in optimizer.param_groups[number] and value != _UNSET[key]:
-                complaints.append(f"group {number}: {key}={value!r} in the checkpoint, which this optimizer does not have")
-        if theirs != here[number]:
-            complaints.append(f"group {number}: {_difference(theirs, here[number])}")
-    return complaints, lacking
+        odd = [f"{name} ({'in another group' if name in taken else 'not here'})" for name in theirs if name not in free]
+        complaints.append(f"group {number} is in the checkpoint only and cannot be added: {', '.join(odd)}")
+    return complaints, added
+
+
+def _lost_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
+    """Saved options that this group does not have, and whose value is not what it computes without them."""
+    lost = {key: value for key, value in options.items() if key in _UNSET and key not in group}
+    return [f"{key}={value!r}" for key, value in lost.items() if value != _UNSET[key]]
 
 
 def _difference(theirs: list[str], ours: list[str]) -> str:
@@ -295,7 +304,7 @@ def _load(
             if saved.opaque is not None:
                 optimizer.load_state_dict(copied(saved.opaque))
                 return notices
-            numbers = {name: n for n, name in enumerate(name for group, _ in saved.groups for name in group)}
+            numbers = {name: n for n, name in enumerate(chain.from_iterable(own for own, _ in saved.groups))}
             state: dict[Any, Any] = {numbers[name]: s.rebuilt(name, own) for name, s in saved.state.items()}
             state.update(copied(saved.entries))
             groups, kept = _groups(optimizer, saved, numbers)

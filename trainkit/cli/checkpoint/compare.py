@@ -141,15 +141,15 @@ _ABSENT = object()
 
 
 def compare_values(first: Any, second: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The paths at which two values of a state differ, each with how; types, order of lists and bits of floats count."""
+    """The paths at which two states differ, each with a description; types, order of lists and bits of floats count."""
     if first is _ABSENT or second is _ABSENT:
-        yield path, f"only in the {'second' if first is _ABSENT else 'first'}: {short(second if first is _ABSENT else first)}"
-    elif isinstance(first, Tensor) and isinstance(second, Tensor):
+        where, value = ("second", second) if first is _ABSENT else ("first", first)
+        yield path, f"only in the {where}: {short(value)}"
+    elif _both_are(Tensor, first, second):
         if (text := compare_tensors(first, second)) is not None:
             yield path, text
-    elif isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        if (text := compare_tensors(torch.from_numpy(first), torch.from_numpy(second))) is not None:
-            yield path, text
+    elif _both_are(np.ndarray, first, second):
+        yield from compare_values(torch.from_numpy(first), torch.from_numpy(second), path)
     elif type(first) is not type(second):
         yield path, f"{short(first)} and {short(second)}"
     elif isinstance(first, Mapping):
@@ -162,6 +162,10 @@ def compare_values(first: Any, second: Any, path: str) -> Iterator[tuple[str, st
             yield from compare_values(one, other, f"{path}[{index}]")
     elif not _same(first, second):
         yield path, f"{short(first)} and {short(second)}"
+
+
+def _both_are(kind: type, first: Any, second: Any) -> bool:
+    return isinstance(first, kind) and isinstance(second, kind)
 
 
 def _same(first: Any, second: Any) -> bool:

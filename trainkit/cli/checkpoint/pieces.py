@@ -46,47 +46,58 @@ class Piece:
 
 
 def take(checkpoint: Checkpoint, attribute: str | None) -> Piece:
-    """Read the model's tensors, all of them verified, and keep those of an attribute.
+    """Read and verify the model's tensors, and keep those of one module.
 
     Args:
-        checkpoint: the checkpoint.
-        attribute: path of a module, such as ``"net"`` or ``"net.encoder"``; in the checkpoint of an own loop with several
-            models ``"model_1"`` for the second, ``"model_1/encoder"`` for a module of it. ``None``: the whole (first) model.
+        checkpoint: The checkpoint.
+        attribute: Path of a module, such as ``"net"`` or ``"net.encoder"``. If your own training loop saved several models:
+            ``"model_1"`` for the second, ``"model_1/encoder"`` for a module of it. ``None``: the whole (first) model.
 
     Raises:
-        UnknownNameError: there is no such attribute; the message lists those that there are.
-        CheckpointError: it is damaged.
+        UnknownNameError: The model has no such module; the message lists the modules.
+        CheckpointError: The checkpoint is damaged.
     """
     stem, path = _split(checkpoint, attribute)
     loaded = checkpoint.read({stem, "state"}, unregistered=True)
     tensors, aliases = loaded.tensors.get(stem, {}), checkpoint.manifest.aliases.get(stem, {})
-    for stored in aliases.values():
-        if stored not in tensors:
-            raise CorruptCheckpointError(f"{checkpoint.path}: a tensor is said to be stored as {stored!r}, which is not there")
-    about = _model(loaded.state, stem)
-    trained, configs = about.get("trained"), about.get("configs")
-    trained = trained if isinstance(trained, Mapping) else {}
-    configs = {p: c for p, c in configs.items() if isinstance(c, Mapping)} if isinstance(configs, Mapping) else {}
+    if missing := [stored for stored in aliases.values() if stored not in tensors]:
+        raise CorruptCheckpointError(f"{checkpoint.path}: a tensor is said to be stored as {missing[0]!r}, which is not there")
+    trained, configs = _trained_and_configs(loaded.state, stem)
     names = [*tensors, *aliases, *trained]
     if path and not any(name.startswith(f"{path}.") for name in names):
         raise UnknownNameError(_unknown(str(attribute), path, names, configs))
+    own, own_aliases = _tensors_inside(tensors, aliases, path)
+    own_configs = {p.removeprefix(path).removeprefix("."): config for p, config in configs.items() if _within(p, path)}
+    stored = {*own, *own_aliases}
+    lacking = [name for name in _inside(trained, path) if name not in stored]
+    return Piece(own, own_aliases, lacking, own_configs, _enclosing_peft_model(configs, path))
 
-    def inside(mapping: Mapping[str, Any]) -> dict[str, Any]:
-        start = f"{path}." if path else ""
-        return {name.removeprefix(start): value for name, value in mapping.items() if name.startswith(start)}
 
-    own_configs = {p.removeprefix(path).removeprefix("."): c for p, c in configs.items() if _within(p, path)}
-    own, own_aliases = inside(tensors), {}
-    for alias, stored in inside(aliases).items():
-        if not path or stored.startswith(f"{path}."):
+def _inside(mapping: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The entries of a module, by their names within it."""
+    start = f"{path}." if path else ""
+    return {name.removeprefix(start): value for name, value in mapping.items() if name.startswith(start)}
+
+
+def _tensors_inside(
+    tensors: Mapping[str, Tensor], aliases: Mapping[str, str], path: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a module and its aliases, each with a name within the module."""
+    own, own_aliases = _inside(tensors, path), {}
+    for alias, stored in _inside(aliases, path).items():
+        if _within(stored, path):
             own_aliases[alias] = stored.removeprefix(f"{path}." if path else "")
         elif (first := next((name for name, tensor in own.items() if tensor is tensors[stored]), None)) is not None:
             own_aliases[alias] = first
-        else:  # tied to something outside, under whose name it is stored
+        else:  # tied to a tensor outside the module, under whose name it is stored
             own[alias] = tensors[stored]
-    lacking = [name for name in inside(trained) if name not in own and name not in own_aliases]
-    outer = [p or "the model" for p, c in configs.items() if c.get("kind") == "peft" and p != path and _within(path, p)]
-    return Piece(own, own_aliases, lacking, own_configs, outer[0] if outer else "")
+    return own, own_aliases
+
+
+def _enclosing_peft_model(configs: Mapping[str, Mapping[str, Any]], path: str) -> str:
+    """The path of the PEFT model around a module; "" if there is none."""
+    outer = [p for p, config in configs.items() if config.get("kind") == "peft" and p != path and _within(path, p)]
+    return (outer[0] or "the model") if outer else ""
 
 
 def _split(checkpoint: Checkpoint, attribute: str | None) -> tuple[str, str]:
@@ -98,10 +109,16 @@ def _split(checkpoint: Checkpoint, attribute: str | None) -> tuple[str, str]:
     return "model", attribute or ""
 
 
-def _model(state: Mapping[str, Any], stem: str) -> Mapping[str, Any]:
+def _trained_and_configs(state: Mapping[str, Any], stem: str) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
+    """What the state says of a model: which parameters are trained, and the configurations by path."""
     models, number = state.get("models"), int(stem.partition("_")[2] or 0)
-    own = models[number] if isinstance(models, list) and number < len(models) else {}
-    return own if isinstance(own, Mapping) else {}
+    about = models[number] if isinstance(models, list) and number < len(models) else {}
+    trained, configs = (_mapping(_mapping(about).get(key)) for key in ("trained", "configs"))
+    return trained, {path: config for path, config in configs.items() if isinstance(config, Mapping)}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _within(path: str, outer: str) -> bool:
