@@ -339,7 +339,7 @@ class Strategy:
         return None
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """What a checkpoint holds instead of parameters: ``id(parameter)`` → its master, or a scattered tensor."""
+        """What a checkpoint holds instead of parameters: ``id(parameter)`` → its master, or a sharded tensor."""
         return {}
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from trainkit.accelerator.meeting import Meeting
-from trainkit.checkpoint.scattered import is_scattered
 from trainkit.checkpoint.together import together
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice
@@ -23,6 +22,7 @@ from trainkit.state.model import capture_model, clean_names
 from trainkit.state.names import without_checkpoint_wrapper
 from trainkit.state.parts import configurations
 from trainkit.state.single_file import write_object
+from trainkit.tagged_json.tensors import is_sharded_tensor
 
 if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
@@ -84,7 +84,7 @@ class SavingVerbs:
         accelerator = self._accelerator()
         inner = accelerator.unwrap_model(model)
         standins = accelerator.strategy.exported_weights(inner)
-        divided = any(is_scattered(tensor) for tensor in standins.values())
+        divided = any(is_sharded_tensor(tensor) for tensor in standins.values())
         if divided:
             meet(accelerator.world, "get_state_dict")
         state = capture_model(inner, standins=standins)
@@ -123,7 +123,7 @@ class SavingVerbs:
         accelerator = self._accelerator()
         inner, size = accelerator.unwrap_model(model), shard_size(max_shard_size)
         standins = accelerator.strategy.exported_weights(inner)
-        if any(is_scattered(tensor) for tensor in standins.values()):
+        if any(is_sharded_tensor(tensor) for tensor in standins.values()):
             meet(accelerator.world, "save_model")  # they are gathered from all
         state = capture_model(inner, standins=standins)
         files, adapters = configurations(state.configs), adapter_folders(state)
@@ -193,10 +193,10 @@ def _refuse_without_values(accelerator: Accelerator, state: Mapping[Any, Any]) -
 
 
 def _gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Scattered tensors whole on the main process's host, one after the other; collective."""
+    """ShardedTensor tensors whole on the main process's host, one after the other; collective."""
     found = {}
     for name, tensor in tensors.items():
-        if is_scattered(tensor):
+        if is_sharded_tensor(tensor):
             values = cast(Any, tensor).collect(0)
             tensor = tensor if values is None else values.cpu()
         found[name] = tensor

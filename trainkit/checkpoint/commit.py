@@ -18,11 +18,11 @@ from pathlib import Path
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.reader import read_small_file
-from trainkit.checkpoint.tagged import MAX_JSON_BYTES
 from trainkit.checkpoint.tensor_file import write_file
 from trainkit.checkpoint.together import ONE_FILE_SYSTEM, Group, appears, together
 from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
+from trainkit.tagged_json.strict_json import MAX_JSON_BYTES
 
 __all__ = ["check_target", "commit", "sync_folder"]
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.checkpoint.process_identity import ProcessIdentity
-from trainkit.checkpoint.tagged import strict_json
 from trainkit.console import notice
 from trainkit.errors import (
     CheckpointError,
@@ -31,6 +30,7 @@ from trainkit.errors import (
     ConfigurationError,
     CorruptCheckpointError,
 )
+from trainkit.tagged_json.strict_json import strict_json
 
 try:
     import fcntl

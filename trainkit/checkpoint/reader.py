@@ -20,11 +20,12 @@ from torch import Tensor
 
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.place import MOST_NAMED, has_our_files, identity, is_checkpoint, nothing_at, some
-from trainkit.checkpoint.regular_file import map_file, not_regular, read_file, read_small_file, regular_file
-from trainkit.checkpoint.tagged import MAX_JSON_BYTES, loads, strict_json
+from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file, regular_file
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from trainkit.paths import local_path
+from trainkit.tagged_json.encode import loads
+from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
 
 __all__ = ["Checkpoint", "Loaded", "has_our_files", "is_checkpoint", "look_at", "open_checkpoint", "read_small_file"]
 
@@ -183,22 +184,14 @@ class Checkpoint:
                 )
         return tensors
 
-    def _content(self, name: str, verified: bool = False) -> memoryview:
-        """A file, read once, and verified, unless another process has done that."""
+    def _content(self, name: str, verified: bool = False, mapped: bool = False) -> memoryview:
+        """The bytes of a file. ``verified``: another process has hashed it."""
         entry = self.manifest.files[name]
-        try:
-            return read_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name))
-        except MemoryError:
-            raise CheckpointError(
-                f"{self._what(name)}: its {entry.size:,} bytes do not fit into the memory that is free"
-            ) from None
+        return read_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name), mapped)
 
     def _mapped(self, name: str, verified: bool = False) -> memoryview:
-        """The same without the values of a model or an optimizer in memory."""
-        if not name.endswith(_TENSORS) or name.startswith("state"):
-            return self._content(name, verified)
-        entry = self.manifest.files[name]
-        return map_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name))
+        """The same, without the values of a model or an optimizer in memory."""
+        return self._content(name, verified, mapped=name.endswith(_TENSORS) and not name.startswith("state"))
 
     def _outline(self, name: str) -> memoryview:
         """The same for who wants no values: of a file of tensors the header alone, before memory that nobody has touched."""

@@ -7,7 +7,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.draft import Content, Draft
-from trainkit.checkpoint.tagged import unsavable
 from trainkit.checkpoint.together import together
 from trainkit.console import notice
 from trainkit.distributed.world import World
@@ -15,6 +14,7 @@ from trainkit.errors import UnsavableError
 from trainkit.metrics.merge import gather_states, merge_states
 from trainkit.state.hyper import stored
 from trainkit.state.parts import Parts
+from trainkit.tagged_json.encode import unsavable
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
