@@ -161,9 +161,13 @@ class ThreadWorld(World):
         """See :meth:`trainkit.distributed.world.World.exchange`."""
         return [json.loads(text) for text in self.meet("exchange", json.dumps(value))]
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """See :meth:`trainkit.distributed.world.World.exchange_objects`."""
-        return [copy.deepcopy(other) for other in self.meet("objects", value)]
+    def exchange_state(self, value: Any) -> list[Any]:
+        """See :meth:`trainkit.distributed.world.World.exchange_state`."""
+        return [copy.deepcopy(other) for other in self.meet("state", value)]
+
+    def exchange_user_objects(self, value: Any) -> list[Any]:
+        """See :meth:`trainkit.distributed.world.World.exchange_user_objects`."""
+        return self.exchange_state(value)
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
         """See :meth:`trainkit.distributed.world.World.rows`."""

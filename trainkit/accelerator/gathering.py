@@ -183,7 +183,7 @@ class GatherVerbs:
                 "each process as a list: accelerator.gather_for_metrics([value])"
             )
         fillers = self.meeting.exchange("gather_for_metrics", self.reading.filler)
-        said = world.exchange_objects(data)
+        said = world.exchange_user_objects(data)
         return [item for its, filler in zip(said, fillers, strict=True) if not filler for item in its]
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from trainkit.distributed.collective_tracker import Waits
+from trainkit.distributed.user_objects import all_gather_user_objects
+from trainkit.tagged_json.message import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from trainkit.distributed.channel import Channel
@@ -96,16 +98,24 @@ class World:
         """What every process gave, in the order of their ranks. Values are JSON: lists, dicts, strings, numbers (nan too)."""
         if self.size == 1:
             return [value]
-        return [json.loads(data) for data in self._gathered(json.dumps(value).encode())]
+        return [json.loads(bytes(data)) for data in self._gathered(json.dumps(value).encode())]
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """As :meth:`exchange`, for whatever can be pickled; tensors come on the device that they were on."""
+    def exchange_state(self, value: Any) -> list[Any]:
+        """As :meth:`exchange`, for values that a checkpoint's state can hold: tuples, bytes, arrays, tensors and more.
+
+        Tensors of several ranks come back on the CPU.
+
+        Raises:
+            UnsavableError: something in it cannot be encoded; see :mod:`trainkit.tagged_json.encode`.
+        """
+        return [value] if self.size == 1 else [from_bytes(data) for data in self._gathered(to_bytes(value))]
+
+    def exchange_user_objects(self, value: Any) -> list[Any]:
+        """As :meth:`exchange`, for objects of users, which are pickled; tensors keep their devices."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
         with self.waits:
-            dist.all_gather_object(values, value, group=self.control)
-        return values
+            return all_gather_user_objects(value, self.size, self.control)
 
     def from_main(self, value: Any) -> Any:
         """What the main process gave; JSON."""
@@ -165,8 +175,8 @@ class World:
             raise ValueError(f"{self!r} has no channel, and a team of several processes needs one")
         return Team(name, self.channel if self.size > 1 else None, self.rank, self.size)
 
-    def _gathered(self, data: bytes) -> list[bytes]:
-        """The bytes of every process: by one collective if all are short."""
+    def _gathered(self, data: bytes) -> list[memoryview]:
+        """The bytes of each rank, by one collective if all are short."""
         with self.waits:
             slots = self._slots(data[:_SLOT], len(data), _SLOT)
             longest = max(length for length, _ in slots)
@@ -174,14 +184,14 @@ class World:
                 slots = self._slots(data, len(data), longest)
         return [piece[:length] for length, piece in slots]
 
-    def _slots(self, data: bytes, length: int, size: int) -> list[tuple[int, bytes]]:
+    def _slots(self, data: bytes, length: int, size: int) -> list[tuple[int, memoryview]]:
         mine = torch.zeros(_HEAD + size, dtype=torch.uint8)
         head = length.to_bytes(_HEAD, "little") + data
         mine[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         slots = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(slots, mine, group=self.control)
-        all_bytes = [slot.numpy().tobytes() for slot in slots]
-        return [(int.from_bytes(one[:_HEAD], "little"), one[_HEAD:]) for one in all_bytes]
+        views = [memoryview(slot.numpy()) for slot in slots]
+        return [(int.from_bytes(view[:_HEAD], "little"), view[_HEAD:]) for view in views]
 
 
 class Pending:

@@ -218,7 +218,7 @@ def _made(world: World, found: Groups, records: Records) -> dict[Key, float | No
     shared = {key: group for key, group in objects.items() if not group[0].main_only}
     for group in shared.values():
         _refuse_strange(group)
-    gathered = world.exchange_objects([_states(records.get(key)) for key in shared]) if shared else []
+    gathered = world.exchange_state([_states(records.get(key)) for key in shared]) if shared else []
     for place, key in enumerate(shared):
         calls[key] = _computing(records.get(key), [states[place] for states in gathered])
     for key in objects.keys() - shared.keys():

@@ -90,8 +90,8 @@ class ThreadWorld(World):
     def exchange(self, value: Any) -> list[Any]:
         return self._all.exchange(value)
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """Without pickling: for what JSON can hold."""
+    def exchange_state(self, value: Any) -> list[Any]:
+        """For values that JSON can hold."""
         return self._all.exchange(value)
 
     def rows(self, values: Any) -> list[list[float]]:

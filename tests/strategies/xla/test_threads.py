@@ -57,7 +57,7 @@ def test_one_runs_at_a_time_until_it_waits() -> None:
 def test_what_they_tell_one_another() -> None:
     def function(world: ThreadWorld) -> Any:
         shared = {"list": [world.rank]}
-        mine = world.exchange_objects(shared)
+        mine = world.exchange_state(shared)
         mine[0]["list"].append("changed here")
         pending = world.begin_largest([world.rank, 5 - world.rank])
         return [
