@@ -99,7 +99,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         for rank in range(world.size):
             if rank == world.rank and enabled:
                 self.logger.log(level, _marked(text, rank, world.size), *args, **options)
-            verbs.meeting.wait(_IN_ORDER)
+            verbs.collective_checks.wait(_IN_ORDER)
 
 
 def _marked(msg: object, rank: int, size: int) -> object:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainkit.data.window import Window
 from trainkit.distributed.device import find_device, generators_of
 from trainkit.distributed.placement import move_module, note_other_dtypes, refuse_divided
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.memory.footprint import Contents, Footprint, undivided
@@ -112,7 +112,7 @@ class Strategy:
         """Whether this is the process that prints, logs and writes."""
         return self.world.is_main
 
-    def join(self, wanted: Wanted) -> None:
+    def join(self, wanted: RequestedDevices) -> None:
         """Become one of the processes of the run: from here on :attr:`world` and :attr:`device` are known.
 
         Called by the ``Trainer`` or ``Accelerator`` that gets the strategy, once: :attr:`joined` says so.

@@ -200,7 +200,7 @@ class _Largest(Pending):
 class _ThreadTeam(Team):
     """A team whose members take their turns too: what uses it must not do so from another thread."""
 
-    beside = False
+    concurrent = False
 
     def __init__(self, name: str, world: ThreadWorld) -> None:
         super().__init__(name, None, world.rank, world.size)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, LossError
 from trainkit.memory.footprint import Contents, Footprint
@@ -138,7 +138,7 @@ class XLAStrategy(Strategy):
         """See :meth:`trainkit.Strategy.accepts`."""
         return accelerator in ("auto", "xla", "cpu")
 
-    def join(self, wanted: Wanted) -> None:
+    def join(self, wanted: RequestedDevices) -> None:
         """See :meth:`trainkit.Strategy.join`: the runtime begins here."""
         if wanted.accelerator == "auto" and self._accelerator != "auto":
             wanted = replace(wanted, accelerator=self._accelerator)
@@ -161,7 +161,7 @@ class XLAStrategy(Strategy):
         TO_HOST["xla"] = read_together
         self.joined = True
 
-    def _join_mesh(self, wanted: Wanted, xr: Any) -> None:
+    def _join_mesh(self, wanted: RequestedDevices, xr: Any) -> None:
         count = count_devices(wanted, xr)
         self.world = host_world(wanted, xr, self._timeout)
         if count > 1 or self._mesh_wanted is not None or self.fsdp:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.precision import Precision
 from trainkit.state.standin import StoredOptimizer
@@ -137,7 +137,7 @@ class ZeROStrategy(Strategy):
         """See :meth:`trainkit.Strategy.configure_optimizers`."""
         return self.claims.configure_optimizers(module, self.device)
 
-    def join(self, wanted: Wanted) -> None:
+    def join(self, wanted: RequestedDevices) -> None:
         """See :meth:`trainkit.Strategy.join`."""
         (self.world, self.device), self.joined = self._membership.join(wanted, self.device), True
 
@@ -209,7 +209,7 @@ class ZeROStrategy(Strategy):
         if self._forward is None:
             learning = self._learning
             self._forward = self._without_optimizer() if learning is None else learning.engine.evaluate
-        with told_transformers(), self.world.waits:
+        with told_transformers(), self.world.collectives:
             return self._forward(run, *args)
 
     def _without_optimizer(self) -> Callable[..., Any]:

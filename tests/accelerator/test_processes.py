@@ -1,4 +1,4 @@
-"""The verbs about processes: who is who, who goes first, work shared out. What is called on one alone: ``test_meeting.py``."""
+"""The verbs about processes: ranks, order, work shared out. Calls on one rank only: ``test_collective_checks.py``."""
 
 from __future__ import annotations
 

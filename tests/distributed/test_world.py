@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers.worlds.worlds import run_world
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.launch.joining import join
 
 
 def joined() -> World:
-    return join(Wanted(), timeout=timedelta(seconds=30))
+    return join(RequestedDevices(), timeout=timedelta(seconds=30))
 
 
 @pytest.mark.world_size(3)

@@ -14,7 +14,7 @@ from helpers.patience import within
 from helpers.runs.metric_runs import Run, Step, epoch, evaluation, many, same
 from helpers.worlds.worlds import run_world
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.launch.joining import join
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.prompt
 
 
 def joined() -> World:
-    return join(Wanted(), timeout=timedelta(seconds=30))
+    return join(RequestedDevices(), timeout=timedelta(seconds=30))
 
 
 def evaluated(batches: int) -> tuple[dict[str, float], str]:

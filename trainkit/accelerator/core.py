@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.contexts import ContextVerbs
 from trainkit.accelerator.current import remember
 from trainkit.accelerator.facts import FactVerbs
 from trainkit.accelerator.gathering import GatherVerbs
 from trainkit.accelerator.gradients import GradientVerbs
-from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.naming import check_place
 from trainkit.accelerator.options import Options, check_steps, resolve
 from trainkit.accelerator.preparing import PrepareVerbs
@@ -134,7 +134,7 @@ class Accelerator(
         self._own = self.window.own = True
         self._compares = options.debug
         self._watchdog = self.world.watchdog if options.watched else None
-        self.meeting.debug = options.debug
+        self.collective_checks.debug = options.debug
         self._begin_building()
         remember(self)
 
@@ -167,7 +167,7 @@ class Accelerator(
         self.registered: list[Any] = []
         self.run_id = secrets.token_hex(8)
         self.saver = Saver(attention=lambda: None)
-        self.meeting = Meeting.of(self.world)
+        self.collective_checks = CollectiveChecks.of(self.world)
         self.reading = Reading(self.window, self._bare, self.strategy.data_world.devices)
         self._weighing: Weighing | None = None
         self._watched = ExitStack()  # the optimizers that were given to prepare
@@ -315,7 +315,7 @@ class Accelerator(
         if self._weighing is None:
             if any(loader.weighs for loader in self._loaders):
                 raise ConfigurationError("backward(weight=) and prepare(batch_weight=) say the same thing. Give one of them.")
-            self._weighing = Weighing(self.window, self.world, self.strategy, self.meeting)
+            self._weighing = Weighing(self.window, self.world, self.strategy, self.collective_checks)
         return self._weighing.share(weight)
 
     def _check_begun(self, verb: str) -> None:

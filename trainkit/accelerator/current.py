@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.gathering import GatherVerbs
-from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.reading import Reading
 from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError
@@ -71,7 +71,7 @@ class _Alone(GatherVerbs):
 
     def __init__(self) -> None:
         self.strategy = Strategy("cpu")
-        self.meeting, self.reading = Meeting.of(self.strategy.world), Reading(Window(1), [])
+        self.collective_checks, self.reading = CollectiveChecks.of(self.strategy.world), Reading(Window(1), [])
 
 
 def gathering(verb: str) -> GatherVerbs:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.reading import Reading
 from trainkit.console import with_article
 from trainkit.errors import CollectiveError, ConfigurationError
@@ -25,7 +25,7 @@ class GatherVerbs:
     """The verbs of :class:`trainkit.Accelerator` that exchange tensors and objects; all processes call them."""
 
     strategy: Strategy
-    meeting: Meeting
+    collective_checks: CollectiveChecks
     reading: Reading
 
     def gather(self, tensor: Any) -> Any:
@@ -143,7 +143,7 @@ class GatherVerbs:
                 "accelerator.gather_for_metrics([…], use_gather_object=True)"
             )
         tensors = [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in leaves(data)]
-        return self.meeting.exchange(verb, {"tensors": tensors, **more})
+        return self.collective_checks.exchange(verb, {"tensors": tensors, **more})
 
     def _gathered(self, verb: str, data: Any, drop: bool) -> Any:
         world, reading = self.strategy.world, self.reading
@@ -182,7 +182,7 @@ class GatherVerbs:
                 f"Give one object of "
                 "each process as a list: accelerator.gather_for_metrics([value])"
             )
-        fillers = self.meeting.exchange("gather_for_metrics", self.reading.filler)
+        fillers = self.collective_checks.exchange("gather_for_metrics", self.reading.filler)
         said = world.exchange_user_objects(data)
         return [item for its, filler in zip(said, fillers, strict=True) if not filler for item in its]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.errors import ConfigurationError
 from trainkit.nested import rebuild
 from trainkit.strategy import Strategy
@@ -27,7 +27,7 @@ class ProcessVerbs:
     """The verbs of :class:`trainkit.Accelerator` that are about processes."""
 
     strategy: Strategy
-    meeting: Meeting
+    collective_checks: CollectiveChecks
     _trigger: bool
 
     @property
@@ -81,7 +81,7 @@ class ProcessVerbs:
         Raises:
             CollectiveError: another one has called another verb, waits for this one, or has ended; it names the lines.
         """
-        self.meeting.wait("wait_for_everyone")
+        self.collective_checks.wait("wait_for_everyone")
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -106,10 +106,10 @@ class ProcessVerbs:
     @contextmanager
     def _first(self, is_first: bool, verb: str) -> Iterator[None]:
         if not is_first:
-            self.meeting.wait(verb)
+            self.collective_checks.wait(verb)
         yield
         if is_first:  # not after an error: the others would go on as if there had been none
-            self.meeting.wait(verb)
+            self.collective_checks.wait(verb)
 
     def on_main_process(self, function: Function) -> Function:
         """A decorator: the function is called on the main process only; on the others it returns ``None``."""
@@ -203,7 +203,7 @@ class ProcessVerbs:
         Raises:
             CollectiveError: as of :meth:`wait_for_everyone`.
         """
-        found = any(self.meeting.exchange("check_trigger", self._trigger))
+        found = any(self.collective_checks.exchange("check_trigger", self._trigger))
         self._trigger = False
         return found
 

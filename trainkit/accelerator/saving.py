@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.checkpoint.together import together
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice
@@ -153,7 +153,7 @@ class _Met:
     def exchange(self, value: Any) -> list[Any]:
         if self._world.channel is None:  # threads, which find it out by themselves
             return self._world.exchange(value)
-        return Meeting.of(self._world).exchange(self._verb, value)
+        return CollectiveChecks.of(self._world).exchange(self._verb, value)
 
 
 def meet(world: World, verb: str) -> None:

@@ -90,7 +90,7 @@ class Saver:
             return
         together(self.team, lambda: draft.detach(self._buffers), CheckpointWriteError)
         job = (draft, target, replace, committed, failed)
-        if not self.team.beside:
+        if not self.team.concurrent:
             self._run(*job)
             return
         thread = threading.Thread(target=self._run, args=job, name="trainkit-save", daemon=False)

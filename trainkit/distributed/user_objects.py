@@ -1,7 +1,7 @@
-"""Objects of users on all ranks, by pickle: the only place where ranks send each other anything but JSON and tensors.
+"""Objects of users on all ranks, by pickle: the only place where ranks exchange anything but JSON and tensors.
 
-``trainer.predict``, ``gather_for_metrics``, ``gather_object`` and ``broadcast_object_list`` accept any object that can be pickled. It goes
-from one rank of a run to the others over the run's own process group, and is neither written to a file nor read from one.
+``trainer.predict``, ``PredictionWriter``, ``gather_for_metrics``, ``gather_object`` and ``broadcast_object_list`` accept any
+object that can be pickled. It is sent between the ranks of one run, and is never written to a file or read from one.
 """
 
 from __future__ import annotations

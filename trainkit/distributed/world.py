@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainkit.distributed.collective_tracker import Waits
+from trainkit.distributed.collective_tracker import CollectiveTracker
 from trainkit.distributed.user_objects import all_gather_user_objects
 from trainkit.tagged_json.message import from_bytes, to_bytes
 
@@ -48,7 +48,7 @@ class World:
         memory: what outlives such a restart.
 
     Attributes:
-        waits: the collectives that this process waits for the others in: ``with world.waits:`` around those of the main thread.
+        collectives: counts the collectives of this process: ``with world.collectives:`` around those of the main thread.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class World:
         self.channel = channel
         self.watchdog = watchdog
         self.restarts = restarts
-        self.waits = Waits() if channel is None else channel.waits
-        self.meeting: Any = None  # of own loops
+        self.collectives = CollectiveTracker() if channel is None else channel.collectives
+        self.collective_checks: Any = None  # of own loops
         self._memory = memory
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class World:
         """As :meth:`exchange`, for objects of users, which are pickled; tensors keep their devices."""
         if self.size == 1:
             return [value]
-        with self.waits:
+        with self.collectives:
             return all_gather_user_objects(value, self.size, self.control)
 
     def from_main(self, value: Any) -> Any:
@@ -132,7 +132,7 @@ class World:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.waits:
+        with self.collectives:
             dist.all_gather(rows, mine, group=self.control)
         return [row.tolist() for row in rows]
 
@@ -149,9 +149,9 @@ class World:
         tensor = torch.tensor(values, dtype=torch.int64)
         work = None
         if self.size > 1:
-            self.waits.begun += 1
+            self.collectives.begun += 1
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
-        return Pending(tensor, work, self.waits)
+        return Pending(tensor, work, self.collectives)
 
     def remember(self, key: str, text: str) -> None:
         """Keep a text over a restart of the processes, where the launcher can; the main process's counts."""
@@ -160,8 +160,8 @@ class World:
 
     def recall(self, key: str) -> str | None:
         """What was remembered under a key, before a restart or since; collective."""
-        known = self._memory.get(key) if self._memory is not None and self.is_main else None
-        text: str | None = self.from_main(known)
+        remembered = self._memory.get(key) if self._memory is not None and self.is_main else None
+        text: str | None = self.from_main(remembered)
         return text
 
     def barrier(self) -> None:
@@ -177,7 +177,7 @@ class World:
 
     def _gathered(self, data: bytes) -> list[memoryview]:
         """The bytes of each rank, by one collective if all are short."""
-        with self.waits:
+        with self.collectives:
             slots = self._slots(data[:_SLOT], len(data), _SLOT)
             longest = max(length for length, _ in slots)
             if longest > _SLOT:
@@ -190,26 +190,26 @@ class World:
         mine[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         slots = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(slots, mine, group=self.control)
-        views = [memoryview(slot.numpy()) for slot in slots]
+        views = [slot.numpy().data for slot in slots]
         return [(int.from_bytes(view[:_HEAD], "little"), view[_HEAD:]) for view in views]
 
 
 class Pending:
     """A reduction that is under way."""
 
-    __slots__ = ("_tensor", "_waits", "_work")
+    __slots__ = ("_collectives", "_tensor", "_work")
 
-    def __init__(self, tensor: torch.Tensor, work: Any, waits: Waits) -> None:
-        self._tensor, self._work, self._waits = tensor, work, waits
+    def __init__(self, tensor: torch.Tensor, work: Any, collectives: CollectiveTracker) -> None:
+        self._tensor, self._work, self._collectives = tensor, work, collectives
 
     def wait(self) -> list[int]:
         """Its result."""
         if self._work is not None:
-            self._waits.depth += 1  # not `with`: it was counted when it began
+            self._collectives.depth += 1  # not `with`: it was counted when it began
             try:
                 self._work.wait()
             finally:
-                self._waits.depth -= 1
+                self._collectives.depth -= 1
             self._work = None
         values: list[int] = self._tensor.tolist()
         return values
@@ -225,16 +225,16 @@ class Team:
         size: the number of processes.
 
     Attributes:
-        beside: it may be used by a thread beside the one that trains.
-        turn: exchanges that are complete, which is the same number on all processes.
+        concurrent: it may be used by another thread than the one that trains.
+        completed: the number of completed exchanges, the same on all ranks.
     """
 
-    beside = True
+    concurrent = True
 
     def __init__(self, name: str = "", channel: Channel | None = None, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self._name, self._channel = name, channel
-        self.turn = 0
+        self.completed = 0
 
     def exchange(self, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
         """What every process gave, in the order of their ranks; JSON.
@@ -247,7 +247,7 @@ class Team:
         """
         if self._channel is None:
             return [value]
-        return self._channel.exchange(f"{self._name}/{self.turn + 1}", value, looking, self._complete)
+        return self._channel.exchange(f"{self._name}/{self.completed + 1}", value, looking, self._complete)
 
     def _complete(self) -> None:
-        self.turn += 1
+        self.completed += 1

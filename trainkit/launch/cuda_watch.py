@@ -8,7 +8,7 @@ import threading
 
 from trainkit.config.carried import debugging
 from trainkit.console import warn
-from trainkit.distributed.collective_tracker import calling, name_of
+from trainkit.distributed.collective_tracker import file_name_of, find_caller
 
 __all__ = ["cuda_initialised_at", "tell_of_cuda", "watch_cuda"]
 
@@ -55,9 +55,9 @@ def tell_of_cuda(launch: str) -> None:
 
 def _note() -> None:
     global _at
-    _, script = calling(sys._getframe())
+    _, script = find_caller(sys._getframe())
     if script is None or script.f_globals.get("__name__") == "threading":
         _at = f"an unknown place, in the thread {threading.current_thread().name!r}"
     else:
         text = linecache.getline(script.f_code.co_filename, script.f_lineno).strip()
-        _at = f"{name_of(script)}:{script.f_lineno}" + (f": {text}" if text else "")
+        _at = f"{file_name_of(script)}:{script.f_lineno}" + (f": {text}" if text else "")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainkit.console import counted
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.self_start import in_notebook
@@ -15,7 +15,7 @@ from trainkit.launch.self_start import in_notebook
 __all__ = ["device_of", "processes_of_a_machine"]
 
 
-def processes_of_a_machine(wanted: Wanted) -> int:
+def processes_of_a_machine(wanted: RequestedDevices) -> int:
     """The processes that a machine is to have where no launcher has started any: those asked for, else one for each GPU."""
     if wanted.per_node is not None and wanted.per_node >= 0:
         return wanted.per_node
@@ -29,7 +29,7 @@ def processes_of_a_machine(wanted: Wanted) -> int:
     return max(1, gpus)
 
 
-def device_of(wanted: Wanted, world: World) -> torch.device:
+def device_of(wanted: RequestedDevices, world: World) -> torch.device:
     """The device of this process; collective.
 
     Args:
@@ -57,7 +57,7 @@ def device_of(wanted: Wanted, world: World) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _gpu(wanted: Wanted, world: World) -> tuple[int, str | None]:
+def _gpu(wanted: RequestedDevices, world: World) -> tuple[int, str | None]:
     """The number of this process's GPU, and what is wrong with it."""
     if not torch.cuda.is_available():
         return 0, "torch sees no GPU. Use accelerator='cpu', or install a build of torch for CUDA."

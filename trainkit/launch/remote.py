@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from trainkit.distributed.failure import tells_of_another
+from trainkit.distributed.failure import names_another_failure
 from trainkit.errors import ConfigurationError
 from trainkit.launch.connection import Connection, Line
 from trainkit.launch.lifeline import ALIVE, GO, SIGNAL, versions
@@ -188,7 +188,7 @@ class _Nodes:
             return INTERRUPTED if any(codes) else 0
         if not self._failed:  # but for those that were told to end
             return PREEMPTED if PREEMPTED in codes else max(codes, default=0)
-        first = min(self._failed, key=lambda node: (tells_of_another(_tail(node)), node.code in _SAYS_LITTLE))
+        first = min(self._failed, key=lambda node: (names_another_failure(_tail(node)), node.code in _SAYS_LITTLE))
         if not lost and not late:
             self._repeat(first)
         return _exit_code(first)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.console import notice
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.launch.joining import note_alone, processes
 from trainkit.launch.tpu import tpu_is_chosen
@@ -23,7 +23,7 @@ __all__ = ["chosen_strategy", "joined_strategy", "read_wanted"]
 _KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "tpu": "xla"}
 
 
-def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> Wanted:
+def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> RequestedDevices:
     """What the arguments of the same names ask for.
 
     Raises:
@@ -47,7 +47,7 @@ def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> Wanted:
     per_node, indices = _read_devices(devices)
     if kind == "mps" and per_node is not None and per_node > 1:
         raise ConfigurationError(f"devices={devices!r}: there is one MPS device. Use devices=1.")
-    return Wanted(kind, per_node, indices, num_nodes)
+    return RequestedDevices(kind, per_node, indices, num_nodes)
 
 
 def _read_devices(devices: Any) -> tuple[int | None, tuple[int, ...] | None]:
@@ -67,7 +67,7 @@ def _read_devices(devices: Any) -> tuple[int | None, tuple[int, ...] | None]:
     raise ConfigurationError(f"devices must be 'auto', a number, or a list of GPUs such as [0, 1], not {devices!r}.")
 
 
-def chosen_strategy(name: str, wanted: Wanted) -> str:
+def chosen_strategy(name: str, wanted: RequestedDevices) -> str:
     """The name of the strategy that another name, ``"auto"`` among them, comes to.
 
     Args:
@@ -95,7 +95,7 @@ def chosen_strategy(name: str, wanted: Wanted) -> str:
 
 def joined_strategy(
     strategy: str | Strategy,
-    wanted: Wanted,
+    wanted: RequestedDevices,
     sync_batchnorm: bool,
     precision: str | int | Precision | None = None,
     arguments: TrainerArguments | None = None,
@@ -138,7 +138,7 @@ def joined_strategy(
     return made
 
 
-def _single_device(wanted: Wanted) -> torch.device | str:
+def _single_device(wanted: RequestedDevices) -> torch.device | str:
     """The device of a run on one."""
     if wanted.indices is None or len(wanted.indices) != 1:
         return wanted.accelerator
@@ -150,7 +150,7 @@ def _single_device(wanted: Wanted) -> torch.device | str:
     return wanted.accelerator
 
 
-def _check_device(made: Strategy, wanted: Wanted) -> None:
+def _check_device(made: Strategy, wanted: RequestedDevices) -> None:
     if not made.accepts(wanted.accelerator):
         raise ConfigurationError(f"accelerator={wanted.accelerator!r} and {made!r} name different devices. Give one of them.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.console import with_article
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
@@ -66,5 +66,5 @@ def _world(verb: str) -> World:
     if "torch_xla" in sys.modules:  # where threads may be what processes are elsewhere
         raise UnsupportedArgumentError(f"{verb} is not offered on XLA. Exchange tensors: accelerator.gather(tensor)")
     world = joined()
-    Meeting.of(world).wait(verb)
+    CollectiveChecks.of(world).wait(verb)
     return world

@@ -85,7 +85,7 @@ def wait_for_everyone() -> None:
     Raises:
         ConfigurationError, CollectiveError: as of :func:`gather`.
     """
-    gathering("wait_for_everyone").meeting.wait("wait_for_everyone")
+    gathering("wait_for_everyone").collective_checks.wait("wait_for_everyone")
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: None = None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from helpers.patience import PATIENCE
 
-from trainkit.distributed.collective_tracker import Waits
+from trainkit.distributed.collective_tracker import CollectiveTracker
 from trainkit.distributed.failure import Runs
 from trainkit.distributed.world import Team, World
 
@@ -64,7 +64,7 @@ class Hub:
 class _Line:
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
-        self.waits, self.runs = Waits(), Runs()
+        self.collectives, self.runs = CollectiveTracker(), Runs()
         self.runs.begin()
 
     def exchange(
