@@ -15,9 +15,9 @@ from helpers.resume.checkpoints import content, names
 from helpers.worlds.teams import GoneError, in_threads, values
 from safetensors.torch import load_file
 
+from trainkit.checkpoint import all_ranks as verdicts
 from trainkit.checkpoint import commit as module
 from trainkit.checkpoint import draft as drafts
-from trainkit.checkpoint import together as verdicts
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.reader import open_checkpoint

@@ -62,7 +62,7 @@ def test_another_thread_sees_where_it_waits() -> None:
         seen.wait(60)
 
     library = function_of("torch.x", "def verb(wait): wait()")
-    text = "def backward():\n    with waits:\n        library(wait)\nverb = backward"
+    text = "def backward():\n    with tracker:\n        library(wait)\nverb = backward"
     backward = function_of("trainkit.x", text, tracker=tracker, wait=wait, library=library)
     thread = threading.Thread(target=lambda: backward())
     thread.start()

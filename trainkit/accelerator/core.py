@@ -166,7 +166,7 @@ class Accelerator(
         self._loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
         self.run_id = secrets.token_hex(8)
-        self.saver = Saver(attention=lambda: None)
+        self.saver = Saver(notify=lambda: None)
         self.collective_checks = CollectiveChecks.of(self.world)
         self.reading = Reading(self.window, self._bare, self.strategy.data_world.devices)
         self._weighing: Weighing | None = None

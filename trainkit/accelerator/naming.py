@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import remove
+from trainkit.checkpoint.identify import is_checkpoint
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.place import is_checkpoint
-from trainkit.checkpoint.reader import look_at
-from trainkit.checkpoint.together import together
+from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, ConfigurationError
@@ -47,7 +47,7 @@ def next_place(project: ProjectConfiguration, world: World) -> Path:
     def choose() -> str | None:
         return str(_free_place(project)) if world.is_main else None
 
-    return Path(together(world, choose)[0])
+    return Path(run_on_all_ranks(world, choose)[0])
 
 
 def check_place(project: ProjectConfiguration, world: World) -> None:
@@ -83,9 +83,9 @@ def newest_first(project: ProjectConfiguration, world: World) -> list[tuple[Path
         if not world.is_main:
             return None
         found = sorted(_numbered(folder_of(project)), reverse=True)
-        return [[str(path), look_at(path)[1]] for _, path in found if is_checkpoint(path)]
+        return [[str(path), inspect_checkpoint(path)[1]] for _, path in found if is_checkpoint(path)]
 
-    return [(Path(path), problem) for path, problem in together(world, look)[0]]
+    return [(Path(path), problem) for path, problem in run_on_all_ranks(world, look)[0]]
 
 
 def number_after(project: ProjectConfiguration, loaded: Path, world: World) -> int:
@@ -99,7 +99,7 @@ def number_after(project: ProjectConfiguration, loaded: Path, world: World) -> i
             return project.iteration
         return max((number for number, _ in _numbered(folder)), default=-1) + 1
 
-    number: int = together(world, count)[0]
+    number: int = run_on_all_ranks(world, count)[0]
     return number
 
 
@@ -129,7 +129,7 @@ def _complete(folder: Path, run_id: str) -> list[Path]:
     """Those of a run that are complete, the oldest first."""
     found = []
     for _, path in sorted(_numbered(folder)):
-        manifest, problem = look_at(path) if is_checkpoint(path) else (None, None)
+        manifest, problem = inspect_checkpoint(path) if is_checkpoint(path) else (None, None)
         if problem is None and manifest is not None and manifest.run_id == run_id:
             found.append(path)
     return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.checkpoint.together import together
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice
 from trainkit.distributed.world import World
@@ -137,7 +137,7 @@ class SavingVerbs:
                 write_weights(folder, state.tensors, files, max_shard_size=size, rank=rank)
 
         # written before the others are waited for: it is there even if they never come
-        together(_Met(accelerator.world, "save_model"), write, CheckpointWriteError)
+        run_on_all_ranks(_Met(accelerator.world, "save_model"), write, CheckpointWriteError)
 
     def _accelerator(self) -> Accelerator:
         return cast("Accelerator", self)

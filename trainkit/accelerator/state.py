@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.accelerator.naming import folder_of, newest_first, next_place, number_after, rotate
 from trainkit.accelerator.saving import SavingVerbs, meet, refuse_pickle
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.folder import next_counter
 from trainkit.checkpoint.reader import Loaded
-from trainkit.checkpoint.shared_reading import read_together
-from trainkit.checkpoint.together import together
+from trainkit.checkpoint.shared_reading import read_on_all_ranks
 from trainkit.console import notice, warn
 from trainkit.errors import (
     CheckpointError,
@@ -195,7 +195,7 @@ def _is_naming(accelerator: Accelerator, folder: str | PathLike[str] | None, ver
 
 
 def _read(accelerator: Accelerator, path: str | PathLike[str]) -> Loaded:
-    return read_together(path, accelerator.world, mapped=accelerator.strategy.sharded_state)
+    return read_on_all_ranks(path, accelerator.world, mapped=accelerator.strategy.sharded_state)
 
 
 def _newest(accelerator: Accelerator) -> tuple[Path, Loaded]:
@@ -270,7 +270,7 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
         taken,
         seed=accelerator.seed,
         run_id=accelerator.run_id,
-        save_counter=together(world, count)[0],
+        save_counter=run_on_all_ranks(world, count)[0],
         step=accelerator.updates,
         epoch=positions[0]["epoch"] if positions else 0,
         position=positions[0] if positions else {},
@@ -278,7 +278,7 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
     )
     content = Content(taken.tensors, state, described, taken.attachments)
     drafts: list[Draft] = []
-    together(world, lambda: drafts.append(Draft(content, rank=world.rank, ranks=world.size)))
+    run_on_all_ranks(world, lambda: drafts.append(Draft(content, rank=world.rank, ranks=world.size)))
     return drafts[0]
 
 

@@ -11,23 +11,23 @@ from typing import Any
 from torch import Tensor
 
 from trainkit._version import __version__
-from trainkit.checkpoint.dealing import deal
 from trainkit.checkpoint.gather_order import GatherOrder
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import DIGEST, FORMAT_VERSION, MANIFEST, FileEntry, Manifest, digest_line, is_file_name
+from trainkit.checkpoint.rank_assignment import assign_to_ranks
 from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files
 from trainkit.errors import CheckpointError
 from trainkit.tagged_json.encode import dumps
 from trainkit.tagged_json.tensors import tensor_problem
 
-__all__ = ["DIVIDED_ABOVE", "Content", "Draft"]
+__all__ = ["SPLIT_ABOVE", "Content", "Draft"]
 
-DIVIDED_ABOVE = 16 * 2**20
+SPLIT_ABOVE = 16 * 2**20
 """Bytes of a stem above which it is divided on several processes, so that each of them writes a part of it."""
 
 _STATE = "state"
 # References in state.json name the one file of tensors that belongs to it, so it is never divided.
-_NEVER_DIVIDED = 2**63
+_NEVER_SPLIT = 2**63
 _PIECE = 4 * 2**20
 _ANY_DIGEST = "0" * 64
 
@@ -94,7 +94,7 @@ class Draft:
                 self._add_tensors(stem, tensors, content.max_shard_size, {0: list(tensors)})
                 continue
             sizes = {name: 0 if tensor_problem(t) else t.nbytes for name, t in tensors.items()}
-            files = self._add_tensors(stem, tensors, content.max_shard_size, deal(sizes, loads, DIVIDED_ABOVE))
+            files = self._add_tensors(stem, tensors, content.max_shard_size, assign_to_ranks(sizes, loads, SPLIT_ABOVE))
             for file in files:
                 kinds = sorted((entry.name, str(entry.dtype), entry.shape) for entry in file.entries)
                 layout.update(f"{file.name} {file.size} {kinds}\n".encode())
@@ -173,7 +173,7 @@ class Draft:
         tensors: dict[str, Tensor] = {}
         self._add_bytes("state.json", dumps(state, tensors, file="state.safetensors", where=_STATE))
         if tensors:
-            self._add_tensors(_STATE, tensors, _NEVER_DIVIDED, {0: list(tensors)})
+            self._add_tensors(_STATE, tensors, _NEVER_SPLIT, {0: list(tensors)})
 
     def _add_tensors(
         self, stem: str, tensors: Mapping[str, Tensor], max_shard_size: int, groups: Mapping[int, list[str]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.errors import CollectiveError
 
-__all__ = ["Failure", "Runs", "is_communication", "is_timeout", "summary", "names_another_failure"]
+__all__ = ["Failure", "Runs", "is_communication", "is_timeout", "names_another_failure", "summary"]
 
 # What gloo, NCCL and torch's store say when another process has closed its connections, or does not answer.
 _CLOSED = (

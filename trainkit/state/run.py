@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.draft import Content, Draft
-from trainkit.checkpoint.together import together
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import UnsavableError
@@ -104,7 +104,7 @@ def drafted(world: World, content: Content) -> Draft:
                 raise
             raise explained from error
 
-    together(world, lay_out)
+    run_on_all_ranks(world, lay_out)
     return drafts[0]
 
 
