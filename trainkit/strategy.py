@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit.data.window import Window
 from trainkit.distributed.device import find_device, generators_of
-from trainkit.distributed.placement import move_module, note_other_dtypes, refuse_divided
+from trainkit.distributed.placement import move_module, refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
@@ -210,9 +210,9 @@ class Strategy:
         Raises:
             ConfigurationError: parameters are divided over processes, as DeepSpeed leaves them.
         """
-        refuse_divided(module)
+        refuse_sharded(module)
         self.precision.convert_module(module)
-        note_other_dtypes(module, self.precision)
+        self.precision.note_other_dtypes(module)
         move_module(module, self.device)
         return module
 

@@ -33,7 +33,7 @@ TENSORS = {
 
 @pytest.fixture(autouse=True)
 def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "DIVIDED_ABOVE", 8000)
+    monkeypatch.setattr(drafts, "SPLIT_ABOVE", 8000)
 
 
 def drafted(team: Team, **changes: Any) -> Draft:
@@ -101,7 +101,7 @@ def test_each_process_writes_about_as_much_and_no_two_the_same(size: int) -> Non
 
 
 def test_small_stems_are_not_divided_but_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "DIVIDED_ABOVE", 10**6)
+    monkeypatch.setattr(drafts, "SPLIT_ABOVE", 10**6)
     first, second = (drafted(Team("", None, rank, 2)) for rank in range(2))
     assert "model.safetensors" in written_by(first)
     assert written_by(second) == ["optimizer.safetensors"]

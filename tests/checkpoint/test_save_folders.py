@@ -12,7 +12,7 @@ from helpers.resume.checkpoints import make, names
 from helpers.worlds.teams import in_worlds, values
 
 from trainkit.checkpoint import all_ranks as verdicts
-from trainkit.checkpoint import run_folders as module
+from trainkit.checkpoint import save_folders as module
 from trainkit.checkpoint.lock import LOCK, FolderLock
 from trainkit.checkpoint.save_folders import SaveFolders
 from trainkit.distributed.world import World
@@ -110,7 +110,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> Any:
     """What enters a folder that is another one for some ranks: there is nothing of what the others write."""
     ranks = threading.local()
     plain = module.wait_for_path
-    monkeypatch.setattr(module, "appears", lambda path: plain(Path("b", path.name) if ranks.own in blind else path))
+    monkeypatch.setattr(module, "wait_for_path", lambda path: plain(Path("b", path.name) if ranks.own in blind else path))
     monkeypatch.setattr(module.socket, "gethostname", lambda: f"host{ranks.own}")
 
     def work(world: World) -> Any:

@@ -1,4 +1,4 @@
-"""The parameters of a module that is given to a strategy: what they must be, and what is said of them."""
+"""The parameters of a module that is passed to a strategy: no shards, and on the device of the strategy."""
 
 from __future__ import annotations
 
@@ -8,43 +8,31 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainkit.console import notice
 from trainkit.errors import ConfigurationError, ModuleError
-from trainkit.precision import Precision
 
-__all__ = ["move_module", "note_other_dtypes", "refuse_divided"]
+__all__ = ["move_module", "refuse_sharded"]
 
 
-def refuse_divided(module: nn.Module) -> None:
-    """Refuse a module that an earlier run has left divided over processes.
+def refuse_sharded(module: nn.Module) -> None:
+    """Refuse a module whose parameters an earlier run has left sharded.
 
     Raises:
-        ConfigurationError: parameters are divided, as DeepSpeed leaves them.
+        ConfigurationError: parameters are sharded by DeepSpeed.
     """
-    divided = sum(hasattr(parameter, "ds_id") for parameter in module.parameters())
-    if divided:
+    sharded = sum(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    if sharded:
         raise ConfigurationError(
-            f"{divided} parameters are divided by ZeRO-3: configure_model has made them in an earlier run on several "
-            f"processes, or deepspeed.zero.Init. Go on with strategy='zero3', or start from a checkpoint: "
-            f"{type(module).__name__}.load_from_checkpoint(path)"
-        )
-
-
-def note_other_dtypes(module: nn.Module, precision: Precision) -> None:
-    """Say which dtypes a precision has left as they were."""
-    odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != precision.parameter_dtype}
-    if odd:
-        notice(
-            f"precision {precision.name} leaves parameters as they are, and some are {', '.join(sorted(odd))}. To train in "
-            "that dtype name it: precision='bf16-true'; for float32: module.float()."
+            f"{sharded} parameters are sharded by ZeRO-3: configure_model created them in an earlier run on several processes, "
+            f"or under deepspeed.zero.Init. Expected whole parameters. Continue with strategy='zero3', or start from a "
+            f"checkpoint: {type(module).__name__}.load_from_checkpoint(path)"
         )
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:
-    """Move a module; its parameters stay the objects that they are, so that ties and optimizers made before hold.
+    """Move a module. Its parameters stay the same objects, so that ties and existing optimizers remain valid.
 
     Raises:
-        ModuleError: that is not possible, to or from XLA, since something else holds on to what a parameter was.
+        ModuleError: it cannot be moved to or from XLA, because something else refers to a parameter.
     """
     if "xla" in {device.type, *(parameter.device.type for parameter in module.parameters())}:
         with _swapping(module):
@@ -55,8 +43,9 @@ def move_module(module: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def _swapping(module: nn.Module) -> Iterator[None]:
-    """Within it a module is moved by swapping what its parameters hold: an XLA tensor cannot be put into a parameter otherwise,
-    nor out of it, and a new parameter would be tied to nothing, and no optimizer's.
+    """Within it a module is moved by swapping the contents of its parameters.
+
+    A parameter cannot hold an XLA tensor otherwise, and a new parameter would be neither tied nor known to an optimizer.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -67,9 +56,9 @@ def _swapping(module: nn.Module) -> Iterator[None]:
             raise
         said = str(error).removeprefix("_apply(): ")
         raise ModuleError(
-            f"{type(module).__name__} cannot be moved to or from XLA: {said}. Something holds on to this parameter: a weak "
-            "reference (weakref.ref(parameter)), or the graph of an earlier forward, kept with a loss that was not detached. "
-            "Let go of it before training."
+            f"{type(module).__name__} cannot be moved to or from XLA: {said}. Something refers to this parameter: a weak "
+            "reference (weakref.ref(parameter)), or the graph of an earlier forward, kept by a loss that was not detached. "
+            "Delete it before training: del loss."
         ) from error
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
