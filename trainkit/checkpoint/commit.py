@@ -126,9 +126,7 @@ class _Commit:
         """Write this process's files; their digests."""
         with self._explained():
             if not self._main and not wait_for_path(self.partial):
-                raise CheckpointWriteError(
-                    f"{self.partial}, which the main process has made, is not here. {SHARED_FOLDER_ADVICE}"
-                )
+                raise CheckpointWriteError(f"{self.partial}, created by the main process, is not here. {SHARED_FOLDER_ADVICE}")
             digests = _write(self._draft, self.partial)
             if not self._main:
                 sync_folder(self.partial)
