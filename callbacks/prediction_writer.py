@@ -261,7 +261,7 @@ def _gathered_on_main(trainer: Trainer, own: list[list[Any]]) -> list[list[Any]]
     for mine, rows in zip(own, world.largest([len(each) for each in own]), strict=True):
         gathered.append([])
         for start in range(0, rows, _ROWS):
-            by_rank = world.exchange_objects(mine[start : start + _ROWS])
+            by_rank = world.exchange_user_objects(mine[start : start + _ROWS])
             for row in range(_ROWS if world.is_main else 0):
                 gathered[-1] += [each[row] for each in by_rank if row < len(each)]
     return gathered

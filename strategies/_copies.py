@@ -36,7 +36,7 @@ class Buffers:
         """Rank 0's values, on every process."""
         present = self.present()
         if present and self._world is not None:
-            with self._world.waits:
+            with self._world.collectives:
                 broadcast(present)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.nested import leaves, map_tensors
@@ -22,7 +22,7 @@ def barrier(world: World) -> None:
     Raises:
         CollectiveError: another one waits in a collective instead, or has ended; names the lines.
     """
-    Meeting.of(world).wait("strategy.barrier")
+    CollectiveChecks.of(world).wait("strategy.barrier")
 
 
 def gathered(data: Any, world: World, device: torch.device, sync_grads: bool, alike: bool = False) -> Any:
@@ -55,7 +55,7 @@ def gathered(data: Any, world: World, device: torch.device, sync_grads: bool, al
 def _compare(data: Any, world: World) -> None:
     tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
     mine = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    said = Meeting.of(world).exchange("all_gather", mine)
+    said = CollectiveChecks.of(world).exchange("all_gather", mine)
     if any(other != said[0] for other in said):
         lines = [f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in each)}" for rank, each in enumerate(said)]
         raise ConfigurationError(

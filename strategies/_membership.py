@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainkit.checks import is_number
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.joining import device_of, join
@@ -35,7 +35,7 @@ class Membership:
         self._name, self.backend, self.timeout = name, backend, duration(timeout)
         self._one_device = str(device) != "auto" and torch.device(device).index is not None
 
-    def join(self, wanted: Wanted, device: torch.device) -> tuple[World, torch.device]:
+    def join(self, wanted: RequestedDevices, device: torch.device) -> tuple[World, torch.device]:
         """The processes, and the device of this one.
 
         Args:

@@ -139,7 +139,7 @@ def test_no_step_waits_for_the_device(precision: str) -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.usefixtures("_default_sync_mode")
 def test_a_step_that_waits_is_noticed() -> None:
-    class Waits(Net):
+    class CollectiveTracker(Net):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
             loss.item()
@@ -147,7 +147,7 @@ def test_a_step_that_waits_is_noticed() -> None:
 
     trainer = make_trainer(NoWaiting(), accelerator="gpu")
     with pytest.raises(RuntimeError, match="synchroniz"):
-        trainer.fit(Waits(), loader())
+        trainer.fit(CollectiveTracker(), loader())
 
 
 # torch's tracer looks at .grad of the loss that goes from a graph into log

@@ -386,6 +386,12 @@ def test_no_pickle() -> None:
         "import numpy as np\nnp.load('x', allow_pickle=True)",
         "import numpy as np\nnp.load('x', allow_pickle=flag)",
         "import yaml\nyaml.load('x', yaml.Loader)",
+        "import torch.distributed as dist\ndist.all_gather_object(values, value)",
+        "import torch\ntorch.distributed.broadcast_object_list(values)",
+        "from torch import distributed\nscatter = distributed.scatter_object_list",
+        "from torch.distributed import gather_object",
+        "from torch.distributed.distributed_c10d import all_gather_object as gather",
+        "import torch.distributed as dist\ndist.recv_object_list(values)",
     ],
 )
 def test_pickle_is_found(text: str) -> None:
@@ -395,6 +401,14 @@ def test_pickle_is_found(text: str) -> None:
 def test_what_is_no_pickle_passes() -> None:
     text = "import torch, yaml, numpy\nmodule.eval()\nyaml.safe_load('x')\nnumpy.load('x', allow_pickle=False)"
     assert not house.code_in_data(example(text))
+
+
+def test_one_module_sends_objects_of_users_and_in_one_way() -> None:
+    text = "import torch.distributed as dist\ndist.all_gather_object(values, value)"
+    assert not house.code_in_data(example(text, "trainkit.distributed.user_objects"))
+    assert house.code_in_data(example(text, "trainkit.distributed.world"))
+    assert house.code_in_data(example(text.replace("all_gather", "gather"), "trainkit.distributed.user_objects"))
+    assert not house.code_in_data(example("from trainkit.utils import gather_object\ngather_object([1])"))
 
 
 def test_one_module_pickles_and_in_one_way() -> None:

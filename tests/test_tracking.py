@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import MissingMethodError
 from trainkit.launch.joining import join
 from trainkit.tracking import GeneralTracker, on_main_process
@@ -54,7 +54,7 @@ def test_of_several_processes_one_is() -> None:
         if joined:
             from datetime import timedelta
 
-            join(Wanted(), timeout=timedelta(seconds=30))
+            join(RequestedDevices(), timeout=timedelta(seconds=30))
         here, everywhere = Counting(), Counting(main_process_only=False)
         main = os.environ["RANK"] == "0"
         assert here.log({}) == (7 if main else None)

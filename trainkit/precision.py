@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.nested import map_tensors
 
@@ -191,6 +192,15 @@ class Precision:
         if self.parameter_dtype is not torch.float32:
             module.to(self.parameter_dtype)
         return module
+
+    def note_other_dtypes(self, module: nn.Module) -> None:
+        """Name the dtypes of parameters that this precision leaves unchanged."""
+        odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != self.parameter_dtype}
+        if odd:
+            notice(
+                f"precision {self.name} leaves parameters as they are, and some are {', '.join(sorted(odd))}. To train in "
+                "that dtype name it: precision='bf16-true'; for float32: module.float()."
+            )
 
     def convert_input(self, batch: Any) -> Any:
         """The batch with its floating-point tensors in the parameter dtype; mixed precisions leave it as it is."""

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from trainkit.data.window import Window
 from trainkit.distributed.device import find_device, generators_of
-from trainkit.distributed.placement import move_module, move_state, note_other_dtypes, refuse_divided
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.placement import move_module, move_state, refuse_sharded
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, undivided
@@ -124,7 +124,7 @@ class Strategy:
         """Whether this is the process that prints, logs and writes."""
         return self.world.is_main
 
-    def join(self, wanted: Wanted) -> None:
+    def join(self, wanted: RequestedDevices) -> None:
         """Become one of the processes of the run: from here on :attr:`world` and :attr:`device` are known.
 
         Called by the ``Trainer`` or ``Accelerator`` that gets the strategy, once: :attr:`joined` says so.
@@ -223,9 +223,9 @@ class Strategy:
         Raises:
             ConfigurationError: parameters are divided over processes, as DeepSpeed leaves them.
         """
-        refuse_divided(module)
+        refuse_sharded(module)
         self.precision.convert_module(module)
-        note_other_dtypes(module, self.precision)
+        self.precision.note_other_dtypes(module)
         move_module(module, self.device)
         return module
 
@@ -341,7 +341,7 @@ class Strategy:
         return None
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """What a checkpoint holds instead of parameters: ``id(parameter)`` → its master, or a scattered tensor."""
+        """What a checkpoint holds instead of parameters: ``id(parameter)`` → its master, or a sharded tensor."""
         return {}
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:

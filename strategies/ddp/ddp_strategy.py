@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.checks import real_number
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.footprint import Contents, Footprint, Moment
 from trainkit.nested import leaves
@@ -100,7 +100,7 @@ class DDPStrategy(Strategy):
         self._known: dict[int, int] = {}  # optimizers by id, with the number of parameters of each that was looked at
         self._stepping = False  # in training_step under automatic optimization
 
-    def join(self, wanted: Wanted) -> None:
+    def join(self, wanted: RequestedDevices) -> None:
         """See :meth:`trainkit.Strategy.join`."""
         self.world, self.device = self._membership.join(wanted, self.device)
         self.joined = True
@@ -199,7 +199,7 @@ class DDPStrategy(Strategy):
             self.skip_backward(None)
         elif self._step is not None:
             due = self._due()
-            with self.world.waits if due else _NULL:
+            with self.world.collectives if due else _NULL:
                 self._step.backward(self.precision.scale(loss), due, **kwargs)
         else:
             called = [model for model in self._models if model.replica.called]
@@ -219,7 +219,7 @@ class DDPStrategy(Strategy):
 
     def _waiting(self, models: list[PreparedModel]) -> AbstractContextManager[Any]:
         """Around a backward pass: it waits for the others if gradients of one of the models travel."""
-        return self.world.waits if any(model.replica.due() for model in models) else _NULL
+        return self.world.collectives if any(model.replica.due() for model in models) else _NULL
 
     def skip_backward(self, loss: Tensor | None) -> None:
         """See :meth:`trainkit.Strategy.skip_backward`."""
@@ -230,7 +230,7 @@ class DDPStrategy(Strategy):
         if self._step is not None:
             if window is not None and window.filler:
                 self._step.begin_window(window.uneven)
-            with self.world.waits if due else _NULL:
+            with self.world.collectives if due else _NULL:
                 self._step.skip(loss is not None, due)
             return
         called = [model for model in self._models if model.replica.called]
@@ -260,7 +260,7 @@ class DDPStrategy(Strategy):
         if self._alone:
             return
         own = [] if self._step is None else [self._step.witness]
-        with self.world.waits:
+        with self.world.collectives:
             average_gradients([*parameters, *own], self.bucket_cap_mb, wire=self._compression.wire, sparse=self._sparse)
         for replica in self._replicas():
             replica.forget_backward()
@@ -269,7 +269,7 @@ class DDPStrategy(Strategy):
         """See :meth:`trainkit.Strategy.mean`."""
         if self._alone:
             return value
-        with self.world.waits:
+        with self.world.collectives:
             return mean(value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:

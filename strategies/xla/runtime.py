@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainkit.console import notice
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.launch.tpu import tpu_is_here
 
@@ -25,7 +25,7 @@ __all__ = [
     "count_devices",
     "imported",
     "keep_compilations",
-    "read_together",
+    "read_on_all_ranks",
     "refuse_late_runtime",
     "require",
 ]
@@ -76,7 +76,7 @@ def require() -> None:
         )
 
 
-def choose_runtime(wanted: Wanted, env: MutableMapping[str, str] = os.environ) -> None:
+def choose_runtime(wanted: RequestedDevices, env: MutableMapping[str, str] = os.environ) -> None:
     """Say, before the runtime begins, which one is to be used, and on how many devices of a CPU.
 
     Args:
@@ -112,7 +112,7 @@ def choose_runtime(wanted: Wanted, env: MutableMapping[str, str] = os.environ) -
         env.setdefault("CPU_NUM_DEVICES", str(wanted.per_node))
 
 
-def count_devices(wanted: Wanted, xr: Any) -> int:
+def count_devices(wanted: RequestedDevices, xr: Any) -> int:
     """The devices of an SPMD run, those of all hosts together.
 
     Args:
@@ -196,7 +196,7 @@ def compilation_hints() -> dict[str, int]:
     return hints
 
 
-def read_together(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def read_on_all_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors on the CPU, by one request."""
     found: list[torch.Tensor] = importlib.import_module("torch_xla")._XLAC._xla_get_cpu_tensors(tensors)
     return found

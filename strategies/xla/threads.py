@@ -20,12 +20,12 @@ from trainkit.console import speak
 from trainkit.distributed.world import Pending, Team, World
 from trainkit.errors import ConfigurationError, ProcessFailedError
 
-__all__ = ["ThreadWorld", "Turns", "turns_of_this_process"]
+__all__ = ["GatherOrder", "ThreadWorld", "turns_of_this_process"]
 
 _Key = tuple[str, int]
 
 
-class Turns:
+class GatherOrder:
     """Whose turn it is.
 
     Args:
@@ -119,11 +119,11 @@ class Turns:
             raise ProcessFailedError(f"replica {other} has failed: {type(error).__name__}: {error}") from error
 
 
-_turns: Turns | None = None
+_turns: GatherOrder | None = None
 _made = threading.Lock()
 
 
-def turns_of_this_process(size: int) -> Turns:
+def turns_of_this_process(size: int) -> GatherOrder:
     """What the replicas of this process share; there is one.
 
     Raises:
@@ -140,14 +140,14 @@ def turns_of_this_process(size: int) -> Turns:
             # In a forked process torch makes its pool of threads anew when it is first asked for it, and autograd asks in a
             # thread for each device: together they would find it half made, and end the process.
             torch.set_num_threads(torch.get_num_threads())
-            _turns = Turns(size)
+            _turns = GatherOrder(size)
         return _turns
 
 
 class ThreadWorld(World):
     """Replicas that are threads of one process, as one of them sees it."""
 
-    def __init__(self, rank: int, size: int, turns: Turns) -> None:
+    def __init__(self, rank: int, size: int, turns: GatherOrder) -> None:
         super().__init__(rank, size, local_rank=rank, local_size=size, launcher="torch_xla.launch")
         self.turns = turns
         speak(main=rank == 0, rank=rank, thread=True)
@@ -161,9 +161,13 @@ class ThreadWorld(World):
         """See :meth:`trainkit.distributed.world.World.exchange`."""
         return [json.loads(text) for text in self.meet("exchange", json.dumps(value))]
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """See :meth:`trainkit.distributed.world.World.exchange_objects`."""
-        return [copy.deepcopy(other) for other in self.meet("objects", value)]
+    def exchange_state(self, value: Any) -> list[Any]:
+        """See :meth:`trainkit.distributed.world.World.exchange_state`."""
+        return [copy.deepcopy(other) for other in self.meet("state", value)]
+
+    def exchange_user_objects(self, value: Any) -> list[Any]:
+        """See :meth:`trainkit.distributed.world.World.exchange_user_objects`."""
+        return self.exchange_state(value)
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
         """See :meth:`trainkit.distributed.world.World.rows`."""
@@ -196,7 +200,7 @@ class _Largest(Pending):
 class _ThreadTeam(Team):
     """A team whose members take their turns too: what uses it must not do so from another thread."""
 
-    beside = False
+    concurrent = False
 
     def __init__(self, name: str, world: ThreadWorld) -> None:
         super().__init__(name, None, world.rank, world.size)

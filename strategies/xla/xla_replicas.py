@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.joining import join
@@ -34,7 +34,7 @@ def mode_here(mode: str | None) -> str:
     return mode or ("replicas" if REPLICA in os.environ else "spmd")
 
 
-def replica_world(wanted: Wanted, xr: Any, timeout: timedelta) -> World:
+def replica_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> World:
     """The replicas, of which this is one.
 
     Raises:
@@ -71,14 +71,14 @@ def replica_world(wanted: Wanted, xr: Any, timeout: timedelta) -> World:
     return _checked(join(wanted, backend="gloo", timeout=timeout, place=place), size)
 
 
-def host_world(wanted: Wanted, xr: Any, timeout: timedelta) -> World:
+def host_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> World:
     """The processes of an SPMD run: one on each host.
 
     Raises:
         ConfigurationError: a launcher has started others than the runtime knows of.
     """
     place = place_in_slice(int(xr.process_index()), int(xr.process_count()), 0, 1, os.environ, 0)
-    hosts = Wanted(wanted.accelerator, nodes=wanted.nodes, as_started=True)
+    hosts = RequestedDevices(wanted.accelerator, nodes=wanted.nodes, as_started=True)
     return _checked(join(hosts, backend="gloo", timeout=timeout, place=place), int(xr.process_count()))
 
 
@@ -203,7 +203,7 @@ class _Replica:
 
 def launch(function: Callable[..., Any], args: tuple[Any, ...], devices: int | None, options: Mapping[str, Any]) -> None:
     """See :meth:`trainkit.strategies.XLAStrategy.launch`."""
-    choose_runtime(Wanted("auto", devices))
+    choose_runtime(RequestedDevices("auto", devices))
     if os.environ["PJRT_DEVICE"] == "CPU":
         os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"  # read when the runtime begins
     os.environ[REPLICA] = "1"  # for threads and for processes

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, LossError
 from trainkit.footprint import Contents, Footprint
@@ -33,7 +33,7 @@ from trainkit.strategies.xla.runtime import (
     count_devices,
     imported,
     keep_compilations,
-    read_together,
+    read_on_all_ranks,
     refuse_late_runtime,
     require,
 )
@@ -140,7 +140,7 @@ class XLAStrategy(Strategy):
         """See :meth:`trainkit.Strategy.accepts`."""
         return accelerator in ("auto", "xla", "cpu")
 
-    def join(self, wanted: Wanted) -> None:
+    def join(self, wanted: RequestedDevices) -> None:
         """See :meth:`trainkit.Strategy.join`: the runtime begins here."""
         if wanted.accelerator == "auto" and self._accelerator != "auto":
             wanted = replace(wanted, accelerator=self._accelerator)
@@ -160,10 +160,10 @@ class XLAStrategy(Strategy):
         else:
             self._join_mesh(wanted, xr)
         self._generators = (XLAGenerator(self.device),)
-        TO_HOST["xla"] = read_together
+        TO_HOST["xla"] = read_on_all_ranks
         self.joined = True
 
-    def _join_mesh(self, wanted: Wanted, xr: Any) -> None:
+    def _join_mesh(self, wanted: RequestedDevices, xr: Any) -> None:
         count = count_devices(wanted, xr)
         self.world = host_world(wanted, xr, self._timeout)
         if count > 1 or self._mesh_wanted is not None or self.fsdp:

@@ -57,7 +57,7 @@ class Session:
     def __init__(self, world: World, device: torch.device) -> None:
         local_rank = device.index if device.index is not None else world.local_rank
         self._stack = ExitStack()
-        self.waits = world.waits
+        self.collectives = world.collectives
         self.package = imported(device)
         if world.size == 1 and not dist.is_initialized():
             self._stack.enter_context(alone("nccl" if device.type == "cuda" else "gloo"))

@@ -55,7 +55,7 @@ class Engine:
         scale: LossScale,
     ) -> None:
         self.shadow, self.module, self._scale = Shadow(optimizer), module, scale
-        self._waits = session.waits
+        self._collectives = session.collectives
         before = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
         with quiet(), checked(), self.shadow.handed_over():
             self._engine, *_ = session.package.initialize(model=module, optimizer=self.shadow.inner, config=config)
@@ -181,7 +181,7 @@ class Engine:
                 f"backward({', '.join(sorted(unknown))}=...) does not work where ZeRO reduces gradients as they come. Use "
                 "manual optimization, or strategy='zero1' or 'ddp'."
             )
-        with self._waits:
+        with self._collectives:
             self._engine.set_gradient_accumulation_boundary(self._completes(first, full))
             self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
             self._after_pass(first)
@@ -209,7 +209,7 @@ class Engine:
                 "this one parameter by parameter. Return a loss at every step, and give a batch that shall not count the "
                 "weight 0 (batch_weight); it may be NaN then. Or use strategy='zero1' or 'ddp'."
             )
-        with self._waits:
+        with self._collectives:
             self.zero.clear_backward_seen_flag()
             self.zero.set_gradient_accumulation_boundary(self._completes(first, full))
             for parameter, *rest in list(self._last_order):
@@ -268,7 +268,7 @@ class Engine:
         if self._finished:
             return
         self._finished = True
-        with self._waits:
+        with self._collectives:
             if self._local:
                 self._reduce_all()
             elif self._offloaded:
@@ -339,7 +339,7 @@ class Engine:
     def _scaled_norm(self) -> Tensor:
         if self._norm is None:
             self.finish()
-            with self._waits:
+            with self._collectives:
                 found = self._norms()
             groups = [torch.as_tensor(one, dtype=torch.float32) for one in (found if isinstance(found, list) else [found])]
             norms = torch.stack([torch.where(one < 0, torch.inf, one) for one in groups])  # below 0: not finite
@@ -356,7 +356,7 @@ class Engine:
         self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, scale  # to be divided by
         self.shadow.take_options()
         self.zero.clip_grad = self.clip or 0.0
-        with self._waits:
+        with self._collectives:
             self._engine.set_gradient_accumulation_boundary(True)
             self._engine.step()
         self.zero.custom_loss_scaler = False  # which DeepSpeed would multiply losses by

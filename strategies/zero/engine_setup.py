@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
@@ -177,7 +177,7 @@ class Setup:
         transformers is told of stage 3, and a forward that not all processes come to is an error.
         """
         self._stack.enter_context(told_transformers())
-        self._stack.callback(Meeting.of(self._world).watch(module))
+        self._stack.callback(CollectiveChecks.of(self._world).watch(module))
 
     def close(self, collective: bool) -> None:
         """Give back what the run took, after its engines are closed.

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.checkpoint.scattered import Scattered
 from trainkit.errors import StateMismatchError
 from trainkit.optim.stored_optimizer import StoredOptimizer, standin_of
 from trainkit.strategies.zero.engine import Engine
 from trainkit.strategies.zero.partitions import is_sharded
 from trainkit.strategies.zero.swap import Part, partition
+from trainkit.tagged_json.tensors import ShardedTensor
 
 __all__ = ["Spread", "load_optimizer", "load_weights", "stored_optimizer", "stored_weights", "working_weights"]
 
@@ -43,9 +43,9 @@ class Spread:
     ) -> None:
         self.shape, self.dtype, self.ranges, self.part, self._device = shape, dtype, ranges, part, device
 
-    def scattered(self) -> Scattered:
+    def sharded_tensor(self) -> ShardedTensor:
         """As a checkpoint takes it."""
-        return Scattered(self.shape, self.dtype, self.collect)
+        return ShardedTensor(self.shape, self.dtype, self.collect)
 
     @torch.no_grad()
     def collect(self, owner: int | None) -> Tensor | None:
@@ -143,16 +143,16 @@ def stored_weights(module: nn.Module, engines: list[Engine], device: torch.devic
     for engine in engines:
         for parameter, spread in _masters(engine, device):
             if id(parameter) in own and (engine.stage == 3 or parameter.dtype != spread.dtype):
-                found[id(parameter)] = spread.scattered()
+                found[id(parameter)] = spread.sharded_tensor()
     for key, parameter in own.items():
         if key not in found and is_sharded(parameter):
-            found[key] = _frozen(parameter, device).scattered()
+            found[key] = _frozen(parameter, device).sharded_tensor()
     return found
 
 
 def working_weights(module: nn.Module, device: torch.device) -> dict[int, Tensor]:
     """``id(parameter)`` → what is divided, in the dtype in which it is used."""
-    return {id(p): _frozen(p, device).scattered() for p in module.parameters() if is_sharded(p)}
+    return {id(p): _frozen(p, device).sharded_tensor() for p in module.parameters() if is_sharded(p)}
 
 
 @torch.no_grad()
@@ -193,7 +193,7 @@ def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
         for slot, value in state.get(flats[number], {}).items():
             if isinstance(value, Tensor) and value.numel() == flats[number].numel() and value.ndim:  # 0 on a disk
                 part = partial(engine.part, number, first, last, slot)
-                slots[slot] = Spread(_shape(parameter), value.dtype, ranges, part, device).scattered()
+                slots[slot] = Spread(_shape(parameter), value.dtype, ranges, part, device).sharded_tensor()
             else:  # as torch has it
                 slots[slot] = torch.tensor(float(value)) if slot == "step" and isinstance(value, int) else value
         if slots:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.optim.step_arguments import StepArguments
 from trainkit.optim.stored_optimizer import StoredOptimizer
@@ -144,7 +144,7 @@ class ZeROStrategy(Strategy):
         """See :meth:`trainkit.Strategy.configure_optimizers`."""
         return self.claims.configure_optimizers(module, self.device)
 
-    def join(self, wanted: Wanted) -> None:
+    def join(self, wanted: RequestedDevices) -> None:
         """See :meth:`trainkit.Strategy.join`."""
         (self.world, self.device), self.joined = self._membership.join(wanted, self.device), True
 
@@ -216,7 +216,7 @@ class ZeROStrategy(Strategy):
         if self._forward is None:
             learning = self._learning
             self._forward = self._without_optimizer() if learning is None else learning.engine.evaluate
-        with told_transformers(), self.world.waits:
+        with told_transformers(), self.world.collectives:
             return self._forward(run, *args)
 
     def _without_optimizer(self) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ class EngineWindow:
             self._begin()
         if self.engine.stage < 3:
             return self.engine.forward(*args)
-        with self._world.waits:  # parameters are gathered
+        with self._world.collectives:  # parameters are gathered
             return self.engine.forward(*args)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The verbs about processes: who is who, who goes first, work shared out. What is called on one alone: ``test_meeting.py``."""
+"""The verbs about processes: ranks, order, work shared out. Calls on one rank only: ``test_collective_checks.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.worlds.worlds import run_world
 from torch import Tensor
 
 from trainkit import Accelerator, Strategy
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.process_verbs import ProcessVerbs
 from trainkit.accelerator.processes import Processes, only_where
 from trainkit.config.distributed_type import DistributedType
@@ -295,7 +295,7 @@ def test_the_part_needs_no_accelerator() -> None:
     order: list[int] = []
 
     def work(world: World) -> list[Any]:
-        part = Processes(Placed(world), Meeting.of(world))
+        part = Processes(Placed(world), CollectiveChecks.of(world))
         with part.first("main_process_first", world.is_main):
             order.append(world.rank)
         if world.rank == 1:

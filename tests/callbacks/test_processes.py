@@ -16,7 +16,7 @@ from trainkit.callbacks import EarlyStopping, MemoryMonitor, NonFiniteGuard, Tim
 from trainkit.callbacks._memory import Gauge
 from trainkit.callbacks.model_summary import ModelSummary
 from trainkit.callbacks.progress_bar import TQDMProgressBar
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import MissingMetricError, NonFiniteError
 from trainkit.launch.joining import join
 from trainkit.precision import Precision
@@ -38,7 +38,7 @@ class Module(torch.nn.Linear):
 
 def setting() -> tuple[Any, Any]:
     """A trainer that only has attributes, as one of the processes, and a module."""
-    world = join(Wanted(), timeout=timedelta(seconds=30))
+    world = join(RequestedDevices(), timeout=timedelta(seconds=30))
     skips: list[int] = []
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(skip_update=lambda: skips.append(1), skips=skips),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainkit import Trainer, TrainModule
 from trainkit.callbacks import RecompileMonitor
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.registry import load_strategy
 
 pytestmark = pytest.mark.xla
@@ -143,7 +143,7 @@ def test_a_value_that_is_read_in_each_step_is_named() -> None:
 def hints() -> list[dict[str, int]]:
     """How they grow by a step in one graph, one that is read, one that is printed, and by an operation for the host."""
     strategy = load_strategy("xla")()
-    strategy.join(Wanted())
+    strategy.join(RequestedDevices())
     tensor = torch.ones(4).to(strategy.device)
 
     def of(work: Callable[[Tensor], Any]) -> dict[str, int]:

@@ -15,9 +15,9 @@ from helpers.resume.checkpoints import content, names
 from helpers.worlds.teams import GoneError, in_threads, values
 from safetensors.torch import load_file
 
+from trainkit.checkpoint import all_ranks as verdicts
 from trainkit.checkpoint import commit as module
 from trainkit.checkpoint import draft as drafts
-from trainkit.checkpoint import together as verdicts
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.reader import open_checkpoint
@@ -33,7 +33,7 @@ TENSORS = {
 
 @pytest.fixture(autouse=True)
 def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "DIVIDED_ABOVE", 8000)
+    monkeypatch.setattr(drafts, "SPLIT_ABOVE", 8000)
 
 
 def drafted(team: Team, **changes: Any) -> Draft:
@@ -101,7 +101,7 @@ def test_each_process_writes_about_as_much_and_no_two_the_same(size: int) -> Non
 
 
 def test_small_stems_are_not_divided_but_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "DIVIDED_ABOVE", 10**6)
+    monkeypatch.setattr(drafts, "SPLIT_ABOVE", 10**6)
     first, second = (drafted(Team("", None, rank, 2)) for rank in range(2))
     assert "model.safetensors" in written_by(first)
     assert written_by(second) == ["optimizer.safetensors"]

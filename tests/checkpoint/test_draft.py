@@ -16,12 +16,12 @@ from helpers.resume.checkpoints import content
 from torch import nn
 
 from trainkit import __version__
-from trainkit.checkpoint import tagged
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, digest_line
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, UnsavableError
+from trainkit.tagged_json.encode import loads
 
 
 def made_of(**changes: Any) -> Content:
@@ -93,7 +93,7 @@ def test_the_files_hold_the_content(detached: bool) -> None:
         for name, tensor in tensors.items():
             assert read[name].dtype == tensor.dtype
             torch.testing.assert_close(read[name], tensor, rtol=0, atol=0)
-    state = tagged.loads(files["state.json"], {"state.safetensors": stored(files, "state")}, "state.json")
+    state = loads(files["state.json"], {"state.safetensors": stored(files, "state")}, "state.json")
     assert (state["epoch"], state["betas"], state["best"].item()) == (1, (0.9, 0.999), 0.5)
     assert state["array"].tolist() == [0, 1, 2]
 

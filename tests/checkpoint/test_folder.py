@@ -16,7 +16,7 @@ from trainkit.checkpoint import folder as folder_module
 from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.folder import (
     POINTER,
-    Found,
+    FoundCheckpoint,
     candidates,
     check_writable,
     free_name,
@@ -31,7 +31,7 @@ from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 
 
-def names(found: list[Found]) -> list[str]:
+def names(found: list[FoundCheckpoint]) -> list[str]:
     return [one.path.name for one in found]
 
 
@@ -107,14 +107,14 @@ def test_a_checkpoint_that_vanishes_is_not_reported(run_dir: Path, monkeypatch: 
     """Pruned by its run while somebody else lists the folder."""
     make(run_dir / "1", 1)
     make(run_dir / "2", 2)
-    real = folder_module.look_at
+    real = folder_module.inspect_checkpoint
 
     def slow(path: Path) -> tuple[Manifest | None, str | None]:
         if path.name == "1":
             remove(path)
         return real(path)
 
-    monkeypatch.setattr(folder_module, "look_at", slow)
+    monkeypatch.setattr(folder_module, "inspect_checkpoint", slow)
     assert names(list_checkpoints(run_dir)) == ["2"]
 
 

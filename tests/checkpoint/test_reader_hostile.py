@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from trainkit.checkpoint import Checkpoint, open_checkpoint
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
-from trainkit.checkpoint.reader import look_at
+from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.errors import CheckpointError, CorruptCheckpointError, TrainkitError
 
 NAMES = [
@@ -38,7 +38,7 @@ def test_a_manifest_cannot_lead_elsewhere(run_dir: Path, name: str) -> None:
     seal(path, lambda manifest: manifest["files"].update({name: entry}))
     with pytest.raises(CorruptCheckpointError, match=MANIFEST):
         load(path)
-    assert look_at(path)[0] is None
+    assert inspect_checkpoint(path)[0] is None
 
 
 def with_raw(path: Path, find: bytes, replace: bytes) -> None:
@@ -131,7 +131,7 @@ def test_a_newer_format_is_said_to_be_one(run_dir: Path) -> None:
     with pytest.raises(CheckpointError, match="newer trainkit") as caught:
         load(path)
     assert not isinstance(caught.value, CorruptCheckpointError)
-    assert "newer" in (look_at(path)[1] or "")
+    assert "newer" in (inspect_checkpoint(path)[1] or "")
 
 
 def test_only_ordinary_files_are_opened(run_dir: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 import torch
 from helpers.resume.checkpoints import complaint
 
-from trainkit.checkpoint.regular_file import _NORESERVE, map_file, read_file
+from trainkit.checkpoint.regular_file import _NORESERVE, read_file
 from trainkit.errors import CheckpointError
 
 NAME = "the checkpoint/file"
+map_file = partial(read_file, mapped=True)
 
 
 def refused(path: str, size: int = 4, digest: str = hashlib.sha256(b"data").hexdigest()) -> str:

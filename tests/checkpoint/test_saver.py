@@ -29,7 +29,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def saver() -> Iterator[Saver]:
-    made = Saver(attention=lambda: None)
+    made = Saver(notify=lambda: None)
     yield made
     made.close()
 
@@ -181,7 +181,7 @@ def test_who_keeps_a_draft_keeps_no_copies(run_dir: Path, saver: Saver) -> None:
 
 
 def test_close_ends_the_thread_and_frees_the_buffers(run_dir: Path) -> None:
-    saver = Saver(attention=lambda: None)
+    saver = Saver(notify=lambda: None)
     saver.close()
     before = threading.active_count()
     for counter in (1, 2):  # it may be used again
@@ -200,7 +200,7 @@ def test_a_failure_comes_with_the_next_poll(run_dir: Path) -> None:
     (run_dir / "file").touch()
     told = threading.Event()
     threads: list[threading.Thread] = []
-    saver = Saver(attention=lambda: (threads.append(threading.current_thread()), told.set()))
+    saver = Saver(notify=lambda: (threads.append(threading.current_thread()), told.set()))
     errors: list[Exception] = []
     saver.save(
         draft(), run_dir / "file" / "a", blocking=False, failed=errors.append, committed=lambda _: pytest.fail("committed")
@@ -222,7 +222,7 @@ def test_a_failure_comes_with_the_next_poll(run_dir: Path) -> None:
 def test_a_failure_that_nobody_takes_is_raised(run_dir: Path, how: str) -> None:
     (run_dir / "file").touch()
     told = threading.Event()
-    saver = Saver(attention=told.set)
+    saver = Saver(notify=told.set)
     saver.save(draft(), run_dir / "file" / "a", blocking=False)
     assert told.wait(30)
     act = {"save": lambda: saver.save(draft(), run_dir / "b", blocking=True)}.get(how) or getattr(saver, how)

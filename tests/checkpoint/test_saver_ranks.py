@@ -26,7 +26,7 @@ TENSORS = {"model": {f"w{n}": torch.arange(1000.0) + n for n in range(12)}}
 
 @pytest.fixture(autouse=True)
 def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "DIVIDED_ABOVE", 8000)
+    monkeypatch.setattr(drafts, "SPLIT_ABOVE", 8000)
 
 
 def drafted(team: Team, counter: int = 1) -> Draft:

@@ -29,10 +29,11 @@ from trainkit.checkpoint import tensor_file
 from trainkit.checkpoint.regular_file import read_file
 from trainkit.checkpoint.tensor_file import Entry, TensorFile, chunks, plan_files, tensors_in, write_file
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
+from trainkit.tagged_json.tensors import DTYPES as FORMAT_DTYPES
 
 LARGE = 10**12
 NAME = "step-1/model.safetensors"
-DTYPES = list(tensor_file._DTYPES.values())
+DTYPES = list(FORMAT_DTYPES.values())
 
 
 def make(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -349,7 +350,7 @@ def lies(data: bytes) -> str:
         (file_of(b"null"), "a JSON object was expected, not NoneType"),
         (file_of(b"{}", b"\0"), "1 bytes belong to no tensor"),
         (file_of(b"[" * 200 + b"]" * 200), "JSON nested 200 deep"),
-        (file_of(b'{"w":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"w":{}}', b"\0"), "'w' is there twice"),
+        (file_of(b'{"w":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"w":{}}', b"\0"), "'w' occurs more than once"),
         (file_of({"__metadata__": 1}), "__metadata__ must map text to text"),
         (file_of({"__metadata__": {"a": 1}}), "__metadata__ must map text to text"),
         (file_of({"w": []}), "must have dtype, shape and data_offsets"),
@@ -481,7 +482,7 @@ def test_mutated_headers_are_read_or_refused(draw: st.DataObject) -> None:
         if kind in ("shape", "data_offsets"):
             entry[kind] = draw.draw(st.lists(numbers, max_size=3))
         elif kind == "dtype":
-            entry["dtype"] = draw.draw(st.sampled_from([*tensor_file._DTYPES, "F4", "", None]))
+            entry["dtype"] = draw.draw(st.sampled_from([*FORMAT_DTYPES, "F4", "", None]))
         elif kind == "copy":
             header[draw.draw(st.text(max_size=2))] = copy.deepcopy(entry)
         elif kind == "drop" and len(header) > 2:

@@ -20,7 +20,7 @@ from trainkit.cli import setup_checks, setup_child, test
 from trainkit.cli.main import main
 from trainkit.cli.setup_checks import CHECKS, Check, Setup
 from trainkit.config.carried import Settings, carried, carry
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.registry import make_strategy
 from trainkit.trainer.eval_loop import gather_predictions
@@ -67,7 +67,7 @@ def found_wrong(folder: str) -> list[str]:
     """What the checks say where something is broken, on all processes alike."""
     make = partial(make_strategy, "ddp", device="cpu")
     strategy = make()
-    strategy.join(Wanted(accelerator="cpu"))
+    strategy.join(RequestedDevices(accelerator="cpu"))
     setup = Setup(strategy, make, Path(folder))
     said = []
     broken_parts: list[tuple[str, Any, str, Any]] = [

@@ -162,22 +162,22 @@ def test_who_breaks_off_stays_in_step(complete: bool, monkeypatch: pytest.Monkey
         with pytest.raises(KeyboardInterrupt):
             teams[1].exchange("broken off", look)
         assert others == [["first", "broken off"]] * complete
-        assert [team.turn for team in teams] == [int(complete)] * 2
+        assert [team.completed for team in teams] == [int(complete)] * 2
         assert all_at_once(2, lambda rank: teams[rank].exchange(rank)) == [[0, 1]] * 2
 
 
 def test_what_all_are_doing() -> None:
     """They answer whatever their main threads are in."""
-    nothing = {"begun": 0, "where": None, "turn": 0}
+    nothing = {"begun": 0, "where": None, "checks": 0}
     with star(3) as channels:
-        channels[1].waits.turn = 4
-        with channels[2].waits:
-            channels[2].waits.known = ("step", "train.py:3")
+        channels[1].collectives.checks = 4
+        with channels[2].collectives:
+            channels[2].collectives.location = ("step", "train.py:3")
             found = all_at_once(2, lambda rank: channels[rank].ask())
-        assert found == [[nothing, {**nothing, "turn": 4}, {"begun": 1, "where": ["step", "train.py:3"], "turn": 0}]] * 2
-        channels[2].goodbye()
+        assert found == [[nothing, {**nothing, "checks": 4}, {"begun": 1, "where": ["step", "train.py:3"], "checks": 0}]] * 2
+        channels[2].announce_end()
         eventually(channels[1], lambda: 2 in channels[1].gone)
-        assert channels[1].ask() == [nothing, {**nothing, "turn": 4}, None]
+        assert channels[1].ask() == [nothing, {**nothing, "checks": 4}, None]
         assert not any(channel._waiters for channel in channels)
     assert channels[1].ask() is None
 
@@ -261,7 +261,7 @@ def test_who_says_goodbye_has_not_failed(leaving: int) -> None:
         for channel in channels:
             channel.enter_run()
             channel.leave_run()
-        channels[leaving].goodbye()
+        channels[leaving].announce_end()
         channels[leaving].close()
         other = channels[1]
         eventually(other, lambda: leaving in other.gone)
@@ -279,19 +279,19 @@ def test_who_ends_in_a_loop_of_its_own_has_not_failed(leaving: int) -> None:
     with star(2) as channels:
         for channel in channels:
             channel.enter_run()
-            with channel.waits:
+            with channel.collectives:
                 pass
-        channels[leaving].goodbye()
+        channels[leaving].announce_end()
         channels[leaving].close()
         other = channels[1 - leaving]
         eventually(other, lambda: leaving in other.gone)
-        other.accuse_absent()  # it waits for nobody
-        other.waits.depth += 1  # as if it were still in the one that both have begun
-        other.accuse_absent()
+        other.report_missing_rank()  # it waits for nobody
+        other.collectives.depth += 1  # as if it were still in the one that both have begun
+        other.report_missing_rank()
         assert other.failure is None
-        other.waits.depth -= 1
-        with other.waits:
-            other.accuse_absent()
+        other.collectives.depth -= 1
+        with other.collectives:
+            other.report_missing_rank()
         eventually(other, lambda: other.failure is not None)
         assert other.failure is not None
         assert (other.failure.rank, other.failure.kind) == (leaving, "left")
@@ -302,9 +302,9 @@ def test_who_leaves_in_the_middle_of_a_run_has_failed(leaving: int) -> None:
     with star(2) as channels:
         for channel in channels:
             channel.enter_run()
-        channels[leaving].farewell("exit", "sys.exit(3)")
+        channels[leaving].announce_exit("exit", "sys.exit(3)")
         channels[leaving].leave_run()
-        channels[leaving].goodbye()
+        channels[leaving].announce_end()
         channels[leaving].close()
         other = channels[1 - leaving]
         eventually(other, lambda: other.failure is not None)
@@ -313,11 +313,11 @@ def test_who_leaves_in_the_middle_of_a_run_has_failed(leaving: int) -> None:
 
 def test_who_is_blamed_is_known_to_all() -> None:
     with star(3) as channels:
-        channels[2].goodbye()
+        channels[2].announce_end()
         eventually(channels[1], lambda: 2 in channels[1].gone)
         cause = channels[1].cause
         assert cause is not None
-        channels[1].blame(cause)
+        channels[1].report_cause(cause)
         eventually(channels[0], lambda: channels[0].failure is not None)
         assert channels[0].failure is not None
         assert (channels[0].failure.rank, channels[0].failure.kind) == (2, "left")
@@ -370,11 +370,11 @@ def test_a_death_is_known_at_once(dying: int, how: str) -> None:
     ends = start_world(3, in_run, dying, how).ends()
     assert ends[dying] == (False, "ended with -9" if how == "kill" else "ended with 0")
     for rank in {0, 1, 2} - {dying}:
-        fine, told = ends[rank]
-        assert fine, told
-        assert told[:2] == (dying, "died")
-        assert told[2] < SOON
-        assert f"rank {dying} has died (no traceback: killed, out of memory?)" in told[3]
+        fine, answer = ends[rank]
+        assert fine, answer
+        assert answer[:2] == (dying, "died")
+        assert answer[2] < SOON
+        assert f"rank {dying} has died (no traceback: killed, out of memory?)" in answer[3]
 
 
 def with_children(dying: int) -> Any:

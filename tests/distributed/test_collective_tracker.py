@@ -1,4 +1,4 @@
-"""``Waits``: what a process is in, as another thread sees it; and how a line of a script is found among the frames."""
+"""``CollectiveTracker``: what a process is in, as seen by another thread; and the line of the script in the frames."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.distributed.collective_tracker import Waits, called
+from trainkit.distributed.collective_tracker import CollectiveTracker, find_call
 
 
 def function_of(where: str, text: str, **names: Any) -> Callable[..., Any]:
     """``verb`` of a module of that name."""
-    made: dict[str, Any] = {"__name__": where, "called": called, "sys": sys, **names}
+    made: dict[str, Any] = {"__name__": where, "called": find_call, "sys": sys, **names}
     exec(compile(text, f"/somewhere/{where}.py", "exec"), made)
     return made["verb"]
 
@@ -40,54 +40,54 @@ def test_the_line_of_a_script() -> None:
 
 
 def test_a_frame_that_nobody_of_ours_is_in() -> None:
-    assert called(None) == ("", "an unknown place")
-    assert called(sys._getframe()) == ("", "an unknown place")
+    assert find_call(None) == ("", "an unknown place")
+    assert find_call(sys._getframe()) == ("", "an unknown place")
 
 
 def test_what_is_counted() -> None:
-    waits = Waits()
-    assert waits.record() == {"begun": 0, "where": None, "turn": 0}
-    with waits, waits:
-        assert (waits.begun, waits.depth) == (2, 2)
-    with contextlib.suppress(ValueError), waits:
+    tracker = CollectiveTracker()
+    assert tracker.record() == {"begun": 0, "where": None, "checks": 0}
+    with tracker, tracker:
+        assert (tracker.begun, tracker.depth) == (2, 2)
+    with contextlib.suppress(ValueError), tracker:
         raise ValueError
-    assert (waits.begun, waits.depth) == (3, 0)
+    assert (tracker.begun, tracker.depth) == (3, 0)
 
 
 def test_another_thread_sees_where_it_waits() -> None:
-    waits, inside, seen = Waits(), threading.Event(), threading.Event()
+    tracker, inside, seen = CollectiveTracker(), threading.Event(), threading.Event()
 
     def wait() -> None:
         inside.set()
         seen.wait(60)
 
     library = function_of("torch.x", "def verb(wait): wait()")
-    text = "def backward():\n    with waits:\n        library(wait)\nverb = backward"
-    backward = function_of("trainkit.x", text, waits=waits, wait=wait, library=library)
+    text = "def backward():\n    with tracker:\n        library(wait)\nverb = backward"
+    backward = function_of("trainkit.x", text, tracker=tracker, wait=wait, library=library)
     thread = threading.Thread(target=lambda: backward())
     thread.start()
     assert inside.wait(60)
-    found = waits.record()
+    found = tracker.record()
     seen.set()
     thread.join(60)
     assert (found["begun"], found["where"][0]) == (1, "backward")
     assert re.fullmatch(r"test_collective_tracker\.py:\d+", found["where"][1])
-    assert waits.record()["where"] is None
+    assert tracker.record()["where"] is None
 
 
 def test_what_is_known_already_counts() -> None:
-    waits = Waits()
-    with waits:
-        waits.known = ("forward", "train.py:3")
-        assert waits.record()["where"] == ["forward", "train.py:3"]
+    tracker = CollectiveTracker()
+    with tracker:
+        tracker.location = ("forward", "train.py:3")
+        assert tracker.record()["where"] == ["forward", "train.py:3"]
 
 
 def test_it_is_two_calls() -> None:
     """It is around each reduction of each step."""
-    waits, calls = Waits(), []
+    tracker, calls = CollectiveTracker(), []
     sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
     try:
-        with waits:
+        with tracker:
             pass
     finally:
         sys.setprofile(None)

@@ -188,7 +188,7 @@ def first_in_the_run_last_at_its_end(catches: bool, leaves: bool) -> None:
         if member.rank != 1:
             raise
         if not leaves:
-            assert member.channel.wait(lambda: member.channel.fallen == {0, 2}, LIMIT)
+            assert member.channel.wait(lambda: member.channel.failed_ranks == {0, 2}, LIMIT)
         if not catches:
             raise
         if not leaves:

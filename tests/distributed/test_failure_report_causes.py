@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers.worlds.stars import star
 
-from trainkit.distributed.failure_report import Endings, report_failure
+from trainkit.distributed.failure_report import FailureReport, report_failure
 from trainkit.errors import Preempted, ProcessFailedError
 
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343."
@@ -59,7 +59,7 @@ def test_who_was_left_by_one_that_was_told_to_end_is_told_to_end_too() -> None:
         assert report_failure(channels[1], ending) is ending
         assert channels[0].failure is None
         channels[1].leave_run()
-        channels[1].goodbye()
+        channels[1].announce_end()
         channels[1].close()
         theirs = report_failure(channels[0], RuntimeError(CLOSED))
         assert isinstance(theirs, Preempted)
@@ -71,12 +71,12 @@ def test_what_was_there_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sys.excepthook
     with star(2) as channels:
         for channel in channels:
-            endings = Endings(channel)
+            endings = FailureReport(channel)
             assert sys.excepthook is not before
             endings.close()
             endings.close()
             assert sys.excepthook is before
-        endings = Endings(channels[0])
+        endings = FailureReport(channels[0])
         other = monkeypatch.setattr(sys, "excepthook", print)
         assert other is None
         endings.close()

@@ -14,8 +14,8 @@ class Star:
     """A hub, and what each process has been told since it was last asked."""
 
     def __init__(self, size: int = 3) -> None:
-        self.told: list[list[Any]] = [[] for _ in range(size)]
-        self.hub = Hub(size, lambda rank, message: self.told[rank].append(message))
+        self.received: list[list[Any]] = [[] for _ in range(size)]
+        self.hub = Hub(size, lambda rank, message: self.received[rank].append(message))
 
     def give(self, rank: int, key: str, value: Any = None) -> None:
         self.hub.heard(rank, {"give": key, "value": value})
@@ -33,8 +33,8 @@ class Star:
 
     def take(self, *kinds: str) -> list[list[Any]]:
         """What each was told of these kinds; it is forgotten."""
-        found = [[m for m in messages if not kinds or kinds[0] in m] for messages in self.told]
-        for messages in self.told:
+        found = [[m for m in messages if not kinds or kinds[0] in m] for messages in self.received]
+        for messages in self.received:
             messages.clear()
         return found
 
@@ -80,9 +80,9 @@ def test_a_process_that_is_gone_ends_exchanges_that_need_it() -> None:
     star.give(1, "given", 1)
     star.give(0, "not given", 0)
     star.hub.gone(1, "died")
-    told = star.take("void")
-    assert [[m["void"] for m in messages] for messages in told] == [["not given"], [], []]
-    assert told[0][0]["why"]["kind"] == "died"
+    received = star.take("void")
+    assert [[m["void"] for m in messages] for messages in received] == [["not given"], [], []]
+    assert received[0][0]["why"]["kind"] == "died"
     star.give(2, "given", 2)
     assert [m["values"] for m in star.take("result")[2]] == [[0, 1, 2]]
     star.give(2, "later", 2)
@@ -201,9 +201,9 @@ def test_who_is_gone_after_the_run_does_not() -> None:
     star.end(1, 2)
     star.hub.gone(1, "died")
     star.hub.gone(2, "left")
-    told = star.take()
-    assert [m["gone"]["rank"] for m in told[0] if "gone" in m] == [1, 2]
-    assert not [m for m in told[0] if "failed" in m]
+    received = star.take()
+    assert [m["gone"]["rank"] for m in received[0] if "gone" in m] == [1, 2]
+    assert not [m for m in received[0] if "failed" in m]
 
 
 def test_who_is_gone_before_a_run_fails_when_another_begins_it() -> None:
@@ -230,8 +230,8 @@ def test_who_has_failed_and_is_gone_has_not_died() -> None:
     star.end(1, fine=False)
     star.take()
     star.hub.gone(1, "died")
-    told = star.take()[0]
-    assert [m["gone"]["summary"] for m in told if "gone" in m] == ["of 1"]
+    received = star.take()[0]
+    assert [m["gone"]["summary"] for m in received if "gone" in m] == ["of 1"]
 
 
 def test_nothing_is_heard_of_who_is_gone() -> None:

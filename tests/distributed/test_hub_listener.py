@@ -13,7 +13,7 @@ from helpers.worlds.stars import Shared, all_at_once
 from helpers.worlds.worlds import free_port
 
 from trainkit.distributed.channel import Channel
-from trainkit.distributed.hub_listener import PORT, connect, opened
+from trainkit.distributed.hub_listener import PORT_VARIABLE, connect, open_listener
 from trainkit.distributed.wire import encode
 from trainkit.errors import ProcessFailedError
 
@@ -23,7 +23,7 @@ def shared_of(addresses: list[str], port: int) -> dict[str, Any]:
 
 
 def test_a_job_of_one_machine_is_not_reachable_from_others() -> None:
-    listener, shared = opened("127.0.0.1")
+    listener, shared = open_listener("127.0.0.1")
     with listener:
         assert listener.getsockname()[0] == "127.0.0.1"
         assert shared["addresses"] == ["127.0.0.1"]
@@ -31,7 +31,7 @@ def test_a_job_of_one_machine_is_not_reachable_from_others() -> None:
 
 @pytest.mark.parametrize("master", ["some.host", None, ""])
 def test_a_machine_has_several_addresses(master: str | None) -> None:
-    listener, shared = opened(master)
+    listener, shared = open_listener(master)
     with listener:
         addresses = shared["addresses"]
         assert addresses[-1] == "127.0.0.1"
@@ -44,7 +44,7 @@ def test_a_machine_has_several_addresses(master: str | None) -> None:
 def test_the_words_are_never_the_same() -> None:
     words = set()
     for _ in range(3):
-        listener, shared = opened("localhost")
+        listener, shared = open_listener("localhost")
         listener.close()
         words |= {shared["word"], shared["answer"]}
     assert len(words) == 6
@@ -52,8 +52,8 @@ def test_the_words_are_never_the_same() -> None:
 
 def test_the_port_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    monkeypatch.setenv(PORT, str(port))
-    listener, shared = opened("127.0.0.1")
+    monkeypatch.setenv(PORT_VARIABLE, str(port))
+    listener, shared = open_listener("127.0.0.1")
     with listener:
         assert shared["port"] == listener.getsockname()[1] == port
 
@@ -61,7 +61,7 @@ def test_the_port_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Shared()
     with socket.create_server(("127.0.0.1", 0)) as other:
-        monkeypatch.setenv(PORT, str(other.getsockname()[1]))
+        monkeypatch.setenv(PORT_VARIABLE, str(other.getsockname()[1]))
 
         def meet(rank: int) -> str:
             with pytest.raises(ProcessFailedError) as caught:
@@ -69,7 +69,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             return str(caught.value)
 
         for text in all_at_once(2, meet):
-            assert re.match(r"the main process cannot listen for the others: .*[Aa]ddress already in use", text)
+            assert re.match(r"the main process cannot listen for other ranks: .*[Aa]ddress already in use", text)
 
 
 def test_nobody_listens() -> None:
@@ -78,7 +78,13 @@ def test_nobody_listens() -> None:
         connect(3, shared_of(["127.0.0.1", "localhost"], port), 2.0, 30.0)
     text = str(caught.value)
     assert text.startswith("rank 3 on ")
-    for part in (f"port {port} within 2 s", "127.0.0.1: [Errno", "localhost: [Errno", "firewall", f"export {PORT}=29501"):
+    for part in (
+        f"port {port} within 2 s",
+        "127.0.0.1: [Errno",
+        "localhost: [Errno",
+        "firewall",
+        f"export {PORT_VARIABLE}=29501",
+    ):
         assert part in text
 
 
@@ -102,11 +108,11 @@ def test_somebody_else_listens(answer: bytes | None) -> None:
                 connect(1, shared, 1.0, 30.0)
             return str(caught.value)
 
-        assert re.search(r"127\.0\.0\.1: (no answer|somebody else answered)", all_at_once(2, other)[1])
+        assert re.search(r"127\.0\.0\.1: (no answer|another program answered)", all_at_once(2, other)[1])
 
 
 def test_the_next_address_is_tried() -> None:
-    listener, shared = opened("127.0.0.1")
+    listener, shared = open_listener("127.0.0.1")
     shared["addresses"] = ["no.such.host.invalid", "127.0.0.1"]
     listener.setblocking(True)
 
@@ -174,4 +180,4 @@ def test_who_does_not_come_is_named_everywhere() -> None:
             Channel.open(rank, 3, "127.0.0.1", shared.of(rank), limit=0.5)
         return str(caught.value)
 
-    assert all_at_once(3, meet)[:2] == ["ranks [2] have not connected to the main process within 0.5 s; they say why."] * 2
+    assert all_at_once(3, meet)[:2] == ["ranks [2] have not connected within 0.5 s; their own messages say why."] * 2

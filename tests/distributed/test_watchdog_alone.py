@@ -18,7 +18,7 @@ from trainkit.errors import ProcessFailedError
 def test_a_run_that_cannot_be() -> None:
     with star(2) as channels:
         watchdogs = [Watchdog(channel) for channel in channels]
-        channels[1].goodbye()
+        channels[1].announce_end()
         channels[0].wait(lambda: 1 in channels[0].gone, PATIENCE)
         with pytest.raises(ProcessFailedError, match="a run needs all 2 processes, but rank 1 has left"):
             watchdogs[0].entered()
@@ -66,11 +66,11 @@ def test_it_looks_whether_the_main_thread_waits_for_one_that_has_ended(monkeypat
         watchdog = Watchdog(channels[0], grace=0.01)
         watchdog.entered()
         channels[1].enter_run()
-        channels[1].goodbye()
+        channels[1].announce_end()
         assert channels[0].wait(lambda: 1 in channels[0].gone, PATIENCE)
         time.sleep(0.2)
         assert ends == []
-        with channels[0].waits:
+        with channels[0].collectives:
             assert ended.wait(PATIENCE)
         assert (ends[0].rank, ends[0].kind) == (1, "left")
         watchdog.close()

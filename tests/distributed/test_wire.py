@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from helpers.patience import PATIENCE
 
-from trainkit.distributed.wire import Loop, Wire, encode, keep_watch
+from trainkit.distributed.wire import ConnectionLoop, JsonConnection, encode, keep_watch
 
 
 class End:
@@ -23,14 +23,14 @@ class End:
     def __init__(self, connection: socket.socket, limit: int) -> None:
         self.heard: Queue[Any] = Queue()
         self.ended: Queue[Exception] = Queue()
-        self.wire = Wire(connection, self.heard.put, self.ended.put, limit)
+        self.wire = JsonConnection(connection, self.heard.put, self.ended.put, limit)
 
 
 @contextmanager
-def served(limit: int = 1000) -> Iterator[tuple[Loop, End, socket.socket]]:
+def served(limit: int = 1000) -> Iterator[tuple[ConnectionLoop, End, socket.socket]]:
     """A loop that serves one end, and the other end."""
     broken: Queue[Exception] = Queue()
-    loop = Loop("test", broken.put)
+    loop = ConnectionLoop("test", broken.put)
     ours, theirs = socket.socketpair()
     end = End(ours, limit)
     loop.add(end.wire)
@@ -112,7 +112,7 @@ def test_who_never_listens_does_not_hold_up_the_end() -> None:
 
 def test_an_error_in_the_thread_ends_it() -> None:
     broken: Queue[Exception] = Queue()
-    loop = Loop("test", broken.put)
+    loop = ConnectionLoop("test", broken.put)
     ours, theirs = socket.socketpair()
     loop.add(End(ours, 100).wire)
     loop.start()

@@ -6,15 +6,16 @@ import math
 from datetime import timedelta
 
 import pytest
+import torch
 from helpers.worlds.worlds import run_world
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.launch.joining import join
 
 
 def joined() -> World:
-    return join(Wanted(), timeout=timedelta(seconds=30))
+    return join(RequestedDevices(), timeout=timedelta(seconds=30))
 
 
 @pytest.mark.world_size(3)
@@ -37,3 +38,15 @@ def ranks() -> tuple[int, int]:
 
 def test_one_process_after_the_other() -> None:
     assert run_world(2, ranks) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.world_size(2)
+def test_exchange_of_state_and_of_objects() -> None:
+    world = joined()
+    mine = {"rank": (world.rank, math.inf), "values": torch.arange(3000.0 * world.rank), b"key": {world.rank}}
+    for rank, one in enumerate(world.exchange_state(mine)):
+        assert one["rank"] == (rank, math.inf)
+        assert torch.equal(one["values"], torch.arange(3000.0 * rank))
+        assert one[b"key"] == {rank}
+    found = world.exchange_user_objects(range(world.rank))
+    assert found == [range(0), range(1)]

@@ -31,13 +31,13 @@ LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 # name each other.
 LAYERS = (
     ("errors", "_version"),
-    ("checks",),
+    ("checks", "registry"),
     ("console", "keywords", "lazy", "nested", "paths", "rng", "footprint", "unsupported"),
+    ("tagged_json",),
     ("distributed",),
     ("precision",),
     ("optim",),
     ("callback", "strategy"),
-    ("registry",),
     ("config",),
     ("launch",),
     ("checkpoint", "data", "metrics", "tracking"),
@@ -70,6 +70,13 @@ NEVER = {
 CODE_IN_DATA = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 # The one place that pickles: functions for the processes that notebook_launcher starts, by a connection to them and to no file.
 CODE_TO_CHILDREN = ("trainkit.launch.pickling", "cloudpickle")
+# Collectives of torch.distributed that pickle what they send.
+PICKLING_COLLECTIVES = {
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+# The one place that calls one: predict, gather_for_metrics, gather_object and broadcast_object_list accept any object of users.
+USER_OBJECTS = ("trainkit.distributed.user_objects", "all_gather_object")
 CODE_RUNNING_CALLS = {
     "torch.load": "use safetensors",
     "torch.package": "use safetensors and JSON",
@@ -316,7 +323,7 @@ def _is_public(name: str, public: Mapping[str, Collection[str]]) -> bool:
 
 
 def code_in_data(source: Source) -> list[str]:
-    """Pickle in any of its forms, ``torch.load`` and ``torch.save``, ``eval`` and ``exec``."""
+    """Pickle in any of its forms, collectives that pickle, ``torch.load`` and ``torch.save``, ``eval`` and ``exec``."""
     tree = source.tree
     complaints = [
         source.at(item.line, f"imports {item.full}: what it loads can run code")
@@ -324,10 +331,17 @@ def code_in_data(source: Source) -> list[str]:
         if (item.module.split(".")[0] in CODE_IN_DATA and (source.module, item.module) != CODE_TO_CHILDREN)
         or any(under(item.full, name) for name in CODE_RUNNING_CALLS)
     ]
+    complaints += [
+        source.at(item.line, f"imports {item.full}, which pickles: exchange JSON and tensors, World.exchange_state")
+        for item in imports(tree)
+        if under(item.module, "torch.distributed") and item.name in PICKLING_COLLECTIVES
+    ]
     full = {alias.asname or alias.name: alias.name for node in all_of(tree, ast.Import) for alias in node.names}
     for node in all_of(tree, ast.Attribute):
         front, _, rest = dotted(node).partition(".")
         name = f"{full.get(front, front)}.{rest}"
+        if node.attr in PICKLING_COLLECTIVES and (source.module, node.attr) != USER_OBJECTS:
+            complaints.append(source.at(node.lineno, f"uses {name}, which pickles: exchange JSON and tensors"))
         if name in CODE_RUNNING_CALLS:
             complaints.append(source.at(node.lineno, f"uses {name}: {CODE_RUNNING_CALLS[name]}"))
         elif name in {f"builtins.{builtin}" for builtin in CODE_RUNNING_BUILTINS}:

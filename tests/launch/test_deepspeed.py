@@ -38,8 +38,8 @@ JOIN = """\
 import sys, time
 from datetime import timedelta
 from trainkit.launch.joining import join
-from trainkit.distributed.requested_devices import Wanted
-world = join(Wanted("cpu"), timeout=timedelta(seconds=60))
+from trainkit.distributed.requested_devices import RequestedDevices
+world = join(RequestedDevices("cpu"), timeout=timedelta(seconds=60))
 sys.exit(7 if world.rank == 1 else time.sleep(60))
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.devices import device_of
@@ -48,26 +48,26 @@ def fine(gpu: str) -> dict[str, str | None]:
 
 def test_the_cpu(gpus: Any) -> None:
     gpus(4)
-    assert device_of(Wanted("cpu"), World(1, 2, local_rank=1, local_size=2)) == torch.device("cpu")
+    assert device_of(RequestedDevices("cpu"), World(1, 2, local_rank=1, local_size=2)) == torch.device("cpu")
     gpus(0)
-    assert device_of(Wanted("auto"), World(1, 2, local_rank=1, local_size=2)) == torch.device("cpu")
+    assert device_of(RequestedDevices("auto"), World(1, 2, local_rank=1, local_size=2)) == torch.device("cpu")
 
 
 def test_mps(gpus: Any) -> None:
     gpus(0)
-    assert device_of(Wanted("mps"), World()) == torch.device("mps")
+    assert device_of(RequestedDevices("mps"), World()) == torch.device("mps")
     with pytest.raises(ConfigurationError, match="accelerator='mps': there is one such device.*2 processes"):
-        device_of(Wanted("mps"), World(0, 2, local_size=2))
+        device_of(RequestedDevices("mps"), World(0, 2, local_size=2))
 
 
 @pytest.mark.parametrize("wanted, count, local_rank, expected", [
-    (Wanted("auto"), 4, 1, 1),
-    (Wanted("cuda", 2), 4, 1, 1),
-    (Wanted("cuda", 2, (3, 2)), 4, 1, 2),
-    (Wanted("cuda", 2, (3, 2)), 4, 0, 3),
-    (Wanted("cuda"), 1, 1, 0),  # SLURM shows each task its own
+    (RequestedDevices("auto"), 4, 1, 1),
+    (RequestedDevices("cuda", 2), 4, 1, 1),
+    (RequestedDevices("cuda", 2, (3, 2)), 4, 1, 2),
+    (RequestedDevices("cuda", 2, (3, 2)), 4, 0, 3),
+    (RequestedDevices("cuda"), 1, 1, 0),  # SLURM shows each task its own
 ])  # fmt: skip
-def test_a_gpu_for_each_process(gpus: Any, wanted: Wanted, count: int, local_rank: int, expected: int) -> None:
+def test_a_gpu_for_each_process(gpus: Any, wanted: RequestedDevices, count: int, local_rank: int, expected: int) -> None:
     current = gpus(count)
     world = Others(local_rank, 2, {1 - local_rank: fine("another")})
     assert device_of(wanted, world) == torch.device("cuda", expected)
@@ -76,12 +76,12 @@ def test_a_gpu_for_each_process(gpus: Any, wanted: Wanted, count: int, local_ran
 
 
 @pytest.mark.parametrize("wanted, count, words", [
-    (Wanted("cuda"), 0, "rank 1: torch sees no GPU. Use accelerator='cpu'"),
-    (Wanted("cuda"), 2, "rank 1: this machine has 3 processes, but torch sees 2 GPUs.*--nproc-per-node 2"),
-    (Wanted("cuda", 2, (0, 1)), 4, r"rank 1: devices=\[0, 1\] names 2 GPUs, but this machine has 3 processes"),
-    (Wanted("cuda", 3, (0, 1, 4)), 4, r"rank 1: devices=\[0, 1, 4\]: there is no GPU number 4; torch sees 4, from 0"),
+    (RequestedDevices("cuda"), 0, "rank 1: torch sees no GPU. Use accelerator='cpu'"),
+    (RequestedDevices("cuda"), 2, "rank 1: this machine has 3 processes, but torch sees 2 GPUs.*--nproc-per-node 2"),
+    (RequestedDevices("cuda", 2, (0, 1)), 4, r"rank 1: devices=\[0, 1\] names 2 GPUs, but this machine has 3 processes"),
+    (RequestedDevices("cuda", 3, (0, 1, 4)), 4, r"rank 1: devices=\[0, 1, 4\]: there is no GPU number 4; torch sees 4, from 0"),
 ])  # fmt: skip
-def test_too_few_gpus(gpus: Any, wanted: Wanted, count: int, words: str) -> None:
+def test_too_few_gpus(gpus: Any, wanted: RequestedDevices, count: int, words: str) -> None:
     """The process that has none says so, and all raise it, so that nobody waits for it."""
     gpus(count)
     world = Others(1, 3, {0: fine("a"), 2: fine("b")}, local_rank=2)
@@ -90,16 +90,16 @@ def test_too_few_gpus(gpus: Any, wanted: Wanted, count: int, words: str) -> None
     gpus(8)
     healthy = Others(0, 3, {1: world.given[0], 2: fine("b")})
     with pytest.raises(ConfigurationError, match=words):
-        device_of(Wanted("cuda"), healthy)
+        device_of(RequestedDevices("cuda"), healthy)
 
 
 def test_two_processes_with_the_same_gpu(gpus: Any) -> None:
     gpus(1)
     with pytest.raises(ConfigurationError, match="ranks 0 and 1 have the same GPU"):
-        device_of(Wanted("cuda"), Others(1, 2, {0: fine("gpu0")}))
+        device_of(RequestedDevices("cuda"), Others(1, 2, {0: fine("gpu0")}))
 
 
 def test_gpus_that_do_not_say_which_they_are(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace())
-    assert device_of(Wanted("cuda"), Others(1, 2, {0: fine("")})) == torch.device("cuda", 0)
+    assert device_of(RequestedDevices("cuda"), Others(1, 2, {0: fine("")})) == torch.device("cuda", 0)

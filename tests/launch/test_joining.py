@@ -17,7 +17,7 @@ import torch.distributed as dist
 from helpers.worlds.worlds import WorldError, free_port, run_world, start_world
 
 from trainkit import console
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch import joining
@@ -25,7 +25,7 @@ from trainkit.launch.joining import join, processes
 from trainkit.launch.place import Place
 
 SHORT = timedelta(seconds=30)
-CPU = Wanted("cpu")
+CPU = RequestedDevices("cpu")
 NOT_STARTED = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
 
 
@@ -70,28 +70,28 @@ def test_explicit_arguments_beat_hints(env: pytest.MonkeyPatch) -> None:
     """An allocation of four tasks whose script runs one process."""
     for name, value in {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NNODES": "2"}.items():
         env.setenv(name, value)
-    assert join(Wanted("cpu", 1), timeout=SHORT).size == 1
+    assert join(RequestedDevices("cpu", 1), timeout=SHORT).size == 1
     assert processes(CPU) == 1
 
 
 @pytest.mark.parametrize("wanted, count, notebook, expected", [
-    (Wanted(), 0, False, 1),
-    (Wanted(), 4, False, 4),
-    (Wanted(), 4, True, 1),
-    (Wanted("cuda"), 4, False, 4),
-    (Wanted("cpu"), 4, False, 1),
-    (Wanted("cpu", 3), 4, False, 3),
-    (Wanted("auto", 2), 4, False, 2),
-    (Wanted("auto", -1), 4, False, 4),
-    (Wanted("auto", -1), 4, True, 4),
-    (Wanted("cpu", -1), 4, False, 1),
-    (Wanted("auto", 2, (1, 3)), 4, False, 2),
-    (Wanted("auto", None, (1, 3)), 4, True, 2),
-    (Wanted("auto", 2, None, 3), 4, False, 6),
-    (Wanted("auto", None, None, 2), 4, False, 8),
+    (RequestedDevices(), 0, False, 1),
+    (RequestedDevices(), 4, False, 4),
+    (RequestedDevices(), 4, True, 1),
+    (RequestedDevices("cuda"), 4, False, 4),
+    (RequestedDevices("cpu"), 4, False, 1),
+    (RequestedDevices("cpu", 3), 4, False, 3),
+    (RequestedDevices("auto", 2), 4, False, 2),
+    (RequestedDevices("auto", -1), 4, False, 4),
+    (RequestedDevices("auto", -1), 4, True, 4),
+    (RequestedDevices("cpu", -1), 4, False, 1),
+    (RequestedDevices("auto", 2, (1, 3)), 4, False, 2),
+    (RequestedDevices("auto", None, (1, 3)), 4, True, 2),
+    (RequestedDevices("auto", 2, None, 3), 4, False, 6),
+    (RequestedDevices("auto", None, None, 2), 4, False, 8),
 ])  # fmt: skip
 def test_processes_before_any_is_started(
-    env: pytest.MonkeyPatch, wanted: Wanted, count: int, notebook: bool, expected: int
+    env: pytest.MonkeyPatch, wanted: RequestedDevices, count: int, notebook: bool, expected: int
 ) -> None:
     gpus(env, count)
     env.setattr("trainkit.launch.devices.in_notebook", lambda: notebook)
@@ -101,17 +101,20 @@ def test_processes_before_any_is_started(
 def test_processes_that_a_launcher_has_started(env: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         env.setenv(name, value)
-    assert processes(Wanted("cpu", 5)) == 2
+    assert processes(RequestedDevices("cpu", 5)) == 2
 
 
 @pytest.mark.parametrize("wanted, count, words", [
-    (Wanted("cpu", 2, None, 2), 0, ["num_nodes=2", "--nnodes 2 --node-rank R --master-addr HOST", "srun --nodes=2"]),
-    (Wanted("cuda", 4), 2, ["devices=4, but torch sees 2 GPUs", "devices=2", "accelerator='cpu', devices=4"]),
-    (Wanted("auto", 4), 2, ["devices=4, but torch sees 2 GPUs"]),
-    (Wanted("cuda", 2), 0, ["devices=2, but torch sees 0 GPUs"]),
-    (Wanted("cpu", 2), 0, ["devices=2 needs 2 processes", "trainkit launch --nproc-per-node 2 script.py", "devices=1"]),
+    (RequestedDevices("cpu", 2, None, 2), 0, ["num_nodes=2", "--nnodes 2 --node-rank R --master-addr HOST", "srun --nodes=2"]),
+    (RequestedDevices("cuda", 4), 2, ["devices=4, but torch sees 2 GPUs", "devices=2", "accelerator='cpu', devices=4"]),
+    (RequestedDevices("auto", 4), 2, ["devices=4, but torch sees 2 GPUs"]),
+    (RequestedDevices("cuda", 2), 0, ["devices=2, but torch sees 0 GPUs"]),
+    (RequestedDevices("cpu", 2), 0,
+     ["devices=2 needs 2 processes", "trainkit launch --nproc-per-node 2 script.py", "devices=1"]),
 ])  # fmt: skip
-def test_what_cannot_be_started_from_a_test(env: pytest.MonkeyPatch, wanted: Wanted, count: int, words: list[str]) -> None:
+def test_what_cannot_be_started_from_a_test(
+    env: pytest.MonkeyPatch, wanted: RequestedDevices, count: int, words: list[str]
+) -> None:
     gpus(env, count)
     with pytest.raises(ConfigurationError) as caught:
         join(wanted, timeout=SHORT)
@@ -141,8 +144,8 @@ def test_a_launcher() -> None:
     rank = int(os.environ["RANK"])
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes) == (rank, 3, rank, 3, 0, 1)
     assert dist.get_backend() == "gloo"
-    assert join(Wanted("cpu", 3, None, 1), timeout=SHORT) is world
-    assert join(Wanted("cpu", -1), timeout=SHORT) is world
+    assert join(RequestedDevices("cpu", 3, None, 1), timeout=SHORT) is world
+    assert join(RequestedDevices("cpu", -1), timeout=SHORT) is world
     assert processes(CPU) == 3
     assert lines == (["3 processes, started by a launcher (RANK and WORLD_SIZE are set)."] if rank == 0 else [])
     assert world.channel is not None
@@ -153,20 +156,20 @@ def test_a_launcher() -> None:
 def test_what_contradicts_the_launcher() -> None:
     for wanted, words in (
         (
-            Wanted("cpu", 4),
+            RequestedDevices("cpu", 4),
             ["devices=4 contradicts", "2 processes on 1 machine, by a launcher", "--nproc-per-node 4 script.py"],
         ),
-        (Wanted("cpu", 1), ["devices=1 contradicts", "--nproc-per-node 1 script.py"]),
-        (Wanted("cpu", None, None, 2), ["num_nodes=2 contradicts"]),
-        (Wanted("cpu", 1, None, 2), ["devices=1, num_nodes=2 contradicts", "Leave them out"]),
+        (RequestedDevices("cpu", 1), ["devices=1 contradicts", "--nproc-per-node 1 script.py"]),
+        (RequestedDevices("cpu", None, None, 2), ["num_nodes=2 contradicts"]),
+        (RequestedDevices("cpu", 1, None, 2), ["devices=1, num_nodes=2 contradicts", "Leave them out"]),
     ):
         with pytest.raises(ConfigurationError) as caught:
             join(wanted, timeout=SHORT)
         assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
         assert not dist.is_initialized()  # nothing was begun
-    world = join(Wanted("cpu", 2), timeout=SHORT)
+    world = join(RequestedDevices("cpu", 2), timeout=SHORT)
     with pytest.raises(ConfigurationError, match="devices=4 contradicts what was started: 2 processes on 1 machine"):
-        join(Wanted("cpu", 4), timeout=SHORT)
+        join(RequestedDevices("cpu", 4), timeout=SHORT)
     assert join(CPU, timeout=SHORT) is world
 
 
@@ -177,7 +180,7 @@ def test_the_fix_is_that_of_the_launcher() -> None:
 
 
 def contradict() -> None:
-    join(Wanted("cpu", 4), timeout=SHORT)
+    join(RequestedDevices("cpu", 4), timeout=SHORT)
 
 
 @pytest.mark.world_size(2)
@@ -185,7 +188,7 @@ def test_a_group_of_the_user() -> None:
     lines = said()
     dist.init_process_group("gloo", timeout=SHORT)
     group = dist.group.WORLD
-    assert processes(Wanted("cpu", 1)) == 2
+    assert processes(RequestedDevices("cpu", 1)) == 2
     world = join(CPU, timeout=SHORT)
     assert dist.group.WORLD is group
     assert (world.rank, world.local_rank, world.local_size, world.nodes) == (dist.get_rank(), dist.get_rank(), 2, 1)
@@ -193,7 +196,7 @@ def test_a_group_of_the_user() -> None:
     with pytest.raises(
         ConfigurationError, match="devices=3 contradicts what was started: 2 processes on 1 machine, by your own"
     ):
-        join(Wanted("cpu", 3), timeout=SHORT)
+        join(RequestedDevices("cpu", 3), timeout=SHORT)
     assert world.sums([1]) == [2]
     dist.barrier()
     dist.destroy_process_group()
@@ -233,7 +236,7 @@ def test_a_process_of_multiprocessing_without_a_group() -> None:
 
 
 def wants_two() -> None:
-    join(Wanted("cpu", 2), timeout=SHORT)
+    join(RequestedDevices("cpu", 2), timeout=SHORT)
 
 
 @pytest.mark.world_size(3)

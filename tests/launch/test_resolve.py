@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 from trainkit.launch.joining import processes
 from trainkit.launch.resolve import joined_strategy, read_wanted
@@ -33,7 +33,7 @@ from trainkit.strategy import Strategy
     ],
 )
 def test_devices(devices: Any, per_node: int | None, indices: tuple[int, ...] | None) -> None:
-    assert read_wanted("cpu", devices, None) == Wanted("cpu", per_node, indices, None)
+    assert read_wanted("cpu", devices, None) == RequestedDevices("cpu", per_node, indices, None)
 
 
 @pytest.mark.parametrize("devices", [0, "0", [], [-1], ["0"], [True], True, 1.5, "one", ",", -2, {0: 1}])
@@ -58,7 +58,7 @@ def test_accelerators() -> None:
     assert read_wanted("gpu", "auto", None) == read_wanted("cuda", "auto", None)
     with pytest.raises(UnknownNameError, match="unknown accelerator 'cpus'.*Did you mean 'cpu'"):
         read_wanted("cpus", 1, None)
-    assert read_wanted("tpu", 4, None) == Wanted("xla", 4)
+    assert read_wanted("tpu", 4, None) == RequestedDevices("xla", 4)
     with pytest.raises(UnsupportedArgumentError, match="'hpu' is not in this version"):
         read_wanted("hpu", 1, None)
 
@@ -71,38 +71,38 @@ def test_one_mps_device() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_gpu_that_is_not_there() -> None:
     with pytest.raises(ConfigurationError, match="there is no GPU number 3"):
-        joined_strategy("auto", Wanted("auto", 1, (3,)), False)
+        joined_strategy("auto", RequestedDevices("auto", 1, (3,)), False)
     with pytest.raises(ConfigurationError, match="Use accelerator='cpu'"):
-        joined_strategy("auto", Wanted("cuda"), False)
+        joined_strategy("auto", RequestedDevices("cuda"), False)
 
 
 @pytest.mark.parametrize("name", ["auto", "single", "ddp"])
 def test_one_process(name: str) -> None:
-    made = joined_strategy(name, Wanted("cpu", 1), False)
+    made = joined_strategy(name, RequestedDevices("cpu", 1), False)
     assert made.joined
     assert (made.name, made.world.size, str(made.device)) == ("ddp" if name == "ddp" else "single", 1, "cpu")
 
 
 def test_two_devices_at_once() -> None:
     with pytest.raises(ConfigurationError, match="name different devices. Give one of them"):
-        joined_strategy(Strategy("cpu"), Wanted("cuda"), False)
+        joined_strategy(Strategy("cpu"), RequestedDevices("cuda"), False)
 
 
-@pytest.mark.parametrize("wanted", [Wanted("cpu", 2), Wanted("cpu", None, None, 2)])
-def test_several_processes_on_one_device(wanted: Wanted) -> None:
+@pytest.mark.parametrize("wanted", [RequestedDevices("cpu", 2), RequestedDevices("cpu", None, None, 2)])
+def test_several_processes_on_one_device(wanted: RequestedDevices) -> None:
     with pytest.raises(ConfigurationError, match="runs on one device.*Use strategy='ddp', or devices=1"):
         joined_strategy("single", wanted, False)
 
 
 @pytest.mark.world_size(2)
 def test_auto_is_ddp_on_several_processes() -> None:
-    made = joined_strategy("auto", Wanted("cpu"), False)
+    made = joined_strategy("auto", RequestedDevices("cpu"), False)
     assert (made.name, made.world.size) == ("ddp", 2)
-    assert joined_strategy("ddp", Wanted("cpu"), False).world is made.world
+    assert joined_strategy("ddp", RequestedDevices("cpu"), False).world is made.world
 
 
 def test_an_own_loop_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes those that there are: a script on a machine with GPUs is not started anew for each."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert [processes(Wanted("cuda")), processes(Wanted("cuda", as_started=True))] == [4, 1]
+    assert [processes(RequestedDevices("cuda")), processes(RequestedDevices("cuda", as_started=True))] == [4, 1]

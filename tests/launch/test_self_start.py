@@ -97,9 +97,9 @@ def test_a_script_that_joins(tmp_path: Path) -> None:
 import sys
 from datetime import timedelta
 from trainkit.launch.joining import join
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 
-world = join(Wanted("cpu", 2), timeout=timedelta(seconds=60))
+world = join(RequestedDevices("cpu", 2), timeout=timedelta(seconds=60))
 print(world.sums([world.rank, 1]), world.launcher, flush=True)
 world.barrier()
 if world.rank == 1:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.worlds.worlds import run_world
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.joining import join
@@ -18,7 +18,7 @@ from trainkit.loggers.attach import attach, share_folders, states_of
 
 
 def joined() -> World:
-    return join(Wanted(), timeout=timedelta(seconds=30))
+    return join(RequestedDevices(), timeout=timedelta(seconds=30))
 
 
 class Lines(Logger):

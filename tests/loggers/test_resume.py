@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from helpers.support import run_python
 
-from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.console import TrainkitWarning
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach
 from trainkit.loggers.reader import read_metrics
+from trainkit.tagged_json.encode import dumps, loads
 
 KINDS = [CSVLogger, JSONLLogger, TensorBoardLogger]
 FILES = [(CSVLogger, "metrics.csv"), (JSONLLogger, "metrics.jsonl")]

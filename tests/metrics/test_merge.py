@@ -13,11 +13,11 @@ from helpers.runs.metric_runs import Run, epoch, many, same, value_of
 from helpers.worlds.threaded import Peer, together
 from torch import Tensor, nn
 
-from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.console import TrainkitWarning
 from trainkit.distributed.world import World
 from trainkit.metrics.merge import gather_states, merge_states
 from trainkit.metrics.store import MetricStore
+from trainkit.tagged_json.encode import dumps, loads
 
 State = dict[str, Any]
 

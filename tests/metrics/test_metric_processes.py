@@ -16,7 +16,7 @@ from helpers.runs.metric_runs import Run, Step, epoch, evaluation, many, same
 from helpers.support import run_python
 from helpers.worlds.worlds import run_world
 
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.launch.joining import join
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.prompt
 
 
 def joined() -> World:
-    return join(Wanted(), timeout=timedelta(seconds=30))
+    return join(RequestedDevices(), timeout=timedelta(seconds=30))
 
 
 def evaluated(batches: int) -> tuple[dict[str, float], str]:
@@ -89,10 +89,10 @@ LOGS_OBJECTS_OF_THE_MAIN_PROCESS = """
 from datetime import timedelta
 import torchmetrics
 from helpers.runs.metric_runs import Run, epoch
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.launch.joining import join
 
-run = Run(join(Wanted(), timeout=timedelta(seconds=30)))
+run = Run(join(RequestedDevices(), timeout=timedelta(seconds=30)))
 metrics = {f"metric{n}": torchmetrics.SumMetric(sync_on_compute=False) for n in range(8)}
 
 def step(run, m):

@@ -14,11 +14,11 @@ import torchmetrics
 from helpers.runs import metric_runs
 from torch import Tensor, nn
 
-from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.console import TrainkitWarning
 from trainkit.errors import MetricError
 from trainkit.metrics.saved_objects import capture_objects, count_updates, restore_objects
 from trainkit.metrics.store import MetricResults, Scope
+from trainkit.tagged_json.encode import dumps, loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
 

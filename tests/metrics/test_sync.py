@@ -57,7 +57,7 @@ def test_one_process_asks_nobody() -> None:
         def _gathered(self, data: bytes) -> list[bytes]:
             raise AssertionError
 
-        exchange = exchange_objects = _gathered  # type: ignore[assignment]
+        exchange = exchange_state = _gathered  # type: ignore[assignment]
 
     run = Run(Alone())
     epoch(run, many, 9)

@@ -22,10 +22,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from trainkit import Accelerator, Callback, Trainer, set_seed
 from trainkit.callbacks import ModelCheckpoint
+from trainkit.checkpoint import all_ranks as verdicts
 from trainkit.checkpoint import commit as commits
 from trainkit.checkpoint import draft as drafts
-from trainkit.checkpoint import run_folders
-from trainkit.checkpoint import together as verdicts
+from trainkit.checkpoint import save_folders
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.reader import open_checkpoint
 
@@ -68,7 +68,7 @@ class At(Callback):
 
 def make(*callbacks: Callback, **arguments: Any) -> Trainer:
     """A Trainer of as many processes as there are."""
-    drafts.DIVIDED_ABOVE = 2000
+    drafts.SPLIT_ABOVE = 2000
     defaults: dict[str, Any] = {
         "strategy": "ddp",
         "accelerator": "cpu",
@@ -176,7 +176,7 @@ class Loop:
     """An own loop."""
 
     def __init__(self, seed: int = 3) -> None:
-        drafts.DIVIDED_ABOVE = 2000
+        drafts.SPLIT_ABOVE = 2000
         set_seed(5)
         self.accelerator = Accelerator(strategy="ddp")
         torch.manual_seed(seed)
@@ -268,10 +268,10 @@ class Limited(Callback):
     """For one rank, files cannot grow between two steps: its disk is full."""
 
     def __init__(self, rank: int, first: int, last: int, waits: bool = True) -> None:
-        self.rank, self.first, self.last, self.waits = rank, first, last, waits
+        self.rank, self.first, self.last, self.collectives = rank, first, last, waits
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if self.waits and trainer.global_step in (self.first, self.last):
+        if self.collectives and trainer.global_step in (self.first, self.last):
             trainer._checkpointing.wait()  # the save before is done
         if trainer.global_rank == self.rank:
             full = self.first <= trainer.global_step < self.last
@@ -382,8 +382,8 @@ def blind(rank: int) -> tuple[str, str]:
     verdicts._PATIENCE = 0.2
     trainer = make()
     if trainer.global_rank == rank:
-        plain = run_folders.appears
-        run_folders.appears = lambda path: plain(Path("another machine") / path.name)
+        plain = save_folders.wait_for_path
+        save_folders.wait_for_path = lambda path: plain(Path("another machine") / path.name)
     return error_of(lambda: trainer.fit(Wide(), tiny_loader(), ckpt_path="auto"))
 
 

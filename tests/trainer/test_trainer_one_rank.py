@@ -327,7 +327,7 @@ def counted(kinds: list[str], strategy: str) -> list[int]:
         trainer = make_trainer(Ending(), max_epochs=2, strategy=strategy, devices=2, log_every_n_steps=2, **arguments)
         loader = DataLoader(Rows(26), batch_size=4)
         trainer.fit(module, loader, DataLoader(TensorDataset(*[t[:9] for t in tiny_loader(12).dataset.tensors]), batch_size=2))
-        begun.append(trainer.strategy.world.waits.begun)
+        begun.append(trainer.strategy.world.collectives.begun)
     return begun
 
 

@@ -15,12 +15,12 @@ from torch import nn
 from trainkit.accelerator.naming import NumberedCheckpoints, rotate
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.saving import VerbGroup
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.folder import next_counter
 from trainkit.checkpoint.reader import Loaded
 from trainkit.checkpoint.saver import Saver
-from trainkit.checkpoint.shared_reading import read_together
-from trainkit.checkpoint.together import together
+from trainkit.checkpoint.shared_reading import read_on_all_ranks
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.window import Window
@@ -94,7 +94,7 @@ class Checkpointing:
     def __init__(self, strategy: Strategy, numbered: NumberedCheckpoints, prepared: Prepared, resumes: bool = False) -> None:
         self._strategy, self._world = strategy, strategy.world
         self._numbered, self._prepared, self._resumes = numbered, prepared, resumes
-        self._saver = Saver(attention=lambda: None)
+        self._saver = Saver(notify=lambda: None)
         self.registered: list[Any] = []
         self.run_id = secrets.token_hex(8)
 
@@ -216,7 +216,7 @@ class Checkpointing:
         return self._numbered.active
 
     def _read(self, path: str | PathLike[str]) -> Loaded:
-        return read_together(path, self._world, mapped=self._strategy.reads_checkpoint_parts)
+        return read_on_all_ranks(path, self._world, mapped=self._strategy.reads_checkpoint_parts)
 
     def _newest(self) -> tuple[Path, Loaded]:
         """The newest complete checkpoint of those that are named by their number.
@@ -289,7 +289,7 @@ class Checkpointing:
             taken,
             seed=loop.seed,
             run_id=self.run_id,
-            save_counter=together(world, count)[0],
+            save_counter=run_on_all_ranks(world, count)[0],
             step=loop.updates,
             epoch=positions[0]["epoch"] if positions else 0,
             position=positions[0] if positions else {},
@@ -297,7 +297,7 @@ class Checkpointing:
         )
         content = Content(taken.tensors, state, described, taken.attachments)
         drafts: list[Draft] = []
-        together(world, lambda: drafts.append(Draft(content, rank=world.rank, ranks=world.size)))
+        run_on_all_ranks(world, lambda: drafts.append(Draft(content, rank=world.rank, ranks=world.size)))
         return drafts[0]
 
     def _restore(self, loop: Loop, path: Path, loaded: Loaded, wanted: set[str], strict: bool, resumes: bool) -> None:

@@ -127,7 +127,7 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         self._own = self.window.own = True
         self._compares = options.debug
         self._watchdog = self.world.watchdog if options.watched else None
-        self.meeting.debug = options.debug
+        self.collective_checks.debug = options.debug
         self._begin_building()
         remember(self)
 
@@ -311,7 +311,7 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         if self._weighing is None:
             if any(loader.weighs for loader in self._loaders):
                 raise ConfigurationError("backward(weight=) and prepare(batch_weight=) say the same thing. Give one of them.")
-            self._weighing = Weighing(self.window, self.world, self.strategy, self.meeting)
+            self._weighing = Weighing(self.window, self.world, self.strategy, self.collective_checks)
         return self._weighing.share(weight)
 
     def _check_begun(self, verb: str) -> None:

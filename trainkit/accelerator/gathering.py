@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.console import with_article
 from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ConfigurationError
@@ -54,9 +54,9 @@ class Gathering:
         batch: the batch that the loop has read last; default: none.
     """
 
-    def __init__(self, strategy: Strategy, checks: Meeting | None = None, batch: CurrentBatch | None = None) -> None:
+    def __init__(self, strategy: Strategy, checks: CollectiveChecks | None = None, batch: CurrentBatch | None = None) -> None:
         self._strategy = strategy
-        self._checks = Meeting.of(strategy.world) if checks is None else checks
+        self._checks = CollectiveChecks.of(strategy.world) if checks is None else checks
         self._batch: CurrentBatch = _NoBatch() if batch is None else batch
 
     @property
@@ -207,7 +207,7 @@ class Gathering:
                 "Give one object of each process as a list: accelerator.gather_for_metrics([value])"
             )
         fillers = self._checks.exchange("gather_for_metrics", self._batch.filler)
-        said = world.exchange_objects(data)
+        said = world.exchange_user_objects(data)
         return [item for its, filler in zip(said, fillers, strict=True) if not filler for item in its]
 
 

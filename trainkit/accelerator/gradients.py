@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainkit.accelerator.meeting import Meeting, described
+from trainkit.accelerator.collective_checks import CollectiveChecks, described
 from trainkit.console import with_article
 from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError
@@ -24,7 +24,7 @@ class GradientVerbs:
     strategy: Strategy
     window: Window
     averages_in_step: bool
-    meeting: Meeting
+    collective_checks: CollectiveChecks
     _averaged: set[int]
     _compares: bool
 
@@ -91,7 +91,7 @@ class GradientVerbs:
 
     def _compare(self, verb: str, tensors: Iterable[Tensor] | None) -> None:
         """In debug mode: that all processes have called it in the same place, with the same tensors."""
-        self.meeting.compare(verb, None if tensors is None else described(tensors))
+        self.collective_checks.compare(verb, None if tensors is None else described(tensors))
 
     def _complete(self, parameters: list[Tensor]) -> None:
         """Make the gradients of the optimizers that these parameters belong to what they will be updated by."""

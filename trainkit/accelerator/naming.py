@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import remove
+from trainkit.checkpoint.identify import is_checkpoint
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.place import is_checkpoint
-from trainkit.checkpoint.reader import look_at
-from trainkit.checkpoint.together import together
+from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.config.configurations import ProjectConfiguration
 from trainkit.console import notice
 from trainkit.distributed.world import World
@@ -61,7 +61,7 @@ class NumberedCheckpoints:
         Raises:
             ConfigurationError: the folder holds checkpoints of an earlier start, which this run has not resumed.
         """
-        return Path(together(self._world, lambda: str(self._free_path()) if self._world.is_main else None)[0])
+        return Path(run_on_all_ranks(self._world, lambda: str(self._free_path()) if self._world.is_main else None)[0])
 
     def check(self) -> None:
         """On the main process, raise what :meth:`next_path` would raise; before hours of training are spent.
@@ -94,9 +94,9 @@ class NumberedCheckpoints:
             if not self._world.is_main:
                 return None
             found = sorted(_numbered(self.folder), reverse=True)
-            return [[str(path), look_at(path)[1]] for _, path in found if is_checkpoint(path)]
+            return [[str(path), inspect_checkpoint(path)[1]] for _, path in found if is_checkpoint(path)]
 
-        return [(Path(path), problem) for path, problem in together(self._world, look)[0]]
+        return [(Path(path), problem) for path, problem in run_on_all_ranks(self._world, look)[0]]
 
     def continue_after(self, loaded: Path) -> None:
         """Number the next checkpoint after all that there are, if the loaded one is one of them. Collective."""
@@ -109,7 +109,7 @@ class NumberedCheckpoints:
                 return self.project.iteration
             return max((number for number, _ in _numbered(folder)), default=-1) + 1
 
-        self.project.iteration = together(self._world, count)[0]
+        self.project.iteration = run_on_all_ranks(self._world, count)[0]
 
 
 def rotate(folder: Path, limit: int | None, manifest: Manifest | None) -> None:
@@ -138,7 +138,7 @@ def _complete(folder: Path, run_id: str) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     found = []
     for _, path in sorted(_numbered(folder)):
-        manifest, problem = look_at(path) if is_checkpoint(path) else (None, None)
+        manifest, problem = inspect_checkpoint(path) if is_checkpoint(path) else (None, None)
         if problem is None and manifest is not None and manifest.run_id == run_id:
             found.append(path)
     return found

@@ -22,7 +22,7 @@ from trainkit.config.kwargs_handlers import (
 )
 from trainkit.config.values import Plugin
 from trainkit.distributed.device import find_device
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.resolve import chosen_strategy
 from trainkit.launch.tpu import DEVICE
@@ -221,7 +221,7 @@ def _strategy(
     strategy, plugin = given["strategy"], given["deepspeed_plugin"]
     if strategy is not None and plugin is not None:
         raise ConfigurationError("strategy= and deepspeed_plugin= were given. Give one of them.")
-    wanted = Wanted(_kind(given, settings), as_started=True)
+    wanted = RequestedDevices(_kind(given, settings), as_started=True)
     # what the script leaves open
     place = settings.of_place if strategy is None and plugin is None else ()
     dtype = ("mixed_precision",) if given["precision"] is None and given["mixed_precision"] is None else ()
@@ -244,7 +244,7 @@ def _strategy(
 
 
 def _made(
-    given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], wanted: Wanted
+    given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], wanted: RequestedDevices
 ) -> tuple[Strategy, Plugin | None]:
     """The strategy, and the plugin that it is made of."""
     strategy, plugin = given["strategy"], given["deepspeed_plugin"]
@@ -280,7 +280,7 @@ def _common(handlers: Mapping[Any, Any]) -> dict[str, Any]:
     return {} if found is None else found.strategy_options()
 
 
-def _named(name: str, wanted: Wanted, handlers: Mapping[Any, Any]) -> dict[str, Any]:
+def _named(name: str, wanted: RequestedDevices, handlers: Mapping[Any, Any]) -> dict[str, Any]:
     """The options of a strategy of that name. Handlers for another strategy have no effect: one script runs under several."""
     options: dict[str, Any] = {"device": wanted.accelerator}
     info, connected = find_info(name), handlers.get(InitProcessGroupKwargs)

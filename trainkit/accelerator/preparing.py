@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.in_precision import InPrecision, without_wrappers
-from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
@@ -44,7 +44,7 @@ class PrepareVerbs:
     strategy: Strategy
     window: Window
     options: Options
-    meeting: Meeting
+    collective_checks: CollectiveChecks
     reading: Reading
     _seed: int | None
     _models: list[nn.Module]
@@ -123,7 +123,7 @@ class PrepareVerbs:
         for place, item in enumerate(objects):
             if isinstance(item, nn.Module) and not placed[place]:
                 self._check_place(item)
-        self.meeting.wait("prepare")  # what is wrong with the arguments has been said, and nothing has been done
+        self.collective_checks.wait("prepare")  # what is wrong with the arguments has been said, and nothing has been done
         self._enter()
         prepared: dict[int, Any] = {}
         # models first: an optimizer is prepared for a model that is on its device

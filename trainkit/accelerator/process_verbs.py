@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.facts import AcceleratorState, plugin_of, refuse_precision, state_of
 from trainkit.accelerator.gathering import CurrentBatch, Gathering
-from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.options import mixed_name
 from trainkit.accelerator.processes import Processes, only_where
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
@@ -44,9 +44,9 @@ class ProcessVerbs:
 
     def __init__(self, strategy: Strategy, batch: CurrentBatch | None = None, plugin: Plugin | None = None) -> None:
         self.strategy = strategy
-        self.meeting = Meeting.of(strategy.world)
-        self._processes = Processes(strategy, self.meeting)
-        self._gathering = Gathering(strategy, self.meeting, batch)
+        self.collective_checks = CollectiveChecks.of(strategy.world)
+        self._processes = Processes(strategy, self.collective_checks)
+        self._gathering = Gathering(strategy, self.collective_checks, batch)
         self._plugin = plugin
 
     # -------------------------------------------------------------------------------------------------------------- facts
@@ -133,7 +133,7 @@ class ProcessVerbs:
         Raises:
             CollectiveError: another process called another verb, waits for this one, or has ended; names the lines.
         """
-        self.meeting.wait("wait_for_everyone")
+        self.collective_checks.wait("wait_for_everyone")
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

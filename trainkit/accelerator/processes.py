@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.errors import ConfigurationError
 from trainkit.nested import rebuild
 from trainkit.strategy import Strategy
@@ -22,14 +22,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Processes:
-    """Waits for the other processes, lets one go first, and divides work among all.
+    """CollectiveTracker for the other processes, lets one go first, and divides work among all.
 
     Args:
         strategy: knows the processes and the device of this one.
         checks: compares what the processes call.
     """
 
-    def __init__(self, strategy: Strategy, checks: Meeting) -> None:
+    def __init__(self, strategy: Strategy, checks: CollectiveChecks) -> None:
         self._strategy, self._checks = strategy, checks
         self._triggered = False
 

@@ -10,10 +10,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.in_precision import without_wrappers
-from trainkit.accelerator.meeting import Meeting
-from trainkit.checkpoint.scattered import is_scattered
-from trainkit.checkpoint.together import together
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice
 from trainkit.distributed.world import World
@@ -25,6 +24,7 @@ from trainkit.state.model import capture_model, clean_names
 from trainkit.state.parts import configurations
 from trainkit.state.single_file import write_object
 from trainkit.strategy import Strategy
+from trainkit.tagged_json.tensors import is_sharded_tensor
 
 __all__ = ["Saving", "VerbGroup", "refuse_pickle"]
 
@@ -71,7 +71,7 @@ class Saving:
         """
         model = without_wrappers(model, self._strategy)
         standins = self._strategy.exported_weights(model)
-        sharded = any(is_scattered(tensor) for tensor in standins.values())
+        sharded = any(is_sharded_tensor(tensor) for tensor in standins.values())
         if sharded:
             VerbGroup(self._strategy.world, "get_state_dict").wait()
         state = capture_model(model, standins=standins)
@@ -100,7 +100,7 @@ class Saving:
         world, size = self._strategy.world, shard_size(max_shard_size)
         group, model = VerbGroup(world, "save_model"), without_wrappers(model, self._strategy)
         standins = self._strategy.exported_weights(model)
-        if any(is_scattered(tensor) for tensor in standins.values()):
+        if any(is_sharded_tensor(tensor) for tensor in standins.values()):
             group.wait()  # they are gathered from all processes
         state = capture_model(model, standins=standins)
         files, adapters, rank = configurations(state.configs), adapter_folders(state), world.rank
@@ -113,7 +113,7 @@ class Saving:
                 write_weights(folder, state.tensors, files, max_shard_size=size, rank=rank)
 
         # written before waiting for the other processes, so that the files are there even if those never come
-        together(group, write, CheckpointWriteError)
+        run_on_all_ranks(group, write, CheckpointWriteError)
 
     def _refuse_without_values(self, state: Mapping[Any, Any]) -> None:
         """Refuse the ``state_dict()`` of a sharded model: its tensors have no elements.
@@ -136,7 +136,7 @@ class Saving:
 class VerbGroup:
     """The processes in one verb: a process that calls another verb is an error instead of a wait.
 
-    It is a :class:`trainkit.checkpoint.together.Group`.
+    It is a :class:`trainkit.checkpoint.all_ranks.Group`.
 
     Args:
         world: the processes.
@@ -155,7 +155,7 @@ class VerbGroup:
         """
         if self._world.channel is None:  # threads, which find that out by themselves
             return self._world.exchange(value)
-        return Meeting.of(self._world).exchange(self._verb, value)
+        return CollectiveChecks.of(self._world).exchange(self._verb, value)
 
     def wait(self) -> None:
         """Wait until all processes have called the verb.
@@ -180,7 +180,7 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Sharded tensors gathered to the main process's host memory, one at a time. Collective."""
     found = {}
     for name, tensor in tensors.items():
-        if is_scattered(tensor):
+        if is_sharded_tensor(tensor):
             values = cast(Any, tensor).collect(0)
             tensor = tensor if values is None else values.cpu()
         found[name] = tensor

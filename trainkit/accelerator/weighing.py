@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.data.window import Window, checked_weight
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
@@ -27,20 +27,20 @@ class Weighing:
         window: of the accelerator.
         world: the processes.
         strategy: whose gradients they are.
-        meeting: of the processes.
+        checks: that all processes call it.
 
     Raises:
         UnsupportedArgumentError: several micro-batches in a window whose gradients are not to be had.
     """
 
-    def __init__(self, window: Window, world: World, strategy: Strategy, meeting: Meeting) -> None:
+    def __init__(self, window: Window, world: World, strategy: Strategy, checks: CollectiveChecks) -> None:
         if strategy.accumulates_in_engine and window.size > 1:
             raise UnsupportedArgumentError(
                 "backward(weight=) with gradient_accumulation_steps > 1 needs the gradients of a window whole, and they are "
                 "divided here. Say the weight when the batch is read: accelerator.prepare(loader, batch_weight=lambda batch: "
                 "float((batch['labels'] != -100).sum()))"
             )
-        self._window, self._world, self._meeting = window, world, meeting
+        self._window, self._world, self._checks = window, world, checks
         self._weighed: bool | None = None  # whether the micro-batches of the window have weights
         self._emptied = False  # it has been said that the window weighs nothing
         self._at = -1  # the micro-batch that was weighed last
@@ -91,7 +91,7 @@ class Weighing:
 
     def _over_all(self, value: float) -> float:
         """The sum over the processes, added in the order of the ranks. It is an error if one has no weight to give."""
-        return float(sum(self._meeting.exchange("backward(weight=)", value)))
+        return float(sum(self._checks.exchange("backward(weight=)", value)))
 
     def settle(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Correct the gradients of a window that is complete: of all that these have."""

@@ -15,14 +15,14 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks, wait_for_path
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.reader import read_small_file
-from trainkit.checkpoint.tagged import MAX_JSON_BYTES
 from trainkit.checkpoint.tensor_file import write_file
-from trainkit.checkpoint.together import ONE_FILE_SYSTEM, Group, appears, together
 from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
+from trainkit.tagged_json.strict_json import MAX_JSON_BYTES
 
 __all__ = ["check_target", "commit", "sync_folder"]
 
@@ -70,11 +70,11 @@ def commit(draft: Draft, target: Path, *, replace: bool = False, team: Group = _
     """
     work = _Commit(draft, target, replace, team.rank == 0)
     try:
-        opened = together(team, work.open, CheckpointWriteError)
+        opened = run_on_all_ranks(team, work.open, CheckpointWriteError)
         _compare([layout for _, layout in opened])
         work.partial = Path(opened[0][0])
-        files = together(team, work.write, CheckpointWriteError)
-        together(team, lambda: work.close(files), CheckpointWriteError)
+        files = run_on_all_ranks(team, work.write, CheckpointWriteError)
+        run_on_all_ranks(team, lambda: work.close(files), CheckpointWriteError)
     except BaseException:
         work.undo()
         raise
@@ -125,8 +125,8 @@ class _Commit:
     def write(self) -> dict[str, str]:
         """Write this process's files; their digests."""
         with self._explained():
-            if not self._main and not appears(self.partial):
-                raise CheckpointWriteError(f"{self.partial}, which the main process has made, is not here. {ONE_FILE_SYSTEM}")
+            if not self._main and not wait_for_path(self.partial):
+                raise CheckpointWriteError(f"{self.partial}, created by the main process, is not here. {SHARED_FOLDER_ADVICE}")
             digests = _write(self._draft, self.partial)
             if not self._main:
                 sync_folder(self.partial)

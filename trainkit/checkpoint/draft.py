@@ -11,22 +11,23 @@ from typing import Any
 from torch import Tensor
 
 from trainkit._version import __version__
-from trainkit.checkpoint import tagged
-from trainkit.checkpoint.dealing import deal
+from trainkit.checkpoint.gather_order import GatherOrder
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import DIGEST, FORMAT_VERSION, MANIFEST, FileEntry, Manifest, digest_line, is_file_name
-from trainkit.checkpoint.scattered import Turns
-from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, tensor_problem
+from trainkit.checkpoint.rank_assignment import assign_to_ranks
+from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files
 from trainkit.errors import CheckpointError
+from trainkit.tagged_json.encode import dumps
+from trainkit.tagged_json.tensors import tensor_problem
 
-__all__ = ["DIVIDED_ABOVE", "Content", "Draft"]
+__all__ = ["SPLIT_ABOVE", "Content", "Draft"]
 
-DIVIDED_ABOVE = 16 * 2**20
+SPLIT_ABOVE = 16 * 2**20
 """Bytes of a stem above which it is divided on several processes, so that each of them writes a part of it."""
 
 _STATE = "state"
 # References in state.json name the one file of tensors that belongs to it, so it is never divided.
-_NEVER_DIVIDED = 2**63
+_NEVER_SPLIT = 2**63
 _PIECE = 4 * 2**20
 _ANY_DIGEST = "0" * 64
 
@@ -37,7 +38,7 @@ class Content:
 
     Attributes:
         tensors: stem of the file ("model", "model_1", "optimizer") → name → tensor.
-        state: the rest, for ``state.json`` and ``state.safetensors``; see :mod:`trainkit.checkpoint.tagged` for what may
+        state: the rest, for ``state.json`` and ``state.safetensors``; see :mod:`trainkit.tagged_json.encode` for what may
             be in it.
         about: the fields of :class:`~trainkit.checkpoint.manifest.Manifest` but for ``trainkit_version``, ``saved_at``,
             ``format_version`` and ``files``.
@@ -81,7 +82,7 @@ class Draft:
         self._bytes: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorFile, Mapping[str, Tensor]]] = {}
         self._copies: Mapping[str, memoryview] | None = None
-        self._owned: list[list[Tensor]] = [[] for _ in range(ranks)]  # scattered ones, by the process that writes them
+        self._owned: list[list[Tensor]] = [[] for _ in range(ranks)]  # sharded ones, by the process that writes them
         self._rank, self._run_id = rank, str(content.about["run_id"])
         self.sizes: dict[str, int] = {}
         self.layout = ""
@@ -93,7 +94,7 @@ class Draft:
                 self._add_tensors(stem, tensors, content.max_shard_size, {0: list(tensors)})
                 continue
             sizes = {name: 0 if tensor_problem(t) else t.nbytes for name, t in tensors.items()}
-            files = self._add_tensors(stem, tensors, content.max_shard_size, deal(sizes, loads, DIVIDED_ABOVE))
+            files = self._add_tensors(stem, tensors, content.max_shard_size, assign_to_ranks(sizes, loads, SPLIT_ABOVE))
             for file in files:
                 kinds = sorted((entry.name, str(entry.dtype), entry.shape) for entry in file.entries)
                 layout.update(f"{file.name} {file.size} {kinds}\n".encode())
@@ -137,11 +138,11 @@ class Draft:
         The copies lie in ``buffers``: the draft is of use until the next one is detached into them. Tensors that no process has
         whole are gathered, which all processes do together.
         """
-        turns = Turns(self._rank, self._owned)
+        gathers = GatherOrder(self._rank, self._owned)
         try:
-            self._copies = buffers.copy(self._tensors, turns.take)
+            self._copies = buffers.copy(self._tensors, gathers.values_of)
         finally:
-            turns.finish()
+            gathers.finish()
         self._owned = []
         self._tensors = {name: (file, {}) for name, (file, _) in self._tensors.items()}
 
@@ -154,25 +155,25 @@ class Draft:
     def files(self) -> Generator[tuple[str, Iterable[bytes | memoryview]], None, None]:
         """This process's files but for manifest and digest: name, and content piece by piece, to be read once.
 
-        Where tensors are scattered, all processes read them at the same time, to the end or until this is closed.
+        Where tensors are sharded, all processes read them at the same time, to the end or until this is closed.
         """
-        turns = Turns(self._rank, self._owned)
+        gathers = GatherOrder(self._rank, self._owned)
         try:
             for name, data in self._bytes.items():
                 yield name, [data]
             for name, (file, tensors) in self._tensors.items():
                 if self._copies is None:
-                    yield name, _streamed(file, tensors, turns)
+                    yield name, _streamed(file, tensors, gathers)
                 else:
                     yield name, _copied(file, self._copies[name])
         finally:
-            turns.finish()
+            gathers.finish()
 
     def _add_state(self, state: dict[str, Any]) -> None:
         tensors: dict[str, Tensor] = {}
-        self._add_bytes("state.json", tagged.dumps(state, tensors, file="state.safetensors", where=_STATE))
+        self._add_bytes("state.json", dumps(state, tensors, file="state.safetensors", where=_STATE))
         if tensors:
-            self._add_tensors(_STATE, tensors, _NEVER_DIVIDED, {0: list(tensors)})
+            self._add_tensors(_STATE, tensors, _NEVER_SPLIT, {0: list(tensors)})
 
     def _add_tensors(
         self, stem: str, tensors: Mapping[str, Tensor], max_shard_size: int, groups: Mapping[int, list[str]]
@@ -207,10 +208,10 @@ class Draft:
             raise CheckpointError(f"two files of the checkpoint would be called {name!r}. Fix: rename one of them")
 
 
-def _streamed(file: TensorFile, tensors: Mapping[str, Tensor], turns: Turns) -> Iterator[bytes | memoryview]:
+def _streamed(file: TensorFile, tensors: Mapping[str, Tensor], gathers: GatherOrder) -> Iterator[bytes | memoryview]:
     yield file.header
     for entry in file.entries:
-        yield from chunks(entry, turns.take(tensors[entry.name]))
+        yield from chunks(entry, gathers.values_of(tensors[entry.name]))
 
 
 def _copied(file: TensorFile, data: memoryview) -> Iterator[bytes | memoryview]:

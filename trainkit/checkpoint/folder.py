@@ -14,14 +14,14 @@ from pathlib import Path
 
 from trainkit.checkpoint.commit import sync_folder
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.reader import has_our_files, is_checkpoint, look_at, read_small_file
+from trainkit.checkpoint.reader import has_checkpoint_files, inspect_checkpoint, is_checkpoint, read_small_file
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.paths import local_path
 
 __all__ = [
     "CHECKPOINTS",
     "POINTER",
-    "Found",
+    "FoundCheckpoint",
     "candidates",
     "check_writable",
     "folders_below",
@@ -49,7 +49,7 @@ _OUR_FILE = re.compile(r"\.(probe|last)\.tmp-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint in a folder.
 
     Attributes:
@@ -63,7 +63,7 @@ class Found:
     problem: str | None
 
 
-def list_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
     """The checkpoints in ``folder``: good ones newest first, then the bad ones, each with what is wrong.
 
     Newer is: of a run whose latest checkpoint was saved later, in a run the one that was saved after more others. Only
@@ -77,7 +77,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
     return [one for one in found if one.problem is None] + [one for one in found if one.problem is not None]
 
 
-def candidates(*folders: str | os.PathLike[str]) -> list[Found]:
+def candidates(*folders: str | os.PathLike[str]) -> list[FoundCheckpoint]:
     """The checkpoints in the order in which to try them: of the run saved to last the newest first, then older runs.
 
     Bad ones are in it, so that each is named before an older one is used: those whose manifest is sound at their place,
@@ -92,15 +92,15 @@ def candidates(*folders: str | os.PathLike[str]) -> list[Found]:
         if one.manifest is not None:
             latest[one.manifest.run_id] = max(latest.get(one.manifest.run_id, ""), one.manifest.saved_at)
 
-    def age(one: Found) -> tuple[str, str, int, str, str]:
+    def age(one: FoundCheckpoint) -> tuple[str, str, int, str, str]:
         assert one.manifest is not None
         about = one.manifest
         return latest[about.run_id], about.run_id, about.save_counter, about.saved_at, one.path.name
 
-    unknown: dict[Path, list[Found]] = {}
+    unknown: dict[Path, list[FoundCheckpoint]] = {}
     for one in sorted((one for one in found if one.manifest is None), key=lambda one: one.path.name):
         unknown.setdefault(one.path.parent, []).append(one)
-    ordered: list[Found] = []
+    ordered: list[FoundCheckpoint] = []
     for one in sorted((one for one in found if one.manifest is not None), key=age, reverse=True):
         ordered += [*unknown.pop(one.path.parent, []), one]
     return [one for left in unknown.values() for one in left] + ordered
@@ -139,7 +139,7 @@ def next_counter(folder: str | os.PathLike[str], run_id: str) -> int:
     return 1 + max((manifest.save_counter for manifest in found if manifest.run_id == run_id), default=0)
 
 
-def _find(folder: Path) -> list[Found]:
+def _find(folder: Path) -> list[FoundCheckpoint]:
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except FileNotFoundError:
@@ -155,7 +155,7 @@ def _find(folder: Path) -> list[Found]:
         if entry.is_symlink() and os.path.realpath(path) in here:
             continue  # another name of one that is here
         if is_checkpoint(path):
-            one = Found(path, *look_at(path))
+            one = FoundCheckpoint(path, *inspect_checkpoint(path))
             if one.problem is None or is_checkpoint(path):  # else somebody removed it meanwhile
                 found.append(one)
     return found
@@ -301,7 +301,7 @@ def _is_leftover(entry: os.DirEntry[str]) -> bool:
             return False
         # Other people's folders are no unfinished save, unless they were carried over from the checkpoint to be replaced.
         with os.scandir(entry.path) as inside:
-            return has_our_files(Path(entry.path)) or not any(inner.is_dir(follow_symlinks=False) for inner in inside)
+            return has_checkpoint_files(Path(entry.path)) or not any(inner.is_dir(follow_symlinks=False) for inner in inside)
     return entry.is_file(follow_symlinks=False) and _OUR_FILE.fullmatch(entry.name) is not None
 
 

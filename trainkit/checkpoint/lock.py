@@ -1,8 +1,17 @@
-"""One live run a folder of checkpoints: a lock that neither a dead process nor a dead host keeps.
+"""One live run per folder of checkpoints: a lock that neither a dead process nor a dead host keeps.
 
-The lock is what the file ``.lock`` says, not a lock of the operating system: that one would be inherited by forked
-DataLoader workers and outlive the run, and is not seen by other hosts on every file system. ``flock`` only makes
-read-check-write one action, and is given back at once.
+The lock is the content of the file ``.lock``, which names its holder and has a heartbeat. ``flock`` only makes
+read-check-write atomic, and is released at once.
+
+Why not the package filelock (tried: 4.2.12), which torch depends on, and which would replace this file:
+
+- ``FileLock`` holds ``flock`` for the whole run. BeeGFS, Lustre with ``localflock`` and FUSE file systems apply ``flock`` to
+  one host only: runs on two hosts would both save. NFSv3 keeps the lock of a dead host until that host starts again. A forked
+  DataLoader worker keeps the lock of a killed run, unless filelock is recent enough to close it; torch requires no version. It
+  also truncates the file, so that the error could not name host, process and run.
+- ``SoftFileLease`` (3.30 and newer) has a heartbeat. But a killed run that its parent has not waited for blocks the folder for
+  the whole lease, the file has no room for the run, a ``.lock`` of an earlier trainkit counts as malformed and is removed, and
+  a process that was suspended learns of a takeover only at its next heartbeat, which may be after its next save.
 """
 
 from __future__ import annotations
@@ -22,7 +31,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.checkpoint.process_identity import ProcessIdentity
-from trainkit.checkpoint.tagged import strict_json
 from trainkit.console import notice
 from trainkit.errors import (
     CheckpointError,
@@ -31,6 +39,7 @@ from trainkit.errors import (
     ConfigurationError,
     CorruptCheckpointError,
 )
+from trainkit.tagged_json.strict_json import strict_json
 
 try:
     import fcntl

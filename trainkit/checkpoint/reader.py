@@ -18,15 +18,31 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from trainkit.checkpoint.identify import (
+    MAX_LISTED,
+    checkpoint_identity,
+    has_checkpoint_files,
+    is_checkpoint,
+    listed,
+    why_no_checkpoint,
+)
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
-from trainkit.checkpoint.place import MOST_NAMED, has_our_files, identity, is_checkpoint, nothing_at, some
-from trainkit.checkpoint.regular_file import map_file, not_regular, read_file, read_small_file, regular_file
-from trainkit.checkpoint.tagged import MAX_JSON_BYTES, loads, strict_json
+from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file, regular_file
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from trainkit.paths import local_path
+from trainkit.tagged_json.encode import loads
+from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
 
-__all__ = ["Checkpoint", "Loaded", "has_our_files", "is_checkpoint", "look_at", "open_checkpoint", "read_small_file"]
+__all__ = [
+    "Checkpoint",
+    "Loaded",
+    "has_checkpoint_files",
+    "inspect_checkpoint",
+    "is_checkpoint",
+    "open_checkpoint",
+    "read_small_file",
+]
 
 STATE = "state.json"
 _TENSORS = ".safetensors"
@@ -45,8 +61,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(os.path.abspath(local_path(path, "path")))
     if not is_checkpoint(path):
-        raise CheckpointNotFoundError(nothing_at(path))
-    manifest, problem, which = _look(path)
+        raise CheckpointNotFoundError(why_no_checkpoint(path))
+    manifest, problem, which = _inspect(path)
     if problem is not None:
         raise problem
     assert manifest is not None
@@ -55,9 +71,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return checkpoint
 
 
-def look_at(path: Path) -> tuple[Manifest | None, str | None]:
+def inspect_checkpoint(path: Path) -> tuple[Manifest | None, str | None]:
     """What :func:`open_checkpoint` finds out: the manifest, None if it cannot be trusted, and what is wrong, if anything."""
-    manifest, problem, _ = _look(path)
+    manifest, problem, _ = _inspect(path)
     return manifest, None if problem is None else str(problem)
 
 
@@ -72,7 +88,7 @@ class Checkpoint:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
-        self._identity = identity(path)
+        self._identity = checkpoint_identity(path)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r})"
@@ -99,9 +115,9 @@ class Checkpoint:
             CorruptCheckpointError: a file is damaged; the message names it.
             CheckpointError: it was replaced or removed meanwhile; or it holds a value of a type that is not registered.
         """
-        wanted = self._wanted(stems)
-        with self._undisturbed():
-            loaded = self._load(wanted, self._mapped if mapped else self._content, unregistered)
+        requested = self._requested(stems)
+        with self._unchanged():
+            loaded = self._load(requested, self._mapped if mapped else self._content, unregistered)
             if stems is None:
                 self._check_attachments()
         return loaded
@@ -113,7 +129,7 @@ class Checkpoint:
             CorruptCheckpointError: a file is damaged; the message names it.
             CheckpointError: it was replaced or removed meanwhile.
         """
-        with self._undisturbed():
+        with self._unchanged():
             self._load({*self._stems(), "state"}, self._outline, unregistered=True)
             self._check_attachments()
 
@@ -126,17 +142,17 @@ class Checkpoint:
         """
         if name not in self.manifest.files:
             raise CheckpointNotFoundError(f"{self.path} has no {name!r}; it has {', '.join(sorted(self.manifest.files))}.")
-        with self._undisturbed():
+        with self._unchanged():
             return bytes(self._content(name))
 
-    def _wanted(self, stems: Collection[str] | None) -> set[str]:
-        wanted = set(self.stems) if stems is None else set(stems)
-        if unknown := sorted(wanted.difference(self.stems)):
+    def _requested(self, stems: Collection[str] | None) -> set[str]:
+        requested = set(self.stems) if stems is None else set(stems)
+        if unknown := sorted(requested.difference(self.stems)):
             raise StateMismatchError(
                 f"{self.path}: expected a checkpoint with {', '.join(unknown)}, this one has {', '.join(self.stems)}. "
                 f"Fix: read what it has: checkpoint.read({self.stems})"
             )
-        return wanted
+        return requested
 
     def _files_of(self, stems: Collection[str] | None) -> list[str]:
         """The files that :meth:`read` reads."""
@@ -151,12 +167,12 @@ class Checkpoint:
     def _stems(self) -> dict[str, list[str]]:
         return _stems(self.manifest, self._what(MANIFEST))
 
-    def _load(self, wanted: Collection[str], fetch: Callable[[str], memoryview], unregistered: bool = False) -> Loaded:
+    def _load(self, requested: Collection[str], fetch: Callable[[str], memoryview], unregistered: bool = False) -> Loaded:
         """The content of the stems ``wanted``; ``fetch`` gives the verified content of a file."""
-        tensors = {stem: self._tensors(stem, names, fetch) for stem, names in self._stems().items() if stem in wanted}
+        tensors = {stem: self._tensors(stem, names, fetch) for stem, names in self._stems().items() if stem in requested}
         for_state = tensors.pop("state", {})
         state: Any = {}
-        if "state" in wanted:
+        if "state" in requested:
             files = {f"state{_TENSORS}": for_state}
             state = loads(fetch(STATE), files, self._what(STATE), unregistered=unregistered)
             if not isinstance(state, dict):
@@ -183,22 +199,14 @@ class Checkpoint:
                 )
         return tensors
 
-    def _content(self, name: str, verified: bool = False) -> memoryview:
-        """A file, read once, and verified, unless another process has done that."""
+    def _content(self, name: str, verified: bool = False, mapped: bool = False) -> memoryview:
+        """The bytes of a file. ``verified``: another process has hashed it."""
         entry = self.manifest.files[name]
-        try:
-            return read_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name))
-        except MemoryError:
-            raise CheckpointError(
-                f"{self._what(name)}: its {entry.size:,} bytes do not fit into the memory that is free"
-            ) from None
+        return read_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name), mapped)
 
     def _mapped(self, name: str, verified: bool = False) -> memoryview:
-        """The same without the values of a model or an optimizer in memory."""
-        if not name.endswith(_TENSORS) or name.startswith("state"):
-            return self._content(name, verified)
-        entry = self.manifest.files[name]
-        return map_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name))
+        """The same, without the values of a model or an optimizer in memory."""
+        return self._content(name, verified, mapped=name.endswith(_TENSORS) and not name.startswith("state"))
 
     def _outline(self, name: str) -> memoryview:
         """The same for who wants no values: of a file of tensors the header alone, before memory that nobody has touched."""
@@ -215,16 +223,16 @@ class Checkpoint:
     def _check(self, name: str) -> bytearray:
         """Verify a file in pieces, as it may be larger than the memory; its first bytes, to the end of a tensor header."""
         entry = self.manifest.files[name]
-        digest, size, head, wanted = hashlib.sha256(), 0, bytearray(), 8
+        digest, size, head, requested = hashlib.sha256(), 0, bytearray(), 8
         piece = memoryview(bytearray(_PIECE))
         with regular_file(self.path / name) as file:
             while count := file.readinto(piece):
                 digest.update(piece[:count])
                 size += count
-                head += piece[: min(count, max(wanted - len(head), 0))]
-                if wanted == len(head) == 8:
-                    wanted += min(int.from_bytes(head, "little"), MAX_JSON_BYTES)
-                    head += piece[8 : min(count, wanted)]
+                head += piece[: min(count, max(requested - len(head), 0))]
+                if requested == len(head) == 8:
+                    requested += min(int.from_bytes(head, "little"), MAX_JSON_BYTES)
+                    head += piece[8 : min(count, requested)]
         if size != entry.size:
             raise CorruptCheckpointError(_other_size(self._what(name), entry.size, size))
         if digest.hexdigest() != entry.sha256:
@@ -239,12 +247,12 @@ class Checkpoint:
                 self._check(name)
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
+    def _unchanged(self) -> Iterator[None]:
         """Tell damage from a folder that another process has replaced or removed meanwhile."""
         try:
             yield
         except CorruptCheckpointError as error:
-            now = identity(self.path)
+            now = checkpoint_identity(self.path)
             if now in (self._identity, b""):
                 raise
             raise CheckpointError(
@@ -277,17 +285,17 @@ class Loaded:
 # ---------------------------------------------------------------------------------------------------- manifest and files
 
 
-def _look(path: Path) -> tuple[Manifest | None, CheckpointError | None, bytes | None]:
+def _inspect(path: Path) -> tuple[Manifest | None, CheckpointError | None, bytes | None]:
     """Manifest, problem, and which checkpoint it was that ``path`` led to."""
     while True:
-        manifest, problem, before = None, None, identity(path)
+        manifest, problem, before = None, None, checkpoint_identity(path)
         try:
             manifest = _read_manifest(path)
             _stems(manifest, str(path / MANIFEST))
             _measure(path, manifest)
         except CheckpointError as error:
             problem = error
-        if identity(path) == before:
+        if checkpoint_identity(path) == before:
             return manifest, problem, before
         # Replaced in between: what was seen may be half of one and half of another.
 
@@ -319,8 +327,8 @@ def _measure(path: Path, manifest: Manifest) -> None:
         elif info.st_size != entry.size:
             problems.append(_other_size(what, entry.size, info.st_size))
     if problems:
-        more = len(problems) - MOST_NAMED
-        raise CorruptCheckpointError("\n".join(problems[:MOST_NAMED]) + (f"\nand {more} more files" if more > 0 else ""))
+        more = len(problems) - MAX_LISTED
+        raise CorruptCheckpointError("\n".join(problems[:MAX_LISTED]) + (f"\nand {more} more files" if more > 0 else ""))
 
 
 def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
@@ -338,7 +346,7 @@ def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
     for stem, names in stems.items():
         count = len(names)
         if names not in ([f"{stem}{_TENSORS}"], [f"{stem}-{k:05d}-of-{count:05d}{_TENSORS}" for k in range(1, count + 1)]):
-            raise CorruptCheckpointError(f"{what}: the files of {stem} are not complete: it lists {some(names)}")
+            raise CorruptCheckpointError(f"{what}: the files of {stem} are not complete: it lists {listed(names)}")
     return stems
 
 

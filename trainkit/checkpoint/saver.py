@@ -12,17 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.together import together
 from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointWriteError
 
 __all__ = ["Saver"]
 
-_ALONE = Team()
+_SINGLE_RANK = Team()
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Saver:
         team: the processes that save together; nobody else may use it.
     """
 
-    def __init__(self, attention: Callable[[], None], team: Team = _ALONE) -> None:
-        self.attention = attention
+    def __init__(self, notify: Callable[[], None], team: Team = _SINGLE_RANK) -> None:
+        self.notify = notify
         self.team = team
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
@@ -88,9 +88,9 @@ class Saver:
             if committed is not None:
                 committed(manifest)
             return
-        together(self.team, lambda: draft.detach(self._buffers), CheckpointWriteError)
+        run_on_all_ranks(self.team, lambda: draft.detach(self._buffers), CheckpointWriteError)
         job = (draft, target, replace, committed, failed)
-        if not self.team.beside:
+        if not self.team.concurrent:
             self._run(*job)
             return
         thread = threading.Thread(target=self._run, args=job, name="trainkit-save", daemon=False)
@@ -148,7 +148,7 @@ class Saver:
             traceback.clear_frames(error.__traceback__)
             del draft
             self._failures.append(_Failure(target, error, failed))
-            self.attention()
+            self.notify()
 
 
 def _print(failures: deque[_Failure]) -> None:

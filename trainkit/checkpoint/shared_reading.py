@@ -6,17 +6,17 @@ import hashlib
 import os
 from collections.abc import Callable, Collection
 
-from trainkit.checkpoint.dealing import deal
+from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks
+from trainkit.checkpoint.identify import checkpoint_identity
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.place import identity
+from trainkit.checkpoint.rank_assignment import assign_to_ranks
 from trainkit.checkpoint.reader import Checkpoint, Loaded, open_checkpoint
-from trainkit.checkpoint.together import ONE_FILE_SYSTEM, Group, together
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["read_together"]
+__all__ = ["read_on_all_ranks"]
 
 
-def read_together(
+def read_on_all_ranks(
     path: str | os.PathLike[str],
     group: Group,
     choose: Callable[[Manifest], Collection[str] | None] = lambda manifest: None,
@@ -40,9 +40,9 @@ def read_together(
     if group.size == 1:
         checkpoint = open_checkpoint(path)
         return checkpoint.read(choose(checkpoint.manifest), mapped=mapped)
-    path = together(group, lambda: os.path.abspath(path))[0]
+    path = run_on_all_ranks(group, lambda: os.path.abspath(path))[0]
     found: list[Checkpoint] = []
-    wanted: set[str] = set()
+    requested: set[str] = set()
     contents: dict[str, memoryview] = {}
     loaded: list[Loaded] = []
 
@@ -50,10 +50,10 @@ def read_together(
         checkpoint = open_checkpoint(path)
         found.append(checkpoint)
         stems = choose(checkpoint.manifest)
-        wanted.update(checkpoint._wanted(stems))
+        requested.update(checkpoint._requested(stems))
         sizes = {name: checkpoint.manifest.files[name].size for name in checkpoint._files_of(stems)}
-        own = deal(sizes, [0] * group.size).get(group.rank, [])
-        with checkpoint._undisturbed():
+        own = assign_to_ranks(sizes, [0] * group.size).get(group.rank, [])
+        with checkpoint._unchanged():
             fetch = checkpoint._mapped if mapped else checkpoint._content
             contents.update({name: fetch(name) for name in own})
         return hashlib.sha256(checkpoint._identity or b"").hexdigest()
@@ -64,15 +64,17 @@ def read_together(
         return found[0]._mapped(name, verified=True) if mapped else found[0]._content(name, verified=True)
 
     def load() -> None:
-        with found[0]._undisturbed():
-            content = found[0]._load(wanted, fetch)
-            if identity(found[0].path) != found[0]._identity:  # what was not hashed here may be of another one
+        with found[0]._unchanged():
+            content = found[0]._load(requested, fetch)
+            if checkpoint_identity(found[0].path) != found[0]._identity:  # what was not hashed here may be of another one
                 raise CorruptCheckpointError(f"{path}: changed while it was read")
             loaded.append(content)
 
-    digests = together(group, verify)
+    digests = run_on_all_ranks(group, verify)
     others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
-        raise CheckpointError(f"{path} is another checkpoint for rank {', '.join(others)} than for rank 0. {ONE_FILE_SYSTEM}")
-    together(group, load)
+        raise CheckpointError(
+            f"{path} is another checkpoint for rank {', '.join(others)} than for rank 0. {SHARED_FOLDER_ADVICE}"
+        )
+    run_on_all_ranks(group, load)
     return loaded[0]

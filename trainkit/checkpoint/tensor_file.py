@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.scattered import is_scattered
-from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
-from trainkit.console import with_article
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
+from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
+from trainkit.tagged_json.tensors import DTYPES, NAMES, tensor_problem
 
 __all__ = [
     "Entry",
@@ -32,35 +31,11 @@ __all__ = [
     "chunks",
     "metadata_in",
     "plan_files",
-    "tensor_problem",
     "tensors_in",
     "write_file",
 ]
 
 _ALIGNMENT = 64  # bytes, of torch's own tensors
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
 _PIECE = 2**20  # what is read, written and hashed at a time: small enough to be hashed from the cache
 _GATHER = 16 * 2**20  # what is copied at a time of a tensor that is not contiguous or not in host memory
 _SMALL = 64 * 2**10  # below this, pieces are put together before they are written
@@ -88,26 +63,6 @@ class TensorFile:
     header: bytes
     entries: tuple[Entry, ...]
     size: int
-
-
-def tensor_problem(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be stored, with what to do about it; None if it can."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"it is {with_article(type(tensor).__name__)}, which stands for other tensors; store those"
-    if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
-        return "it has no values yet: run one batch through the module first"
-    if tensor.is_quantized:
-        return "it is quantized; store its int_repr(), scale and zero point, or dequantize() it"
-    if tensor.layout is not torch.strided:
-        return f"its layout is {tensor.layout}; store to_dense(), or its indices and values"
-    if tensor.is_meta and not is_scattered(tensor):
-        return "it is on the meta device, so it has no values; give it some with to_empty() and an initialization"
-    if tensor.is_nested:
-        return "it is a nested tensor; store unbind() of it"
-    if tensor.dtype not in _NAMES:
-        fix = "its real and imaginary parts" if tensor.is_complex() else "a copy of a common dtype, or t.view(torch.uint8)"
-        return f"safetensors has no {tensor.dtype}; store {fix}"
-    return None
 
 
 def plan_files(
@@ -182,7 +137,7 @@ def _lay_out(file: str, tensors: Mapping[str, Tensor], names: list[str], metadat
         tensor = tensors[name]
         end = position + tensor.nbytes
         entry = Entry(name, tensor.dtype, tuple(tensor.shape), position, end)
-        table[name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (entry.start, entry.end)}
+        table[name] = {"dtype": NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (entry.start, entry.end)}
         entries.append(entry)
         position = end
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
@@ -334,14 +289,14 @@ def _entry(name: str, described: Any, size: int, what: str) -> Entry:
     if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptCheckpointError(f"{where} must have dtype, shape and data_offsets and nothing else")
     dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CorruptCheckpointError(f"{where} has the unknown dtype {dtype!r:.200}")
     # bool is an int to Python; a dimension `true` is none to us
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
         raise CorruptCheckpointError(f"{where} has the malformed shape {shape!r:.200}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
         raise CorruptCheckpointError(f"{where} has malformed data_offsets {offsets!r:.200}")
-    width = _DTYPES[dtype].itemsize
+    width = DTYPES[dtype].itemsize
     if math.prod(max(n, 1) for n in shape) > _MAX_NUMEL // width:  # torch's strides would overflow even if one n is 0
         raise CorruptCheckpointError(f"{where} has the impossible shape {shape!r:.200}")
     start, end = offsets
@@ -349,7 +304,7 @@ def _entry(name: str, described: Any, size: int, what: str) -> Entry:
         raise CorruptCheckpointError(f"{where} lies at {start:,} to {end:,} of {size:,} bytes of data")
     if end - start != math.prod(shape) * width:
         raise CorruptCheckpointError(f"{where} has {end - start:,} bytes, but {dtype} {shape!r:.200} needs another number")
-    return Entry(name, _DTYPES[dtype], tuple(shape), start, end)
+    return Entry(name, DTYPES[dtype], tuple(shape), start, end)
 
 
 def _tensor(entry: Entry, data: memoryview, what: str) -> Tensor:

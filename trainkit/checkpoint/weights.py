@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainkit.checkpoint.scattered import Turns
+from trainkit.checkpoint.gather_order import GatherOrder
 from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, write_file
 from trainkit.checks import is_whole
 from trainkit.errors import CheckpointWriteError, ConfigurationError
@@ -47,7 +47,7 @@ def write_weights(
     Each file is complete under its name or not there: it is written beside it, synced and renamed. Files of an earlier call
     with the same stem are replaced; those that are left over are removed.
 
-    Of several processes the main one writes. Where tensors are scattered all of them call this, and take part in gathering.
+    Of several processes the main one writes. Where tensors are sharded all of them call this, and take part in gathering.
 
     Returns:
         What was written.
@@ -57,11 +57,11 @@ def write_weights(
         UnsavableError: a tensor that the format cannot hold.
     """
     files, index = plan_files(stem, tensors, max_shard_size)
-    turns = Turns(rank, [[tensors[entry.name] for file in files for entry in file.entries]])
+    gathers = GatherOrder(rank, [[tensors[entry.name] for file in files for entry in file.entries]])
     try:
-        return _write(folder, files, index, tensors, attachments, stem, turns) if rank == 0 else []
+        return _write(folder, files, index, tensors, attachments, stem, gathers) if rank == 0 else []
     finally:
-        turns.finish()
+        gathers.finish()
 
 
 def _write(
@@ -71,13 +71,13 @@ def _write(
     tensors: Mapping[str, Tensor],
     attachments: Mapping[str, bytes],
     stem: str,
-    turns: Turns,
+    gathers: GatherOrder,
 ) -> list[Path]:
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
-            pieces = (piece for entry in file.entries for piece in chunks(entry, turns.take(tensors[entry.name])))
+            pieces = (piece for entry in file.entries for piece in chunks(entry, gathers.values_of(tensors[entry.name])))
             written.append(replace_file(folder / file.name, [file.header], pieces))
         others = dict(attachments) if index is None else {f"{stem}.safetensors.index.json": index, **attachments}
         written += [replace_file(folder / name, [content], ()) for name, content in others.items()]

@@ -111,7 +111,7 @@ def _collectives(setup: Setup) -> str:
         last = torch.tensor([float(world.rank)], device=device)
         dist.broadcast(last, src=world.size - 1)
         _require(last.item() == world.size - 1, f"the last rank broadcast {last.item()}")
-    objects = world.exchange_objects({"rank": world.rank, "tensor": torch.arange(world.rank)})
+    objects = world.exchange_state({"rank": world.rank, "tensor": torch.arange(world.rank)})
     _require([len(one["tensor"]) for one in objects] == list(range(world.size)), f"exchanged {objects}")
     _require(world.begin_largest([world.rank, -world.rank]).wait() == [world.size - 1, 0], "the control word is wrong")
     _require(world.sums([world.rank + 0.5]) == [everyone - 0.5 * world.size], "the sum of numbers is wrong")

@@ -14,7 +14,7 @@ from pathlib import Path
 from trainkit.cli.setup_checks import CHECKS, SETTINGS, Setup
 from trainkit.cli.test import print_line
 from trainkit.config.carried import VARIABLE
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.registry import make_strategy
 
 __all__ = ["main"]
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     device = "cuda" if backend == "nccl" else "cpu"
     make = partial(make_strategy, name, device=device, process_group_backend=backend, timeout=_PATIENCE)
     strategy = make()
-    strategy.join(Wanted(accelerator=device))
+    strategy.join(RequestedDevices(accelerator=device))
     world = strategy.world
     setup = Setup(strategy, make, folder)
     settings = os.environ.pop(VARIABLE, None)  # which the other checks are not about

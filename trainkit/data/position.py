@@ -210,7 +210,7 @@ class Positions:
         """A position with the states of the iterables of all processes, for a checkpoint. Collective."""
         if self._world.size == 1 or not any(trail.active for trail in self._stream.trails()):
             return position
-        states = self._world.exchange_objects(position["iterable"])
+        states = self._world.exchange_state(position["iterable"])
         # of one stream that all read, one state is enough
         kept = states if self._stream.splits else next((state for state in states if state is not None), None)
         return {**position, "iterable": kept, "rank": None}

@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.distributed.collective_tracker import Waits
+from trainkit.distributed.collective_tracker import CollectiveTracker
 from trainkit.distributed.failure import Failure, Runs
-from trainkit.distributed.links import Link, MainLink
+from trainkit.distributed.links import HubConnection, LocalHubConnection
 from trainkit.distributed.wire import LIMIT, encode
 from trainkit.errors import ProcessFailedError
 
@@ -67,8 +67,8 @@ class Channel:
         self.rank, self.size = rank, size
         self.changed = threading.Condition()
         self.gone: dict[int, Failure] = {}
-        self.fallen: frozenset[int] = frozenset()
-        self.runs, self.waits = Runs(), Waits()
+        self.failed_ranks: frozenset[int] = frozenset()
+        self.runs, self.collectives = Runs(), CollectiveTracker()
         self.alone = self.closed = False
         self.traceback = ""
         self._failures: dict[int | None, Failure] = {}  # replaced and never changed, as is `gone`: read without the lock
@@ -78,9 +78,9 @@ class Channel:
         self._unwell: set[int] = set()  # runs that do not end here as they should
         self._farewell: tuple[str, str] | None = None
         self._posted: Failure | None = None
-        self._said = self._heard = 0
+        self._sent = self._acknowledged = 0
         self._main = Runs()  # of the main process
-        self._link = (MainLink if rank == 0 else Link)(rank, size, self._told, self._lost)
+        self._link = (LocalHubConnection if rank == 0 else HubConnection)(rank, size, self._on_message, self._on_lost)
         _channels.add(self)
 
     @classmethod
@@ -158,7 +158,7 @@ class Channel:
         return waiter.values
 
     def ask(self) -> list[dict[str, Any] | None] | None:
-        """What all processes are doing, whatever their main threads wait for: of each :meth:`Waits.record`, by rank.
+        """What all processes are doing, whatever their main threads wait for: :meth:`CollectiveTracker.record` by rank.
 
         Returns:
             ``None`` for a process that has ended; ``None`` in all if not all others have answered in time.
@@ -212,32 +212,32 @@ class Channel:
         before = self._posted
         with self.changed:
             self._posted = failure
-        self.fell()
+        self.mark_failed()
         self._post(failure, of=before.run if before is not None and before.summary == summary else None)
         return failure
 
-    def blame(self, cause: Failure) -> None:
+    def report_cause(self, cause: Failure) -> None:
         """Tell all processes that this one has failed because another one did, or is gone."""
-        self.fell()
+        self.mark_failed()
         if self.failure is None:
             self._post(Failure(**(cause.record() | {"run": None})))
 
-    def accuse_absent(self) -> None:
+    def report_missing_rank(self) -> None:
         """Tell all if this process waits for one that has ended, in a collective to which that one has not come."""
-        begun, inside = self.waits.begun, self.waits.depth > 0
+        begun, inside = self.collectives.begun, self.collectives.depth > 0
         end = next((end for end in self.gone.values() if inside and self._last_begun.get(end.rank, begun) < begun), None)
         if end is not None:
             self._post(Failure(**(end.record() | {"run": None})))
 
-    def fell(self) -> None:
+    def mark_failed(self) -> None:
         """Note that the run that this process is in does not end here as it should."""
         with self.changed:
             self._unwell.update(self.runs.open[-1:])
             self.changed.notify_all()
 
-    def farewell(self, kind: str, text: str = "") -> None:
+    def announce_exit(self, kind: str, text: str = "") -> None:
         """Say how this process is going to end: by "exit", "preempted" or "interrupt". That is no failure if all do."""
-        self.fell()
+        self.mark_failed()
         self._farewell = (kind, text)
 
     def on_failure(self, listener: Callable[[Failure | None], None]) -> None:
@@ -259,12 +259,12 @@ class Channel:
         """
         number = self.runs.begun + 1
 
-        def hopeless() -> bool:
+        def cannot_begin() -> bool:
             return self.closed or bool(self.gone) or None in self._failures
 
-        self.wait(lambda: self._earlier(number) is None or hopeless(), _CLEARED)
+        self.wait(lambda: self._earlier(number) is None or cannot_begin(), _CLEARED)
         with self.changed:
-            cause = self._earlier(number) or self.cause if hopeless() else self._earlier(number)
+            cause = self._earlier(number) or self.cause if cannot_begin() else self._earlier(number)
             if self.closed or cause is not None:
                 raise ProcessFailedError(f"a run needs all {self.size} processes, but {cause or 'the channel is closed'}.")
             self._farewell, self.traceback = None, ""
@@ -286,11 +286,11 @@ class Channel:
 
     # ----------------------------------------------------------------------------------------------------- ending
 
-    def goodbye(self) -> None:
+    def announce_end(self) -> None:
         """This process ends as it should: that its connection ends is no failure."""
         while self.runs.open:  # of a loop of the user's own, which ends with his script: who needs this process no more goes on
             self.leave_run()
-        self._link.say(encode({"bye": self._farewell or ("left", ""), "begun": self.waits.begun}))
+        self._link.say(encode({"bye": self._farewell or ("left", ""), "begun": self.collectives.begun}))
 
     def close(self) -> None:
         """Close the connections; any number of times."""
@@ -305,11 +305,11 @@ class Channel:
     def _say_and_wait(self, message: dict[str, Any]) -> bool:
         """Tell the hub, and wait until it has heard it; not for long, for it may be gone. Returns whether it has."""
         with self.changed:
-            self._said += 1
-            number = self._said
+            self._sent += 1
+            number = self._sent
         self._link.say(encode({**message, "number": number}))
-        self.wait(lambda: self._heard >= number or self.alone or self.closed, _HEARD)
-        return self._heard >= number
+        self.wait(lambda: self._acknowledged >= number or self.alone or self.closed, _HEARD)
+        return self._acknowledged >= number
 
     def _post(self, failure: Failure, of: int | None = None) -> None:
         heard = self._say_and_wait({"fail": failure.record(), "of": of})
@@ -317,7 +317,7 @@ class Channel:
         if self.alone or self.closed or (failure.kind == "timeout" and not heard):
             self._note(failure)
 
-    def _told(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: dict[str, Any]) -> None:
         """What the hub says; in the link's thread."""
         if "result" in message or "void" in message:
             waiter = self._waiters.get(message.get("result") or message["void"])
@@ -328,7 +328,7 @@ class Channel:
                     waiter.complete()
                 waiter.done.set()
         elif "asked" in message:
-            self._link.say(encode({"answer": self.waits.record()}))
+            self._link.say(encode({"answer": self.collectives.record()}))
         elif "failed" in message:  # of a run the hub says it once, and what it says counts
             failure = Failure(**message["failed"])
             self._change({**self._failures, failure.run: failure})
@@ -336,7 +336,7 @@ class Channel:
             self._change({run: one for run, one in self._failures.items() if run != message["cleared"]})
         elif "fallen" in message:
             with self.changed:
-                self.fallen |= {message["fallen"]}
+                self.failed_ranks |= {message["fallen"]}
                 self.changed.notify_all()
         elif "gone" in message:
             end = Failure(**message["gone"])
@@ -349,15 +349,15 @@ class Channel:
             self._main = Runs(**message["main"])
         elif "heard" in message:
             with self.changed:
-                self._heard = message["heard"]
+                self._acknowledged = message["heard"]
                 self.changed.notify_all()
 
-    def _lost(self, kind: str) -> None:
+    def _on_lost(self, kind: str) -> None:
         """There is no hub any more: the main process is gone."""
-        known = next((one for one in self._failures.values() if one.rank == 0), None)
+        failure = next((one for one in self._failures.values() if one.rank == 0), None)
         with self.changed:
             self.alone = True
-            end = self.gone.get(0) or known or Failure(0, kind)
+            end = self.gone.get(0) or failure or Failure(0, kind)
             self.gone = {**self.gone, 0: end}
             self._release(end)
             self.changed.notify_all()

@@ -1,4 +1,4 @@
-"""``Waits``: what this process waits for the others in, counted, so that they can tell when it waits in vain."""
+"""``CollectiveTracker``: counts the collectives of a process, so that other ranks can see when it waits for nothing."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 
 from trainkit.registry import strategy_infos
 
-__all__ = ["Waits", "called", "calling", "name_of"]
+__all__ = ["CollectiveTracker", "file_name_of", "find_call", "find_caller"]
 
-# Between a script and us: their frames are not the script's.
+# Packages between a user's script and trainkit: their frames are not the script's.
 _BETWEEN = ("accelerate", "contextlib", "functools", "peft", "torch", "transformers")
 _OURS = "trainkit"
 
 
-class Waits:
-    """The collectives of one process: ``with waits:`` around each one that the main thread may have to wait in.
+class CollectiveTracker:
+    """The collectives of one process: ``with tracker:`` around each one in which the main thread may wait.
 
-    Where all processes do the same, a collective has the same number on all of them. So a process that is in one with a number
-    that another one has not come to waits for that one, and in vain if that one is to come to something else first.
+    As all ranks call the same collectives, each has the same number on all ranks. So a rank in a collective whose number
+    another rank has not reached waits for that rank: forever, if that rank calls something else first.
 
     Attributes:
-        begun: how many have begun.
-        depth: how many this process is in; one may be part of another.
-        turn: meetings of own loops that are complete, which are no collectives; see ``trainkit/accelerator/meeting.py``.
-        known: what is called and where, if a look at the frames of the process would not tell.
+        begun: the number of collectives that have begun.
+        depth: the number of collectives that this process is in; one may be part of another.
+        checks: the number of completed comparisons of verbs; see ``trainkit/accelerator/collective_checks.py``.
+        location: the verb and the place of its call, if the stack frames do not show them.
     """
 
-    __slots__ = ("_forward", "begun", "depth", "known", "thread", "turn")
+    __slots__ = ("_forward", "begun", "checks", "depth", "location", "thread")
 
     def __init__(self) -> None:
-        self.begun = self.depth = self.turn = 0
-        self.known: tuple[str, str] | None = None
+        self.begun = self.depth = self.checks = 0
+        self.location: tuple[str, str] | None = None
         self.thread = threading.get_ident()
         self._forward: tuple[object, int, FrameType] | None = None
 
@@ -48,29 +48,29 @@ class Waits:
     def __exit__(self, *error: object) -> None:
         self.depth -= 1
 
-    def enter_forward(self, part: object, frame: FrameType, known: tuple[str, str]) -> None:
-        """Count a forward whose beginning and end torch tells hooks of.
+    def enter_forward(self, part: object, frame: FrameType, location: tuple[str, str]) -> None:
+        """Count a forward; torch calls hooks at its beginning and its end.
 
         Args:
-            part: what is called.
-            frame: one of this thread that is there for as long as the forward runs.
-            known: the attribute, unless the forward is a part of another collective.
+            part: the module that is called.
+            frame: a frame of this thread that exists while the forward runs.
+            location: the attribute, unless the forward is part of another collective.
         """
         thread = threading.get_ident()
         # no calls in between: nothing that a signal could interrupt
         if not self.depth:
-            self.known, self.thread = known, thread
+            self.location, self.thread = location, thread
         self.begun += 1
         self.depth += 1
         self._forward = (part, thread, frame)
 
     def leave_forward(self, part: object) -> None:
-        """The forward has ended, if it was the one of that part."""
+        """End the forward, if it is that of ``part``."""
         if self._forward is not None and self._forward[0] is part:
             self._end_forward()
 
     def in_forward(self) -> bool:
-        """Whether a forward runs. torch tells no hook of one that Ctrl-C has ended: it is ended here."""
+        """Whether a forward runs. torch calls no hook for one that Ctrl-C has ended: it is ended here."""
         if self._forward is not None and not _runs(*self._forward[1:]):
             self._end_forward()
         return self._forward is not None
@@ -79,34 +79,34 @@ class Waits:
         self._forward = None
         self.depth -= 1
         if not self.depth:
-            self.known = None
+            self.location = None
 
     def record(self) -> dict[str, Any]:
-        """What another process may know of it, as JSON; from any thread.
+        """The counters as JSON, for other ranks; from any thread.
 
-        ``where`` is the verb that waits and the place of its call, ``None`` if none does.
+        ``where`` is the verb that waits and the place of its call; ``None`` if this rank does not wait.
         """
         begun, forward = self.begun, self._forward
-        waits = self.depth and (forward is None or _runs(*forward[1:]))
-        where = list(self.known or called(sys._current_frames().get(self.thread))) if waits else None
-        # last: what had begun when this turn was the latest cannot have come after a later one
-        return {"begun": begun, "where": where, "turn": self.turn}
+        waiting = self.depth and (forward is None or _runs(*forward[1:]))
+        where = list(self.location or find_call(sys._current_frames().get(self.thread))) if waiting else None
+        # `checks` is read last: what had begun at that count cannot have come after a later check
+        return {"begun": begun, "where": where, "checks": self.checks}
 
 
-def called(frame: FrameType | None) -> tuple[str, str]:
-    """What of ours a script has called, and where: ``("backward", "train.py:12")``.
+def find_call(frame: FrameType | None) -> tuple[str, str]:
+    """The trainkit function that a script has called, and where: ``("backward", "train.py:12")``.
 
     Args:
-        frame: one that is in it, or in what it calls.
+        frame: a frame of that function, or of what it calls.
     """
-    verb, script = calling(frame)
+    verb, script = find_caller(frame)
     if script is None:
         return verb, "an unknown place"
-    return verb, f"{name_of(script)}:{script.f_lineno}"
+    return verb, f"{file_name_of(script)}:{script.f_lineno}"
 
 
-def calling(frame: FrameType | None) -> tuple[str, FrameType | None]:
-    """The function of ours that a script has called, and the script's frame; as :func:`called`."""
+def find_caller(frame: FrameType | None) -> tuple[str, FrameType | None]:
+    """The trainkit function that a script has called, and the script's frame; see :func:`find_call`."""
     while frame is not None and _package(frame) != _OURS:
         frame = frame.f_back
     verb = ""
@@ -118,15 +118,15 @@ def calling(frame: FrameType | None) -> tuple[str, FrameType | None]:
 
 
 def _runs(thread: int, frame: FrameType) -> bool:
-    """Whether a frame of a thread is still among those that it is in."""
+    """Whether a frame is still on the stack of a thread."""
     found = sys._current_frames().get(thread)
     while found is not None and found is not frame:
         found = found.f_back
     return found is not None
 
 
-def name_of(frame: FrameType) -> str:
-    """The name of the file that it is in, without folders."""
+def file_name_of(frame: FrameType) -> str:
+    """The name of the frame's file, without folders."""
     return frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.errors import CollectiveError
 
-__all__ = ["Failure", "Runs", "is_communication", "is_timeout", "summary", "tells_of_another"]
+__all__ = ["Failure", "Runs", "is_communication", "is_timeout", "names_another_failure", "summary"]
 
 # What gloo, NCCL and torch's store say when another process has closed its connections, or does not answer.
 _CLOSED = (
@@ -126,29 +126,31 @@ class Runs:
 
 def summary(error: BaseException) -> str:
     """An error in one line."""
-    first = re.sub(r"^\[\S+\.\w+:\d+\] ", "", _said(error).strip().partition("\n")[0])  # gloo begins with a line of its source
+    first = re.sub(
+        r"^\[\S+\.\w+:\d+\] ", "", _message_of(error).strip().partition("\n")[0]
+    )  # gloo begins with a line of its source
     name, limit = type(error).__name__, _LINES if isinstance(error, CollectiveError) else _LINE
     return f"{name}: {first[:limit]}" if first else name
 
 
 def is_communication(error: BaseException | None) -> bool:
     """Whether it is what a collective raises when another process is not there."""
-    return isinstance(error, RuntimeError) and any(text in _said(error) for text in _CLOSED + _TIMED_OUT)
+    return isinstance(error, RuntimeError) and any(text in _message_of(error) for text in _CLOSED + _TIMED_OUT)
 
 
 def is_timeout(error: BaseException | None) -> bool:
     """Whether it is what a collective raises when another process does not come."""
-    return isinstance(error, RuntimeError) and any(text in _said(error) for text in _TIMED_OUT)
+    return isinstance(error, RuntimeError) and any(text in _message_of(error) for text in _TIMED_OUT)
 
 
-def tells_of_another(text: str) -> bool:
+def names_another_failure(text: str) -> bool:
     """Whether the last lines of a process are about another one that has failed: ours, or torch's."""
     return re.search(r"rank \d+ (was )?ended because ", text) is not None or any(
         words in text for words in _CLOSED + _TIMED_OUT
     )
 
 
-def _said(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # a user's own class may be broken, and what is to be told is that error and not this one

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure import Failure, is_communication, is_timeout, summary
-from trainkit.distributed.process_exit import end_process, leave_word, outlive
+from trainkit.distributed.process_exit import end_after_others, end_process, write_error_file
 from trainkit.errors import Preempted, ProcessFailedError
 
-__all__ = ["Endings", "install", "report_failure"]
+__all__ = ["FailureReport", "install", "report_failure"]
 
 _CAUSE = 4.0  # seconds in which the cause of a broken connection must be known
 _LAST = 5.0  # seconds that the first process that failed waits for the others before it prints
@@ -46,11 +46,11 @@ def report_failure(channel: Channel | None, error: BaseException) -> BaseExcepti
     if channel is None:
         return error
     if isinstance(error, Preempted):
-        channel.farewell("preempted", str(error))
+        channel.announce_exit("preempted", str(error))
     elif isinstance(error, KeyboardInterrupt):
-        channel.farewell("interrupt")
+        channel.announce_exit("interrupt")
     elif isinstance(error, SystemExit):
-        channel.farewell("exit", f"sys.exit({'' if error.code is None else error.code!r})")
+        channel.announce_exit("exit", f"sys.exit({'' if error.code is None else error.code!r})")
     else:
         return _report(channel, error)
     return error
@@ -61,12 +61,12 @@ def _report(channel: Channel, error: BaseException, *, fatal: bool = False) -> B
     cause = _cause(channel, error)
     if cause is None:
         kind = "timeout" if is_timeout(error) else "error"
-        leave_word(channel.post_failure(kind, summary(error), fatal=fatal), channel.rank)
+        write_error_file(channel.post_failure(kind, summary(error), fatal=fatal), channel.rank)
         return error
-    channel.blame(cause)
-    leave_word(cause, channel.rank)
+    channel.report_cause(cause)
+    write_error_file(cause, channel.rank)
     if cause.kind == "preempted":
-        channel.farewell("preempted", str(cause))
+        channel.announce_exit("preempted", str(cause))
         return Preempted(str(cause))
     known = cause.collective_error
     if known is not None:
@@ -84,13 +84,13 @@ def _cause(channel: Channel, error: BaseException) -> Failure | None:
     return None if cause is None or cause.rank == channel.rank else cause
 
 
-def install(world: _World) -> Endings:
+def install(world: _World) -> FailureReport:
     """Take care of how this process ends; from its main thread, when it has become one of several."""
     assert world.channel is not None
-    return Endings(world.channel)
+    return FailureReport(world.channel)
 
 
-class Endings:
+class FailureReport:
     """From here on, the end of this process is told to the others, and the terminal shows the first error last.
 
     An error that nobody catches is printed as one line if it is the consequence of another process's; the first that failed
@@ -121,12 +121,12 @@ class Endings:
             self._before(kind, error, trace)
             return
         if isinstance(error, KeyboardInterrupt):
-            channel.farewell("interrupt")
+            channel.announce_exit("interrupt")
             if channel.rank == 0:
                 self._before(kind, error, trace)
             return
         self._uncaught = True
-        with _undisturbed():  # from before the others know of it: a launcher must not end the process before it has printed
+        with _sigterm_ignored():  # from before the others know of it: a launcher must not end the process before it has printed
             self._print_error(kind, error, trace)
 
     def _print_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -141,17 +141,17 @@ class Endings:
             return
         if ending is not error or isinstance(error, ProcessFailedError):
             print(f"trainkit: rank {channel.rank} ended because {first}", file=sys.stderr, flush=True)
-        elif summary(error) == first.summary and self._falls(first.rank):
+        elif summary(error) == first.summary and self._prints_its_error(first.rank):
             print(f"trainkit: rank {channel.rank} failed with the same error: {summary(error)}", file=sys.stderr, flush=True)
         else:
             self._before(kind, error, trace)
-        outlive(channel, first)
+        end_after_others(channel, first)
 
-    def _falls(self, rank: int) -> bool:
+    def _prints_its_error(self, rank: int) -> bool:
         """Whether another process ends by its error too, and so prints it: it may have caught it, and be gone by now."""
         channel = self._channel
-        channel.wait(lambda: rank in {*channel.fallen, *channel.gone}, _CAUSE)
-        return rank in channel.fallen
+        channel.wait(lambda: rank in {*channel.failed_ranks, *channel.gone}, _CAUSE)
+        return rank in channel.failed_ranks
 
     def _exit(self) -> None:
         """The end of the interpreter."""
@@ -159,11 +159,11 @@ class Endings:
         if os.getpid() != self._process or channel.closed:
             return
         if not self._uncaught:
-            self._get_over_errors()
-            channel.goodbye()
+            self._finish_caught_error()
+            channel.announce_end()
         channel.close()
 
-    def _get_over_errors(self) -> None:
+    def _finish_caught_error(self) -> None:
         """An error in a run was caught: fine if all processes get out of that run, else this one fails after all.
 
         The main process waits for that too, for only it can tell the others.
@@ -187,12 +187,12 @@ class Endings:
         end_process(1)
 
     def _others_have_ended(self) -> bool:
-        """The main process ends after all others but the first that has failed: see :func:`outlive`."""
+        """The main process ends after all others but the first that has failed: see :func:`end_after_others`."""
         return self._channel.alone or len(self._channel.gone) == self._channel.size - 1
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _sigterm_ignored() -> Iterator[None]:
     """Within it SIGTERM, which a launcher sends to the others when one has ended, is ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -87,9 +87,9 @@ class Hub:
             return
         values = self._given.setdefault(key, {})
         values[rank] = value
-        absent = [end for other, end in self._gone.items() if other not in values]
-        if absent:
-            self._void(key, absent[0])
+        missing = [end for other, end in self._gone.items() if other not in values]
+        if missing:
+            self._void(key, missing[0])
         elif len(values) == self._size:
             del self._given[key]
             self._tell({"result": key, "values": [values[other] for other in range(self._size)]})

@@ -1,4 +1,4 @@
-"""How the processes of a run find the main one: addresses, a door that opens to those who know the word, and what fails."""
+"""How the processes of a run connect to the main process: addresses, an authenticated listener, and errors."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from trainkit.distributed.wire import LIMIT, Loop, Wire, encode, keep_watch
+from trainkit.distributed.wire import LIMIT, ConnectionLoop, JsonConnection, encode, keep_watch
 from trainkit.errors import ProcessFailedError
 
-__all__ = ["PORT", "Door", "connect", "opened"]
+__all__ = ["PORT_VARIABLE", "HubListener", "connect", "open_listener"]
 
-PORT = "TRAINKIT_CHANNEL_PORT"  # the variable with the port that the main process listens on; unset: any free one
-_STRANGER = 1024  # bytes of a line of somebody who has not said the word yet
+PORT_VARIABLE = "TRAINKIT_CHANNEL_PORT"  # the port on which the main process listens; unset: any free port
+_MAX_HELLO = 1024  # bytes of a message from a connection that has not authenticated
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def opened(master_addr: str | None) -> tuple[socket.socket, dict[str, Any]]:
-    """A socket that listens, and what the other processes must know to connect to it.
+def open_listener(master_addr: str | None) -> tuple[socket.socket, dict[str, Any]]:
+    """A listening socket, and what other processes need to connect to it.
 
     Raises:
         OSError: the port is taken, or there is no network.
     """
-    port = int(os.environ.get(PORT) or 0)
+    port = int(os.environ.get(PORT_VARIABLE) or 0)
     if master_addr in _LOOPBACK:
         family = socket.AF_INET6 if master_addr == "::1" else socket.AF_INET
         listener = socket.create_server(("::1" if master_addr == "::1" else "127.0.0.1", port), family=family, backlog=1024)
@@ -46,7 +46,7 @@ def opened(master_addr: str | None) -> tuple[socket.socket, dict[str, Any]]:
 
 
 def _addresses(master_addr: str | None) -> list[str]:
-    """Where this machine may be reached, the likeliest first."""
+    """The addresses of this node, the likeliest first."""
     found = [master_addr] if master_addr else []
     if master_addr not in _LOOPBACK:
         for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
@@ -59,74 +59,80 @@ def _addresses(master_addr: str | None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-class Door:
-    """Where the main process lets the others in: those that say the word, each once, and nobody when all are there.
+class HubListener:
+    """Accepts one connection from each rank that knows the token; closed when all ranks are connected.
 
     Args:
         loop: serves the connections.
-        listener: the socket.
-        shared: what the others were told.
+        listener: the listening socket.
+        shared: the second result of :func:`open_listener`.
         size: the number of processes.
-        patience: as of :func:`keep_watch`.
-        enter: ``enter(rank, wire)`` when one is there; sets what the wire does.
+        patience: see :func:`keep_watch`.
+        enter: ``enter(rank, connection)`` is called for each rank; sets the handlers of the connection.
+
+    Attributes:
+        missing: ranks that have not connected yet.
     """
 
     def __init__(
         self,
-        loop: Loop,
+        loop: ConnectionLoop,
         listener: socket.socket,
         shared: dict[str, Any],
         size: int,
         patience: float,
-        enter: Callable[[int, Wire], None],
+        enter: Callable[[int, JsonConnection], None],
     ) -> None:
         self._loop, self._listener, self._shared, self._size = loop, listener, shared, size
-        self._patience, self._enter = patience, enter
-        self._strangers: set[Wire] = set()
-        self.absent = set(range(1, size))
+        self._patience, self._on_connect = patience, enter
+        self._unauthenticated: set[JsonConnection] = set()
+        self.missing = set(range(1, size))
 
     def open(self) -> None:
-        """From now on; in the loop's thread."""
-        self._loop.listen(self._listener, self._knocked)
+        """Start to accept; in the loop's thread."""
+        self._loop.listen(self._listener, self._accept)
 
     def close(self) -> None:
-        """Nobody comes in any more."""
+        """Stop to accept, and drop connections that have not authenticated."""
         self._loop.forget(self._listener)
-        for wire in self._strangers:
+        for wire in self._unauthenticated:
             self._loop.drop(wire)
 
-    def _knocked(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # gone again
+        except OSError:  # already closed
             return
-        if len(self._strangers) > 64 + self._size:
+        if len(self._unauthenticated) > 64 + self._size:
             connection.close()
             return
         keep_watch(connection, self._patience)
-        wire = Wire(
-            connection, lambda message: self._hello(wire, message), lambda why: self._strangers.discard(wire), _STRANGER
+        wire = JsonConnection(
+            connection,
+            lambda message: self._authenticate(wire, message),
+            lambda why: self._unauthenticated.discard(wire),
+            _MAX_HELLO,
         )
-        self._strangers.add(wire)
+        self._unauthenticated.add(wire)
         self._loop.add(wire)
 
-    def _hello(self, wire: Wire, message: Any) -> None:
-        self._strangers.discard(wire)
+    def _authenticate(self, wire: JsonConnection, message: Any) -> None:
+        self._unauthenticated.discard(wire)
         known = isinstance(message, dict) and hmac.compare_digest(str(message.get("word")), str(self._shared["word"]))
-        if not known or message.get("rank") not in self.absent:
+        if not known or message.get("rank") not in self.missing:
             self._loop.drop(wire)
             return
         wire.limit = LIMIT
-        self.absent.remove(message["rank"])
+        self.missing.remove(message["rank"])
         self._loop.send(wire, encode({"welcome": self._shared["answer"]}))
-        self._enter(message["rank"], wire)
+        self._on_connect(message["rank"], wire)
 
 
 def connect(rank: int, shared: dict[str, Any], limit: float, patience: float) -> socket.socket:
-    """A connection to the main process, which has said welcome.
+    """An authenticated connection to the main process.
 
     Raises:
-        ProcessFailedError: it cannot be reached within ``limit`` seconds; says where, and what to do.
+        ProcessFailedError: not reached within ``limit`` seconds; the message says where, and what to do.
     """
     end = monotonic() + limit
     addresses, port = shared["addresses"], shared["port"]
@@ -144,24 +150,24 @@ def connect(rank: int, shared: dict[str, Any], limit: float, patience: float) ->
             if hmac.compare_digest(str(answer.get("welcome")), str(shared["answer"])):
                 keep_watch(connection, patience)
                 return connection
-            failures.append(f"{address}: somebody else answered")
+            failures.append(f"{address}: another program answered")
         except (OSError, ValueError, AttributeError) as error:
             failures.append(f"{address}: no answer ({error})")
         connection.close()
     raise ProcessFailedError(
         f"rank {rank} on {socket.gethostname()} cannot reach the main process on port {port} within {limit:g} s: "
-        f"{'; '.join(failures)}. trainkit needs one TCP connection from each process to the main one, beside the collectives. "
-        f"Allow it in the firewall; a port of your choice: export {PORT}=29501 on the machine of rank 0. If the name in "
-        "MASTER_ADDR leads elsewhere: export MASTER_ADDR=<an address of that machine> everywhere."
+        f"{'; '.join(failures)}. trainkit needs one TCP connection from each process to the main process, in addition to the "
+        f"collectives. Allow it in the firewall; to choose the port: export {PORT_VARIABLE}=29501 on the node of rank 0. If "
+        "the name in MASTER_ADDR leads elsewhere: export MASTER_ADDR=<an address of that node> on all nodes."
     )
 
 
 def _first_line(connection: socket.socket) -> Any:
-    """The first message that comes, read byte by byte, so that nothing after it is taken."""
+    """The first message, read byte by byte so that nothing after it is consumed."""
     line = b""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
-        if not byte or len(line) > _STRANGER:
-            raise ValueError("closed without a word" if not byte else "not one of ours")
+        if not byte or len(line) > _MAX_HELLO:
+            raise ValueError("closed without a message" if not byte else "not a message of trainkit")
         line += byte
     return json.loads(line)

@@ -1,4 +1,4 @@
-"""How a process speaks to the hub: the main process in a thread of its own, each other one over TCP."""
+"""The connection of a process to the hub: of the main process within the process, of all others over TCP."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from functools import partial
 from typing import Any
 
 from trainkit.distributed.hub import Hub
-from trainkit.distributed.hub_listener import Door, connect, opened
-from trainkit.distributed.wire import LIMIT, Loop, Wire, encode
+from trainkit.distributed.hub_listener import HubListener, connect, open_listener
+from trainkit.distributed.wire import LIMIT, ConnectionLoop, JsonConnection, encode
 from trainkit.errors import ProcessFailedError
 
-__all__ = ["Link", "MainLink"]
+__all__ = ["HubConnection", "LocalHubConnection"]
 
-# What the system says of a connection on which nothing has come for too long.
+# Errors of a connection that has been silent for too long.
 _SILENT = {getattr(errno, name, None) for name in ("ETIMEDOUT", "EHOSTUNREACH", "ENETUNREACH", "EHOSTDOWN", "ENETDOWN")}
 
 
-class Link:
-    """The connection of a process that is not the main one.
+class HubConnection:
+    """The connection of a process other than the main process.
 
     Args:
         rank: of this process.
         size: the number of processes.
-        told: called with each message of the hub, in the link's thread.
-        lost: called with "died" or "lost" when there is no hub any more.
+        on_message: called with each message of the hub, in the thread of the connection.
+        on_lost: called with "died" or "lost" when the hub is gone.
     """
 
-    def __init__(self, rank: int, size: int, told: Callable[[Any], None], lost: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, size: int, on_message: Callable[[Any], None], on_lost: Callable[[str], None]) -> None:
         self.rank, self.size = rank, size
-        self._told, self._lost = told, lost
-        self._loop = Loop("trainkit-channel", lambda error: lost("died"))
-        self._wire: Wire | None = None
+        self._on_message, self._on_lost = on_message, on_lost
+        self._loop = ConnectionLoop("trainkit-channel", lambda error: on_lost("died"))
+        self._wire: JsonConnection | None = None
         self._ready = threading.Event()
         self._refused = ""
 
@@ -44,8 +44,8 @@ class Link:
         if "error" in shared:
             raise ProcessFailedError(shared["error"])
         connection = connect(self.rank, shared, limit, patience)
-        # What the hub sends is made of what all processes may send.
-        self._wire = Wire(connection, self._hear, self._end, LIMIT * self.size)
+        # One message of the hub may hold those of all ranks.
+        self._wire = JsonConnection(connection, self._hear, self._end, LIMIT * self.size)
         self._loop.add(self._wire)
         self._loop.start()
         if not self._ready.wait(2 * limit) or self._refused:
@@ -59,7 +59,7 @@ class Link:
             self._loop.call(partial(self._loop.send, self._wire, line))
 
     def close(self) -> None:
-        """Send what is to be sent, and end."""
+        """Send what is pending, and close."""
         self._loop.stop()
 
     def _hear(self, message: Any) -> None:
@@ -67,57 +67,57 @@ class Link:
             self._refused = message["ready"]
             self._ready.set()
         else:
-            self._told(message)
+            self._on_message(message)
 
     def _end(self, why: Exception) -> None:
         if not self._ready.is_set():
             self._refused = "the main process has ended."
             self._ready.set()
-        self._lost(_kind(why))
+        self._on_lost(_kind(why))
 
 
-class MainLink:
-    """The hub, on the main process; as :class:`Link`."""
+class LocalHubConnection:
+    """The hub on the main process; the same methods as :class:`HubConnection`."""
 
-    def __init__(self, rank: int, size: int, told: Callable[[Any], None], lost: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, size: int, on_message: Callable[[Any], None], on_lost: Callable[[str], None]) -> None:
         self.rank, self.size = rank, size
-        self._told = told
-        self._loop = Loop("trainkit-channel", lambda error: lost("died"))
-        self._wires: dict[int, Wire] = {}
+        self._on_message = on_message
+        self._loop = ConnectionLoop("trainkit-channel", lambda error: on_lost("died"))
+        self._wires: dict[int, JsonConnection] = {}
         self._all_there = threading.Event()
         self.hub = Hub(size, self._send)
 
     def open(self, master_addr: str | None, share: Callable[[Any], Any], limit: float, patience: float) -> None:
-        """Let all connect; see :meth:`trainkit.distributed.channel.Channel.open`."""
+        """Accept the connections of all ranks; see :meth:`trainkit.distributed.channel.Channel.open`."""
         try:
-            listener, shared = opened(master_addr)
+            listener, shared = open_listener(master_addr)
         except OSError as error:
-            text = f"the main process cannot listen for the others: {error}"
+            text = f"the main process cannot listen for other ranks: {error}"
             share({"error": text})
             raise ProcessFailedError(text) from error
-        door = Door(self._loop, listener, shared, self.size, patience, self._enter)
-        door.open()
+        hub_listener = HubListener(self._loop, listener, shared, self.size, patience, self._on_connect)
+        hub_listener.open()
         self._loop.start()
         try:
             share(shared)
             there = self._all_there.wait(limit)
         finally:
-            self._loop.call(door.close)
+            self._loop.call(hub_listener.close)
         if not there:
-            text = f"ranks {sorted(door.absent)} have not connected to the main process within {limit:g} s; they say why."
+            text = f"ranks {sorted(hub_listener.missing)} have not connected within {limit:g} s; their own messages say why."
             self._loop.call(lambda: self._send_all({"ready": text}))
             raise ProcessFailedError(text)
         self._loop.call(lambda: self._send_all({"ready": ""}))
 
     def say(self, line: bytes) -> None:
-        """Tell the hub; from any thread."""
+        """Send a message to the hub; from any thread."""
         self._loop.call(lambda: self.hub.heard(0, json.loads(line)))
 
     def close(self) -> None:
-        """Send what is to be sent, and end."""
+        """Send what is pending, and close."""
         self._loop.stop()
 
-    def _enter(self, rank: int, wire: Wire) -> None:
+    def _on_connect(self, rank: int, wire: JsonConnection) -> None:
         self._wires[rank] = wire
         wire.heard = partial(self.hub.heard, rank)
         wire.ended = partial(self._end, rank)
@@ -129,7 +129,7 @@ class MainLink:
 
     def _send(self, rank: int, message: Any) -> None:
         if rank == 0:
-            self._told(message)
+            self._on_message(message)
         elif rank in self._wires:
             self._loop.send(self._wires[rank], encode(message))
 

@@ -1,4 +1,4 @@
-"""The parameters of a module that is given to a strategy: what they must be, and what is said of them."""
+"""The parameters of a module that is passed to a strategy: no shards, and on the device of the strategy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.console import notice
 from trainkit.errors import ConfigurationError, ModuleError
-from trainkit.precision import Precision
 from trainkit.registry import strategy_infos
 
-__all__ = ["move_module", "move_state", "note_other_dtypes", "refuse_divided", "whole_shape"]
+__all__ = ["move_module", "move_state", "refuse_sharded", "whole_shape"]
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
@@ -25,37 +23,27 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return parameter.shape
 
 
-def refuse_divided(module: nn.Module) -> None:
+def refuse_sharded(module: nn.Module) -> None:
     """Refuse a module whose parameters an earlier run has left sharded over processes.
 
     Raises:
         ConfigurationError: parameters are sharded, as DeepSpeed leaves them.
     """
     attributes = [info.shape_attribute for info in strategy_infos() if info.shape_attribute is not None]
-    divided = sum(any(hasattr(parameter, name) for name in attributes) for parameter in module.parameters())
-    if divided:
+    sharded = sum(any(hasattr(parameter, name) for name in attributes) for parameter in module.parameters())
+    if sharded:
         raise ConfigurationError(
-            f"{divided} parameters are sharded by ZeRO-3: configure_model has made them in an earlier run on several "
-            f"processes, or deepspeed.zero.Init. Continue with strategy='zero3', or start from a checkpoint: "
-            f"{type(module).__name__}.load_from_checkpoint(path)"
-        )
-
-
-def note_other_dtypes(module: nn.Module, precision: Precision) -> None:
-    """Say which dtypes a precision has left as they were."""
-    odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != precision.parameter_dtype}
-    if odd:
-        notice(
-            f"precision {precision.name} leaves parameters as they are, and some are {', '.join(sorted(odd))}. To train in "
-            "that dtype name it: precision='bf16-true'; for float32: module.float()."
+            f"{sharded} parameters are sharded by ZeRO-3: configure_model created them in an earlier run on several processes, "
+            f"or under deepspeed.zero.Init. Expected whole parameters. Continue with strategy='zero3', or start from a "
+            f"checkpoint: {type(module).__name__}.load_from_checkpoint(path)"
         )
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:
-    """Move a module; its parameters stay the objects that they are, so that ties and optimizers made before hold.
+    """Move a module. Its parameters stay the same objects, so that ties and existing optimizers remain valid.
 
     Raises:
-        ModuleError: that is not possible, to or from XLA, since something else holds on to what a parameter was.
+        ModuleError: it cannot be moved to or from XLA, because something else refers to a parameter.
     """
     types = {device.type, *(parameter.device.type for parameter in module.parameters())}
     if any(kind in types for info in strategy_infos() for kind in info.swapped_devices):
@@ -75,8 +63,9 @@ def move_state(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _swapping(module: nn.Module) -> Iterator[None]:
-    """Within it a module is moved by swapping what its parameters hold: an XLA tensor cannot be put into a parameter otherwise,
-    nor out of it, and a new parameter would be tied to nothing, and no optimizer's.
+    """Within it a module is moved by swapping the contents of its parameters.
+
+    A parameter cannot hold an XLA tensor otherwise, and a new parameter would be neither tied nor known to an optimizer.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -87,9 +76,9 @@ def _swapping(module: nn.Module) -> Iterator[None]:
             raise
         said = str(error).removeprefix("_apply(): ")
         raise ModuleError(
-            f"{type(module).__name__} cannot be moved to or from XLA: {said}. Something holds on to this parameter: a weak "
-            "reference (weakref.ref(parameter)), or the graph of an earlier forward, kept with a loss that was not detached. "
-            "Let go of it before training."
+            f"{type(module).__name__} cannot be moved to or from XLA: {said}. Something refers to this parameter: a weak "
+            "reference (weakref.ref(parameter)), or the graph of an earlier forward, kept by a loss that was not detached. "
+            "Delete it before training: del loss."
         ) from error
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)

@@ -1,4 +1,4 @@
-"""The last things that a process does: what it leaves behind, whom it lets go first, and its end."""
+"""The exit of a process: stacks, the error file for torchrun, the order in which ranks end, and the exit itself."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure import Failure
 
-__all__ = ["end_process", "leave_word", "let_go", "outlive", "say", "stacks", "take_back_word"]
+__all__ = ["end_after_others", "end_process", "release_groups", "remove_error_file", "say", "stacks", "write_error_file"]
 
-_SETTLED = 2.5  # seconds that the main process, which is the hub, outlives the others
-_FLUSH = 1.0  # seconds that output already written has to get out
-_PARTED = 2.0  # seconds that the threads of process groups have to end
+_HUB_LINGER = 2.5  # seconds that the main process, which is the hub, waits for other ranks to end
+_FLUSH = 1.0  # seconds to flush output
+_GROUP_LINGER = 2.0  # seconds for the threads of process groups to end
 _OURS = ("trainkit-channel", "trainkit-watchdog")
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun reads why a process has failed
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the file from which torchrun reads why a process failed
 
 
 def stacks() -> str:
-    """What every thread of this process is doing, the main one first; without those that are here to tell of it."""
+    """The stacks of all threads of this process, the main thread first, without the threads that watch for failures."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     texts = []
@@ -36,12 +36,12 @@ def stacks() -> str:
     return "".join(texts)
 
 
-def leave_word(failure: Failure, rank: int) -> None:
-    """Tell torchrun why this process fails. It shows what it has of the process whose end it sees first.
+def write_error_file(failure: Failure, rank: int) -> None:
+    """Write the error file, from which torchrun shows why a process failed: that of the process that it sees end first.
 
     Args:
-        failure: the first one; so that the right traceback is shown whichever process that is.
-        rank: of this process.
+        failure: the first failure, so that the right traceback is shown whichever process that is.
+        rank: the rank of this process.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
@@ -52,8 +52,8 @@ def leave_word(failure: Failure, rank: int) -> None:
         json.dump({"message": {"message": f"{why}{failure.summary}", "extraInfo": more}}, file)
 
 
-def take_back_word() -> None:
-    """Remove what :func:`leave_word` has left: the process goes on."""
+def remove_error_file() -> None:
+    """Remove the file of :func:`write_error_file`: the process continues."""
     path = os.environ.get(_ERROR_FILE)
     if path:
         with contextlib.suppress(OSError):
@@ -61,43 +61,43 @@ def take_back_word() -> None:
 
 
 def say(text: str) -> None:
-    """Write to standard error from any thread, even if another one is in the middle of that."""
+    """Write to standard error from any thread, even while another thread writes to it."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
 
 
-def outlive(channel: Channel, failure: Failure) -> None:
-    """Before this process ends because of another one: let those go first that must.
+def end_after_others(channel: Channel, failure: Failure) -> None:
+    """Before this process ends because of a failure of another rank: wait for the ranks that must end first.
 
-    The hub is in the main process, which therefore ends after all but the first that has failed; that one prints its
-    traceback last. A parent that waits for its children, as ``torch.multiprocessing.spawn`` does, reports the one that ends
-    first, so there it is the other way round.
+    The hub is in the main process, which therefore ends after all ranks but the first failed one; that rank prints its
+    traceback last. A parent that waits for its children, as ``torch.multiprocessing.spawn`` does, reports the child that ends
+    first: there the first failed rank ends before the others.
     """
     others = set(range(channel.size)) - {channel.rank, failure.rank}
     if multiprocessing.parent_process() is not None:
-        channel.wait(lambda: failure.rank in channel.gone, 2 * _SETTLED)
+        channel.wait(lambda: failure.rank in channel.gone, 2 * _HUB_LINGER)
     elif channel.rank == 0:
-        channel.wait(lambda: others <= set(channel.gone), _SETTLED)
+        channel.wait(lambda: others <= set(channel.gone), _HUB_LINGER)
 
 
-def let_go(groups: list[Any]) -> None:
-    """Drop process groups, and wait until their threads have ended.
+def release_groups(groups: list[Any]) -> None:
+    """Release process groups, and wait until their threads have ended.
 
-    A thread of gloo's needs Python's lock to forget a tensor that it has worked on. If it asks for it while the interpreter
-    shuts down, the process ends by SIGABRT, whatever its exit code was to be (pytorch/pytorch#190489). An operation that is
-    under way is waited for too, and its partner may be gone: so there is a limit.
+    A gloo thread needs the GIL to release a tensor. If it requests the GIL while the interpreter shuts down, the process ends
+    by SIGABRT, whatever its exit code (pytorch/pytorch#190489). A pending operation is waited for too, and its peer may be
+    gone: so there is a timeout.
 
     Args:
-        groups: nobody else refers to them. Of others the threads stay: torch's DDP, once it was used, refers to its group for
-            good. What such a thread has to forget was long ago, and meanwhile it can have the lock.
+        groups: the only references to these groups. The threads of other groups stay: torch's DDP keeps a reference to its
+            group. Such a thread released its tensors long ago.
     """
-    _within(_PARTED, groups.clear)
+    _run_within(_GROUP_LINGER, groups.clear)
 
 
 def end_process(code: int) -> None:
-    """End this process now, whatever its threads are doing; its children too, if they are to end with it."""
-    _within(_FLUSH, _flush)
-    _within(_FLUSH, _end_children)
+    """End this process now, whatever its threads are doing, and its daemonic children."""
+    _run_within(_FLUSH, _flush)
+    _run_within(_FLUSH, _end_children)
     os._exit(code)
 
 
@@ -113,8 +113,8 @@ def _end_children() -> None:
             child.kill()
 
 
-def _within(limit: float, function: Callable[[], None]) -> None:
-    """Call what may wait for a lock that a thread will never give back."""
+def _run_within(limit: float, function: Callable[[], None]) -> None:
+    """Call a function that may wait for a lock forever; return after ``limit`` seconds at the latest."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(limit)

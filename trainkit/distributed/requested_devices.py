@@ -1,22 +1,22 @@
-"""What the user asked for: where to run, and on how many processes."""
+"""The devices and processes that the user requested."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Wanted"]
+__all__ = ["RequestedDevices"]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The arguments of ``Trainer`` that say where a run runs; ``None`` is what the user left open.
+class RequestedDevices:
+    """The arguments of ``Trainer`` for devices and processes; ``None`` where the user gave none.
 
     Attributes:
         accelerator: "auto", "cpu", "cuda", "mps" or "xla".
-        per_node: processes of each machine; -1: one for each GPU.
-        indices: the GPUs of each machine, one for each of its processes.
-        nodes: machines.
-        as_started: the processes that there are; none are started.
+        per_node: number of processes per node; -1: one per GPU.
+        indices: GPU indices on each node, one per process.
+        nodes: number of nodes.
+        as_started: use the existing processes; start no others.
     """
 
     accelerator: str = "auto"

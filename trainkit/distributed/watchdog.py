@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure import Failure
-from trainkit.distributed.process_exit import end_process, leave_word, outlive, say, stacks, take_back_word
+from trainkit.distributed.process_exit import end_after_others, end_process, remove_error_file, say, stacks, write_error_file
 from trainkit.errors import Preempted, ProcessFailedError
 
 __all__ = ["Watchdog"]
@@ -62,9 +62,9 @@ class Watchdog:
             cause = self._channel.cause
             if cause is None or cause.kind != "preempted":
                 raise
-            self._channel.farewell("preempted", str(cause))
+            self._channel.announce_exit("preempted", str(cause))
             raise Preempted(str(cause)) from None
-        take_back_word()
+        remove_error_file()
         self._known = max(self._known, time.monotonic())
 
     def left(self) -> None:
@@ -94,7 +94,7 @@ class Watchdog:
                 return
             if failure is not known:  # noted here and not by a listener, which may be called after this thread has woken
                 known, self._known = failure, time.monotonic()
-            if failure is not None and limit is not None and not self._saved(failure, limit):
+            if failure is not None and limit is not None and not self._recovered(failure, limit):
                 self._end(failure)
 
     def _wait(self) -> None:
@@ -102,9 +102,9 @@ class Watchdog:
         channel, looks = self._channel, bool(self._channel.gone)
         channel.wait(lambda: self._done or self._limit() is not None or bool(channel.gone) != looks, _LOOK if looks else None)
         if channel.failure is None and channel.runs.open:
-            channel.accuse_absent()
+            channel.report_missing_rank()
 
-    def _saved(self, failure: Failure, limit: float) -> bool:
+    def _recovered(self, failure: Failure, limit: float) -> bool:
         """Wait until the time is up; returns whether the process need not be ended for this failure any more."""
         pause = max(0.0, self._known + limit - time.monotonic())
         channel = self._channel
@@ -151,8 +151,8 @@ class Watchdog:
         reason = "was ended in the middle of a run" if failure.rank == rank else f"was ended because {str(failure).rstrip('.')}"
         where = "" if failure.kind in _CODES else f". Its stacks are in {self._write(failure)}"
         say(f"trainkit: rank {rank} {reason}{where}\n")
-        leave_word(failure, rank)
-        outlive(self._channel, failure)
+        write_error_file(failure, rank)
+        end_after_others(self._channel, failure)
         end_process(_CODES.get(failure.kind, 1))
 
 

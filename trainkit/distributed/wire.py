@@ -14,13 +14,13 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-__all__ = ["LIMIT", "Loop", "Wire", "encode", "keep_watch"]
+__all__ = ["LIMIT", "ConnectionLoop", "JsonConnection", "encode", "keep_watch"]
 
 LIMIT = 16 << 20  # bytes of a line that one process may send
 _CHUNK = 1 << 18
 _FLUSH = 1.0  # seconds in which what is still to be sent must be gone when the connections are closed
 
-_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+_loops: weakref.WeakSet[ConnectionLoop] = weakref.WeakSet()
 
 
 def encode(message: Any) -> bytes:
@@ -50,7 +50,7 @@ def keep_watch(connection: socket.socket, patience: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class Wire:
+class JsonConnection:
     """One connection, for the thread of its :class:`Loop` only.
 
     Args:
@@ -118,7 +118,7 @@ class Wire:
         return [json.loads(line) for line in lines]
 
 
-class Loop:
+class ConnectionLoop:
     """The thread that reads and writes all connections of a process. It sleeps while nothing happens.
 
     Args:
@@ -130,12 +130,12 @@ class Loop:
         self._broken = broken
         self._selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], None]] = deque()
-        self._ear, self._bell = socket.socketpair()
-        for end in (self._ear, self._bell):
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
-        self._wires: set[Wire] = set()
+        self._wires: set[JsonConnection] = set()
         self._stop_at: float | None = None
-        self._selector.register(self._ear, selectors.EVENT_READ, self._rung)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         _loops.add(self)
 
@@ -147,7 +147,7 @@ class Loop:
         """Let the thread call a function; from any thread."""
         self._calls.append(function)
         with contextlib.suppress(OSError):  # it has been rung often enough already, or the loop has ended
-            self._bell.send(b"!")
+            self._wake_sender.send(b"!")
 
     def stop(self) -> None:
         """Send what is to be sent, close everything and end the thread; from any other thread, any number of times."""
@@ -157,7 +157,7 @@ class Loop:
             self.call(self._stop)
             self._thread.join(2 * _FLUSH)
 
-    def add(self, wire: Wire) -> None:
+    def add(self, wire: JsonConnection) -> None:
         """Serve a connection."""
         self._wires.add(wire)
         self._selector.register(wire.connection, selectors.EVENT_READ, lambda events: self._serve(wire, events))
@@ -171,13 +171,13 @@ class Loop:
         self._selector.unregister(listener)
         listener.close()
 
-    def send(self, wire: Wire, line: bytes) -> None:
+    def send(self, wire: JsonConnection, line: bytes) -> None:
         """Send a line as soon as the connection takes it."""
         if wire in self._wires:
             wire.put(line)
             self._flush(wire)
 
-    def drop(self, wire: Wire) -> None:
+    def drop(self, wire: JsonConnection) -> None:
         """Close a connection; nothing more is heard of it."""
         if wire in self._wires:
             self._wires.remove(wire)
@@ -190,7 +190,7 @@ class Loop:
         Else the other side would take this process for alive for as long as one of its children is.
         """
         self._selector.close()
-        for end in (self._ear, self._bell, *(wire.connection for wire in self._wires)):
+        for end in (self._wake_receiver, self._wake_sender, *(wire.connection for wire in self._wires)):
             end.close()
 
     def _work(self) -> None:
@@ -212,8 +212,8 @@ class Loop:
             wire.connection.close()
         self._wires.clear()
         self._selector.close()
-        self._ear.close()
-        self._bell.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
     def _finished(self) -> bool:
         return self._stop_at is not None and (not self._wires or monotonic() > self._stop_at)
@@ -223,11 +223,11 @@ class Loop:
         for wire in list(self._wires):
             self._flush(wire)
 
-    def _rung(self, events: int) -> None:
+    def _woken(self, events: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._ear.recv(4096)
+            self._wake_receiver.recv(4096)
 
-    def _serve(self, wire: Wire, events: int) -> None:
+    def _serve(self, wire: JsonConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(wire)
         if events & selectors.EVENT_READ:
@@ -240,7 +240,7 @@ class Loop:
             except (EOFError, OSError, ValueError, KeyError, TypeError) as why:
                 self._end(wire, wire.broken or why)
 
-    def _flush(self, wire: Wire) -> None:
+    def _flush(self, wire: JsonConnection) -> None:
         done = wire.flush()
         if done == wire.full:
             wire.full = not done
@@ -249,7 +249,7 @@ class Loop:
         if done and self._stop_at is not None:
             wire.finish()
 
-    def _end(self, wire: Wire, why: Exception) -> None:
+    def _end(self, wire: JsonConnection, why: Exception) -> None:
         if wire in self._wires:
             self.drop(wire)
             if self._stop_at is None:

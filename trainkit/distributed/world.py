@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainkit.distributed.collective_tracker import Waits
+from trainkit.distributed.collective_tracker import CollectiveTracker
+from trainkit.distributed.user_objects import all_gather_user_objects
+from trainkit.tagged_json.message import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from trainkit.distributed.channel import Channel
@@ -46,7 +48,7 @@ class World:
         memory: what outlives such a restart.
 
     Attributes:
-        waits: the collectives that this process waits for the others in: ``with world.waits:`` around those of the main thread.
+        collectives: counts the collectives of this process: ``with world.collectives:`` around those of the main thread.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class World:
         self.channel = channel
         self.watchdog = watchdog
         self.restarts = restarts
-        self.waits = Waits() if channel is None else channel.waits
-        self.meeting: Any = None  # of own loops
+        self.collectives = CollectiveTracker() if channel is None else channel.collectives
+        self.collective_checks: Any = None  # of own loops
         self._memory = memory
 
     def __repr__(self) -> str:
@@ -96,16 +98,24 @@ class World:
         """What every process gave, in the order of their ranks. Values are JSON: lists, dicts, strings, numbers (nan too)."""
         if self.size == 1:
             return [value]
-        return [json.loads(data) for data in self._gathered(json.dumps(value).encode())]
+        return [json.loads(bytes(data)) for data in self._gathered(json.dumps(value).encode())]
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """As :meth:`exchange`, for whatever can be pickled; tensors come on the device that they were on."""
+    def exchange_state(self, value: Any) -> list[Any]:
+        """As :meth:`exchange`, for values that a checkpoint's state can hold: tuples, bytes, arrays, tensors and more.
+
+        Tensors of several ranks come back on the CPU.
+
+        Raises:
+            UnsavableError: something in it cannot be encoded; see :mod:`trainkit.tagged_json.encode`.
+        """
+        return [value] if self.size == 1 else [from_bytes(data) for data in self._gathered(to_bytes(value))]
+
+    def exchange_user_objects(self, value: Any) -> list[Any]:
+        """As :meth:`exchange`, for objects of users, which are pickled; tensors keep their devices."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        with self.waits:
-            dist.all_gather_object(values, value, group=self.control)
-        return values
+        with self.collectives:
+            return all_gather_user_objects(value, self.size, self.control)
 
     def from_main(self, value: Any) -> Any:
         """What the main process gave; JSON."""
@@ -122,7 +132,7 @@ class World:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.waits:
+        with self.collectives:
             dist.all_gather(rows, mine, group=self.control)
         return [row.tolist() for row in rows]
 
@@ -139,9 +149,9 @@ class World:
         tensor = torch.tensor(values, dtype=torch.int64)
         work = None
         if self.size > 1:
-            self.waits.begun += 1
+            self.collectives.begun += 1
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
-        return Pending(tensor, work, self.waits)
+        return Pending(tensor, work, self.collectives)
 
     def remember(self, key: str, text: str) -> None:
         """Keep a text over a restart of the processes, where the launcher can; the main process's counts."""
@@ -150,8 +160,8 @@ class World:
 
     def recall(self, key: str) -> str | None:
         """What was remembered under a key, before a restart or since; collective."""
-        known = self._memory.get(key) if self._memory is not None and self.is_main else None
-        text: str | None = self.from_main(known)
+        remembered = self._memory.get(key) if self._memory is not None and self.is_main else None
+        text: str | None = self.from_main(remembered)
         return text
 
     def barrier(self) -> None:
@@ -165,41 +175,41 @@ class World:
             raise ValueError(f"{self!r} has no channel, and a team of several processes needs one")
         return Team(name, self.channel if self.size > 1 else None, self.rank, self.size)
 
-    def _gathered(self, data: bytes) -> list[bytes]:
-        """The bytes of every process: by one collective if all are short."""
-        with self.waits:
+    def _gathered(self, data: bytes) -> list[memoryview]:
+        """The bytes of each rank, by one collective if all are short."""
+        with self.collectives:
             slots = self._slots(data[:_SLOT], len(data), _SLOT)
             longest = max(length for length, _ in slots)
             if longest > _SLOT:
                 slots = self._slots(data, len(data), longest)
         return [piece[:length] for length, piece in slots]
 
-    def _slots(self, data: bytes, length: int, size: int) -> list[tuple[int, bytes]]:
+    def _slots(self, data: bytes, length: int, size: int) -> list[tuple[int, memoryview]]:
         mine = torch.zeros(_HEAD + size, dtype=torch.uint8)
         head = length.to_bytes(_HEAD, "little") + data
         mine[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         slots = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(slots, mine, group=self.control)
-        all_bytes = [slot.numpy().tobytes() for slot in slots]
-        return [(int.from_bytes(one[:_HEAD], "little"), one[_HEAD:]) for one in all_bytes]
+        views = [slot.numpy().data for slot in slots]
+        return [(int.from_bytes(view[:_HEAD], "little"), view[_HEAD:]) for view in views]
 
 
 class Pending:
     """A reduction that is under way."""
 
-    __slots__ = ("_tensor", "_waits", "_work")
+    __slots__ = ("_collectives", "_tensor", "_work")
 
-    def __init__(self, tensor: torch.Tensor, work: Any, waits: Waits) -> None:
-        self._tensor, self._work, self._waits = tensor, work, waits
+    def __init__(self, tensor: torch.Tensor, work: Any, collectives: CollectiveTracker) -> None:
+        self._tensor, self._work, self._collectives = tensor, work, collectives
 
     def wait(self) -> list[int]:
         """Its result."""
         if self._work is not None:
-            self._waits.depth += 1  # not `with`: it was counted when it began
+            self._collectives.depth += 1  # not `with`: it was counted when it began
             try:
                 self._work.wait()
             finally:
-                self._waits.depth -= 1
+                self._collectives.depth -= 1
             self._work = None
         values: list[int] = self._tensor.tolist()
         return values
@@ -215,16 +225,16 @@ class Team:
         size: the number of processes.
 
     Attributes:
-        beside: it may be used by a thread beside the one that trains.
-        turn: exchanges that are complete, which is the same number on all processes.
+        concurrent: it may be used by another thread than the one that trains.
+        completed: the number of completed exchanges, the same on all ranks.
     """
 
-    beside = True
+    concurrent = True
 
     def __init__(self, name: str = "", channel: Channel | None = None, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self._name, self._channel = name, channel
-        self.turn = 0
+        self.completed = 0
 
     def exchange(self, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
         """What every process gave, in the order of their ranks; JSON.
@@ -237,7 +247,7 @@ class Team:
         """
         if self._channel is None:
             return [value]
-        return self._channel.exchange(f"{self._name}/{self.turn + 1}", value, looking, self._complete)
+        return self._channel.exchange(f"{self._name}/{self.completed + 1}", value, looking, self._complete)
 
     def _complete(self) -> None:
-        self.turn += 1
+        self.completed += 1

@@ -8,7 +8,6 @@ import threading
 
 from trainkit.config.carried import debugging
 from trainkit.console import warn
-from trainkit.distributed.collective_tracker import calling, name_of
 
 __all__ = ["warn_if_cuda_initialized", "watch_cuda"]
 
@@ -45,9 +44,9 @@ def warn_if_cuda_initialized(launcher: str) -> None:
 
 def _note() -> None:
     global _where
-    _, frame = calling(sys._getframe())
+    _, frame = find_caller(sys._getframe())
     if frame is None or frame.f_globals.get("__name__") == "threading":
         _where = f"an unknown line of the thread {threading.current_thread().name!r}"
     else:
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        _where = f"{name_of(frame)}:{frame.f_lineno}" + (f": {text}" if text else "")
+        _where = f"{file_name_of(frame)}:{frame.f_lineno}" + (f": {text}" if text else "")

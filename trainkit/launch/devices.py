@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainkit.console import counted
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.self_start import in_notebook
@@ -27,7 +27,7 @@ _HOW = {
 }
 
 
-def processes_of_a_machine(wanted: Wanted) -> int:
+def processes_of_a_machine(wanted: RequestedDevices) -> int:
     """The processes that a machine is to have where no launcher has started any: those asked for, else one for each GPU."""
     if wanted.per_node is not None and wanted.per_node >= 0:
         return wanted.per_node
@@ -41,7 +41,7 @@ def processes_of_a_machine(wanted: Wanted) -> int:
     return max(1, gpus)
 
 
-def check_wanted(wanted: Wanted, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
+def check_wanted(wanted: RequestedDevices, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
     """Check that ``devices`` and ``num_nodes`` do not contradict the processes that were started.
 
     Args:
@@ -79,7 +79,7 @@ def _contradict(each: int | None, machines: int | None, size: int, local_size: i
     return nodes is None and local_size is not None and each != local_size
 
 
-def device_of(wanted: Wanted, world: World) -> torch.device:
+def device_of(wanted: RequestedDevices, world: World) -> torch.device:
     """The device of this process; collective.
 
     Args:
@@ -107,7 +107,7 @@ def device_of(wanted: Wanted, world: World) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _gpu(wanted: Wanted, world: World) -> tuple[int, str | None]:
+def _gpu(wanted: RequestedDevices, world: World) -> tuple[int, str | None]:
     """The number of this process's GPU, and what is wrong with it."""
     if not torch.cuda.is_available():
         return 0, "torch sees no GPU. Use accelerator='cpu', or install a build of torch for CUDA."

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from trainkit.console import counted, notice, speak
 from trainkit.distributed.channel import Channel
-from trainkit.distributed.failure_report import Endings, install
-from trainkit.distributed.process_exit import let_go
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.failure_report import FailureReport, install
+from trainkit.distributed.process_exit import release_groups
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.restart_store import RestartStore, restarts
 from trainkit.distributed.stores import connected
 from trainkit.distributed.watchdog import Watchdog
@@ -47,14 +47,14 @@ class _Joined:
     world: World
     group: Any
     ours: bool
-    endings: Endings | None = None
+    endings: FailureReport | None = None
 
     def close(self) -> None:
         """Let go of the other processes."""
         if self.endings is not None:
             self.endings.close()
         if self.world.channel is not None:
-            self.world.channel.goodbye()
+            self.world.channel.announce_end()
             self.world.channel.close()
         if self.world.watchdog is not None:
             self.world.watchdog.close()
@@ -70,7 +70,7 @@ _met: tuple[tuple[str, int, int, int], Any] | None = None
 _groups = 0
 
 
-def processes(wanted: Wanted) -> int:
+def processes(wanted: RequestedDevices) -> int:
     """The number of processes that a run of these wishes has, be they started already or not.
 
     Raises:
@@ -88,7 +88,7 @@ def note_alone(devices: int | None) -> None:
         _before.add(devices)
 
 
-def join(wanted: Wanted, *, backend: str | None = None, timeout: timedelta, place: Place | None = None) -> World:
+def join(wanted: RequestedDevices, *, backend: str | None = None, timeout: timedelta, place: Place | None = None) -> World:
     """The processes of the run, of which this is one; their process groups are made at the first call.
 
     In order: a process group that the user has initialised is used, and not destroyed; else what a launcher has started; else,
@@ -167,7 +167,7 @@ def alone(backend: str) -> Iterator[None]:
         _alone = None
 
 
-def _start(wanted: Wanted) -> None:
+def _start(wanted: RequestedDevices) -> None:
     """Start the processes that are wanted; does not return."""
     each, machines = processes_of_a_machine(wanted), wanted.nodes or 1
     if machines > 1:
@@ -217,7 +217,7 @@ def _tell_of_earlier_runs(each: int) -> None:
         )
 
 
-def _enter(wanted: Wanted, place: Place | None, backend: str | None, timeout: timedelta) -> _Joined:
+def _enter(wanted: RequestedDevices, place: Place | None, backend: str | None, timeout: timedelta) -> _Joined:
     if place is not None and place.size == 1:
         return _Joined(
             World(launcher=place.launcher, restarts=restarts(os.environ), memory=RestartStore.of(os.environ)), None, ours=False
@@ -247,7 +247,7 @@ def _write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _backend(wanted: Wanted) -> str:
+def _backend(wanted: RequestedDevices) -> str:
     cuda = wanted.accelerator in ("auto", "cuda") and torch.cuda.is_available() and dist.is_nccl_available()
     return "cpu:gloo,cuda:nccl" if cuda else "gloo"
 
@@ -362,4 +362,4 @@ def _leave(process: int) -> None:
             dist.destroy_process_group(joined.world.control)
     joined.world.control = None
     del joined
-    let_go(groups)
+    release_groups(groups)

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainkit._version import __version__
-from trainkit.distributed.failure import tells_of_another
+from trainkit.distributed.failure import names_another_failure
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
 
@@ -280,7 +280,7 @@ def _end_with_parent() -> None:
 
 def _has_followed(host: _Host) -> bool:
     """Whether it failed because another host did."""
-    return tells_of_another("\n".join(list(host.tail)[-8:]))
+    return names_another_failure("\n".join(list(host.tail)[-8:]))
 
 
 def _why_not_ready(host: _Host, ssh: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from trainkit.checks import is_whole, whole_number
 from trainkit.console import notice
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.launch.joining import note_alone, processes
 from trainkit.launch.tpu import DEVICE, tpu_is_chosen
@@ -24,7 +24,7 @@ __all__ = ["chosen_strategy", "joined_strategy", "read_wanted"]
 _KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "tpu": DEVICE}
 
 
-def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> Wanted:
+def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> RequestedDevices:
     """What the arguments of the same names ask for.
 
     Raises:
@@ -48,7 +48,7 @@ def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> Wanted:
     per_node, indices = _read_devices(devices)
     if kind == "mps" and per_node is not None and per_node > 1:
         raise ConfigurationError(f"devices={devices!r}: there is one MPS device. Use devices=1.")
-    return Wanted(kind, per_node, indices, num_nodes)
+    return RequestedDevices(kind, per_node, indices, num_nodes)
 
 
 def _read_devices(devices: Any) -> tuple[int | None, tuple[int, ...] | None]:
@@ -76,7 +76,7 @@ def _named_gpus(devices: Any) -> tuple[int, ...] | None:
     return None
 
 
-def chosen_strategy(name: str, wanted: Wanted) -> str:
+def chosen_strategy(name: str, wanted: RequestedDevices) -> str:
     """The name of the strategy that another name, ``"auto"`` among them, comes to.
 
     Args:
@@ -103,7 +103,7 @@ def chosen_strategy(name: str, wanted: Wanted) -> str:
     return name
 
 
-def _type_of_device(wanted: Wanted) -> str:
+def _type_of_device(wanted: RequestedDevices) -> str:
     if wanted.accelerator != "auto":
         return wanted.accelerator
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -111,7 +111,7 @@ def _type_of_device(wanted: Wanted) -> str:
 
 def joined_strategy(
     strategy: str | Strategy,
-    wanted: Wanted,
+    wanted: RequestedDevices,
     sync_batchnorm: bool,
     precision: str | int | Precision | None = None,
     arguments: StepArguments | None = None,
@@ -154,7 +154,7 @@ def joined_strategy(
     return made
 
 
-def _single_device(wanted: Wanted) -> torch.device | str:
+def _single_device(wanted: RequestedDevices) -> torch.device | str:
     """The device of a run on one."""
     if wanted.indices is None or len(wanted.indices) != 1:
         return wanted.accelerator
@@ -166,7 +166,7 @@ def _single_device(wanted: Wanted) -> torch.device | str:
     return wanted.accelerator
 
 
-def _check_device(made: Strategy, wanted: Wanted) -> None:
+def _check_device(made: Strategy, wanted: RequestedDevices) -> None:
     if not made.accepts(wanted.accelerator):
         raise ConfigurationError(f"accelerator={wanted.accelerator!r} and {made!r} name different devices. Give one of them.")
 

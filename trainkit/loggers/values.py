@@ -15,8 +15,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.omegaconf import is_omegaconf, plain_container
 from trainkit.errors import ConfigurationError, MetricError
+from trainkit.tagged_json.omegaconf import is_omegaconf, plain_container
 
 if TYPE_CHECKING:
     import numpy as np

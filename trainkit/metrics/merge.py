@@ -14,9 +14,7 @@ from trainkit.distributed.world import World
 from trainkit.metrics.reduce import Told, step_number
 from trainkit.metrics.saved_metrics import unstored
 from trainkit.metrics.saved_objects import merge_objects, merge_values
-from trainkit.metrics.torchmetrics import compact
 from trainkit.metrics.values import read
-from trainkit.nested import map_tensors
 
 __all__ = ["gather_states", "merge_states"]
 
@@ -24,8 +22,8 @@ State = dict[str, Any]
 
 
 def gather_states(world: World, state: Mapping[str, Any]) -> list[State]:
-    """What ``MetricStore.state_dict`` gave on each process, by rank; tensors are copies on the CPU. Collective."""
-    gathered: list[State] = world.exchange_objects(map_tensors(dict(state), compact))
+    """What ``MetricStore.state_dict`` returned on each rank; of several ranks, tensors are copies on the CPU. Collective."""
+    gathered: list[State] = world.exchange_state(dict(state))
     return gathered
 
 

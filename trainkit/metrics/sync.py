@@ -237,7 +237,7 @@ def _object_calls(world: World, found: Groups, records: Records) -> dict[Key, Ca
     shared = [key for key, group in objects.items() if not group[0].main_only]
     for key in shared:
         _refuse_strange(objects[key])
-    gathered = world.exchange_objects([_states(records.get(key)) for key in shared]) if shared else []
+    gathered = world.exchange_state([_states(records.get(key)) for key in shared]) if shared else []
     calls = {key: _computing(records.get(key), [states[n] for states in gathered]) for n, key in enumerate(shared)}
     # in the order of ``objects``, which is the same on all processes: their results are matched by position
     main_only = [key for key in objects if key not in calls]

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.checkpoint.omegaconf import is_omegaconf, plain_container
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.tagged_json.omegaconf import is_omegaconf, plain_container
 
 __all__ = ["HyperParameters", "HyperParametersMixin"]
 

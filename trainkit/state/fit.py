@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from trainkit.checkpoint.scattered import is_scattered
 from trainkit.console import counted
+from trainkit.tagged_json.tensors import is_sharded_tensor
 
 __all__ = ["Fit", "castable", "place_of", "same_bits"]
 
@@ -121,7 +121,7 @@ class Fit:
         before = len(self.other)
         if target.shape != source.shape:
             self.other.append(f"{name}: shape {tuple(source.shape)} in the checkpoint, {tuple(target.shape)} in the model")
-        elif target.is_meta and not is_scattered(target):
+        elif target.is_meta and not is_sharded_tensor(target):
             self.other.append(f"{name} is on the meta device and has no memory: module.to_empty(device=...) first")
         elif target.is_inference():
             self.other.append(f"{name} was made under torch.inference_mode() and cannot be changed: build the model outside it")

@@ -8,11 +8,11 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
-from trainkit.checkpoint.omegaconf import is_omegaconf
-from trainkit.checkpoint.registered import registration_of
-from trainkit.checkpoint.strict_json import MAX_DEPTH
-from trainkit.checkpoint.tagged import unsavable
 from trainkit.console import warn
+from trainkit.tagged_json.encode import unsavable
+from trainkit.tagged_json.omegaconf import is_omegaconf
+from trainkit.tagged_json.registered import registration_of
+from trainkit.tagged_json.strict_json import MAX_DEPTH
 
 __all__ = ["logged", "stored"]
 

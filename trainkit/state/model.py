@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainkit.checkpoint.scattered import Scattered
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
 from trainkit.optim.parameter_names import clean_names, cleaned, parameter_names, without_checkpoint_wrapper
 from trainkit.state.configs import has_adapters, model_configs
 from trainkit.state.described import copied
 from trainkit.state.fit import Fit, place_of
+from trainkit.tagged_json.tensors import ShardedTensor
 
 __all__ = [
     "ModelState",
@@ -72,7 +72,7 @@ def capture_model(
         save: ``"trainable"``: only the parameters that require a gradient, and the buffers.
         fingerprint: for ``"trainable"``, what :func:`frozen_fingerprint` returned for the parameters that are frozen now;
             None: work it out.
-        standins: ``id(parameter)`` → what is stored in its stead: a master copy, or a scattered tensor.
+        standins: ``id(parameter)`` → what is stored in its stead: a master copy, or a sharded tensor.
 
     Raises:
         ConfigurationError: another ``save``.
@@ -237,7 +237,7 @@ def _digest(tensor: Tensor) -> str:
     if is_lazy(tensor):
         return "not initialised"
     digest = hashlib.sha256()
-    if isinstance(tensor, Scattered):
+    if isinstance(tensor, ShardedTensor):
         values = tensor.collect(None)
         assert values is not None
         tensor = values

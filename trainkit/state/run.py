@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.draft import Content, Draft
-from trainkit.checkpoint.tagged import unsavable
-from trainkit.checkpoint.together import together
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import UnsavableError
+from trainkit.tagged_json.encode import unsavable
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
@@ -36,7 +36,7 @@ def drafted(world: World, content: Content) -> Draft:
                 raise
             raise explained from error
 
-    together(world, lay_out)
+    run_on_all_ranks(world, lay_out)
     return drafts[0]
 
 

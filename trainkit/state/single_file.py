@@ -1,13 +1,12 @@
 """One object in one file: what ``Accelerator.save`` writes, and ``load`` reads.
 
-Tensors by name are a plain safetensors file. Anything else is tagged JSON (see :mod:`trainkit.checkpoint.tagged`); if there
+Tensors by name are a plain safetensors file. Anything else is tagged JSON (see :mod:`trainkit.tagged_json.encode`); if there
 are tensors in it, a safetensors file that holds the JSON in its metadata. A tensor of several names is stored once.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,15 +16,15 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.commit import sync_folder
-from trainkit.checkpoint.regular_file import map_file, read_file
-from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
-from trainkit.checkpoint.tagged import dumps, loads
+from trainkit.checkpoint.regular_file import read_file
 from trainkit.checkpoint.tensor_file import chunks, metadata_in, plan_files, tensors_in
 from trainkit.checkpoint.weights import replace_file
 from trainkit.distributed.device import find_device
 from trainkit.errors import CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError, UnsavableError
 from trainkit.nested import map_tensors
 from trainkit.state.fit import place_of
+from trainkit.tagged_json.encode import dumps, loads
+from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
 
 __all__ = ["load", "read_tensors", "write_object"]
 
@@ -129,8 +128,7 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
         CorruptCheckpointError: it is none of tensors by name, or damaged.
     """
     found, what = _existing(path), str(path)
-    fetch = map_file if hasattr(mmap, "MAP_PRIVATE") else read_file  # which Windows has not
-    data = fetch(found, os.path.getsize(found), None, what)
+    data = read_file(found, os.path.getsize(found), None, what, mapped=True)
     if not _is_of_tensors(data, what):
         raise CorruptCheckpointError(f"{what}: no safetensors file.")
     tensors, aliases, metadata = _parts(data, what)

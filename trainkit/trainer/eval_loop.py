@@ -166,7 +166,7 @@ def gather_predictions(world: World, outputs: list[list[Any]], device: torch.dev
     if world.size == 1:
         return outputs
     try:
-        by_rank = world.exchange_objects(map_tensors(outputs, _to_send))
+        by_rank = world.exchange_user_objects(map_tensors(outputs, _to_send))
     except RuntimeError:  # of the connection
         raise
     except Exception as error:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import POINTER, candidates, read_pointer
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Loaded
-from trainkit.checkpoint.shared_reading import read_together
-from trainkit.checkpoint.together import together
+from trainkit.checkpoint.shared_reading import read_on_all_ranks
 from trainkit.console import counted, notice, warn
 from trainkit.distributed.world import World
 from trainkit.errors import (
@@ -115,7 +115,7 @@ def find_checkpoint(
         folder = Path(os.path.abspath(path)).parent
         return [os.fspath(path), str(folder) if folder in places.runs else None]
 
-    named, folder = together(world, look)[0]
+    named, folder = run_on_all_ranks(world, look)[0]
     if folder is not None and enter is not None and _is_busy(Path(folder), enter):
         notice(f"{folder} is in use by another live run: this run continues from its checkpoint in a folder of its own.")
     return _read(strategy, Path(named), whole)
@@ -152,7 +152,7 @@ def _read(strategy: Strategy, path: Path, whole: bool) -> Found:
             )
         return None if whole else model_stems(manifest.files) | {"state"}
 
-    return Found(path, read_together(path, strategy.world, stems, mapped=strategy.reads_checkpoint_parts))
+    return Found(path, read_on_all_ranks(path, strategy.world, stems, mapped=strategy.reads_checkpoint_parts))
 
 
 def _resumable(manifest: Manifest | None) -> bool:
@@ -175,7 +175,7 @@ def _listed(world: World, places: Places) -> tuple[list[_Listed], str]:
             rows.append([str(found.path), None if sound else str(problem), sound and _resumable(about), place, *who])
         return rows, str(places)
 
-    rows, where = together(world, look)[0]
+    rows, where = run_on_all_ranks(world, look)[0]
     return [_Listed(Path(path), *rest) for path, *rest in rows], where
 
 

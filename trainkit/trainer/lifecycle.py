@@ -133,9 +133,9 @@ def running(
     watchdog = trainer.strategy.world.watchdog
     if watchdog is not None:
         watchdog.folder = trainer.default_root_dir
-        trainer.accelerator.meeting.enter_run(stage, watchdog.entered)
+        trainer.accelerator.collective_checks.enter_run(stage, watchdog.entered)
     try:
-        trainer.accelerator.meeting.begin_run(stage)
+        trainer.accelerator.collective_checks.begin_run(stage)
         module, trainer._compiler = _uncompiled(compiled(module))
         _check_inputs(module, datamodule, given)
         refuse_incomplete(module, stage, trainer.strategy.has_optimizer)

@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import CHECKPOINTS, candidates, check_writable, folders_below
-from trainkit.checkpoint.together import together
 from trainkit.errors import CheckpointWriteError
 from trainkit.trainer.setup import overrides
 
@@ -68,7 +68,7 @@ def choose_folder(trainer: Trainer) -> Path:
             folder = str(RunFolder(root, None).claim())
         return os.path.abspath(os.path.join(folder, CHECKPOINTS))
 
-    return Path(together(world, choose, CheckpointWriteError)[0])
+    return Path(run_on_all_ranks(world, choose, CheckpointWriteError)[0])
 
 
 def checkpoint_places(trainer: Trainer) -> Places:
@@ -122,7 +122,7 @@ def folder_of_run(world: World, runs: list[Path], run_id: str) -> Path | None:
         found = (one for one in candidates(*runs) if one.manifest is not None and one.manifest.run_id == run_id)
         return next((str(one.path.parent) for one in found), None)
 
-    folder = together(world, look)[0]
+    folder = run_on_all_ranks(world, look)[0]
     return None if folder is None else Path(folder)
 
 

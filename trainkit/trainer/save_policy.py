@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.commit import check_target
 from trainkit.checkpoint.draft import Content
-from trainkit.checkpoint.run_folders import RunFolders
+from trainkit.checkpoint.save_folders import SaveFolders
 from trainkit.checkpoint.saver import Saver
-from trainkit.checkpoint.together import together
 from trainkit.console import notice, warn
 from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.state.model import frozen_fingerprint, has_adapters
@@ -56,7 +56,7 @@ class Checkpointing:
         self._world = trainer.strategy.world
         self.run_id: str = self._world.from_main(secrets.token_hex(8))
         self.resumed_from: Path | None = None
-        self.places = RunFolders(self._world, self.run_id)
+        self.places = SaveFolders(self._world, self.run_id)
         self._counter = 0
         self._saver = Saver(self._failed, self._world.team(f"saves/{self.run_id}"))
         self._requests: deque[Callable[[], None]] = deque()
@@ -323,7 +323,7 @@ class Checkpointing:
         """
         self._saver.wait()
         if not blocking:  # an error of the call is raised by the call, not at a later step
-            together(self._world, lambda: check_target(path.absolute()) if self._world.is_main else None)
+            run_on_all_ranks(self._world, lambda: check_target(path.absolute()) if self._world.is_main else None)
         adapters = has_adapters(self._trainer.lightning_module)
         if adapters:
             notice("the model has PEFT adapters, so only what is trained is saved, with a fingerprint of the rest.")

@@ -86,7 +86,7 @@ def train_epoch(trainer: Trainer) -> None:
             for hook in hooks.on_train_batch_start:
                 skip = hook if hook(batch, batch_idx) == -1 else skip
         if skip is not None:
-            engine.meeting.end_epoch(skip)
+            engine.collective_checks.end_epoch(skip)
             complete, engine.skip_asked = True, False  # the user is done with this epoch
             break
         if optimizer is not None and window.first:

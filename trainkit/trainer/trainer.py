@@ -406,7 +406,7 @@ class Trainer:
             UnsavableError: a value that cannot be stored, with the path to it.
         """
         path = local_path(filepath, "filepath")
-        self.accelerator.meeting.wait("trainer.save_checkpoint")
+        self.accelerator.collective_checks.wait("trainer.save_checkpoint")
         self._checkpointing_now(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
 
     def explain(self, module: TrainModule | None = None) -> str:

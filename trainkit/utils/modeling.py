@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
-from trainkit.checkpoint.strict_json import MAX_JSON_BYTES, strict_json
 from trainkit.console import counted, notice, warn
 from trainkit.errors import (
     CheckpointError,
@@ -32,6 +31,7 @@ from trainkit.registry import strategy_infos
 from trainkit.state.model import ModelState, clean_names, plan_model
 from trainkit.state.parts import model_stems
 from trainkit.state.single_file import read_tensors
+from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
 from trainkit.utils.placing import DeviceMap, Placing, entries
 
 __all__ = ["load_checkpoint_in_model"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.accelerator.meeting import Meeting
+from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.console import with_article
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
@@ -26,7 +26,7 @@ def gather_object(object: list[Any] | tuple[Any, ...]) -> list[Any]:
     """
     _check("gather_object", object, list | tuple)
     world = _world("gather_object")
-    return [element for own in world.exchange_objects(list(object)) for element in own]
+    return [element for own in world.exchange_user_objects(list(object)) for element in own]
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -52,7 +52,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     if not isinstance(from_process, int) or not 0 <= from_process < world.size:
         raise ConfigurationError(f"broadcast_object_list(from_process={from_process!r}): there are 0 to {world.size - 1}.")
     mine = object_list if world.rank == from_process else None
-    object_list[:] = world.exchange_objects(mine)[from_process]
+    object_list[:] = world.exchange_user_objects(mine)[from_process]
     return object_list
 
 
@@ -66,5 +66,5 @@ def _world(verb: str) -> World:
     if runtime_is_loaded():
         raise UnsupportedArgumentError(f"{verb} is not offered on XLA. Exchange tensors: accelerator.gather(tensor)")
     world = joined()
-    Meeting.of(world).wait(verb)
+    CollectiveChecks.of(world).wait(verb)
     return world

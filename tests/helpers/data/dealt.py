@@ -15,7 +15,7 @@ from helpers.data.samples import CPU, draw, ids, same
 
 from trainkit.data import PreparedLoader
 from trainkit.data.window import NOTHING, Window
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.launch.joining import join
 from trainkit.nested import map_tensors
@@ -76,7 +76,7 @@ def heard() -> Iterator[list[str]]:
 
 def joined() -> World:
     """This process's world; in a process of ``worlds.run_world``."""
-    return join(Wanted(), timeout=timedelta(seconds=30))
+    return join(RequestedDevices(), timeout=timedelta(seconds=30))
 
 
 def prepared(source: Any, world: World, window: int | None = 1, **options: Any) -> PreparedLoader:

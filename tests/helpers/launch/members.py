@@ -78,7 +78,7 @@ class Member:
     def close(self) -> None:
         """Leave the process as it was."""
         self.endings.close()
-        self.channel.goodbye()
+        self.channel.announce_end()
         self.channel.close()
         self.watchdog.close()
 

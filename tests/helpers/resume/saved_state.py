@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.tagged import dumps, loads
 from trainkit.state.fit import same_bits
 from trainkit.state.model import ModelState, capture_model, plan_model
 from trainkit.state.optimizer import plan_optimizer
+from trainkit.tagged_json.encode import dumps, loads
 
 __all__ = [
     "Extra",

@@ -12,7 +12,7 @@ from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 
 from trainkit.data.window import NOTHING, Window
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.strategies import DDPStrategy
 
 __all__ = ["Net", "NoLoss", "Plan", "by_hand", "flat", "joined", "over_strategy", "own_loop"]
@@ -81,7 +81,7 @@ def flat(module: nn.Module) -> list[float]:
 def joined(accumulation: int = 1, **options: Any) -> DDPStrategy:
     """A strategy in this process, which is one of several."""
     strategy = DDPStrategy(**{"timeout": timedelta(seconds=60), **options})
-    strategy.join(Wanted("cpu"))
+    strategy.join(RequestedDevices("cpu"))
     strategy.window = Window(accumulation)
     return strategy
 

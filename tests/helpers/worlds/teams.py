@@ -12,7 +12,7 @@ import torch
 from helpers.patience import PATIENCE
 from torch import Tensor
 
-from trainkit.distributed.collective_tracker import Waits
+from trainkit.distributed.collective_tracker import CollectiveTracker
 from trainkit.distributed.failure import Runs
 from trainkit.distributed.world import Team, World
 from trainkit.strategy import Strategy
@@ -67,7 +67,7 @@ class Hub:
 class _Line:
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
-        self.waits, self.runs = Waits(), Runs()
+        self.collectives, self.runs = CollectiveTracker(), Runs()
         self.runs.begin()
 
     def exchange(
@@ -93,8 +93,8 @@ class ThreadWorld(World):
     def exchange(self, value: Any) -> list[Any]:
         return self._all.exchange(value)
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """Without pickling: for what JSON can hold."""
+    def exchange_state(self, value: Any) -> list[Any]:
+        """For values that JSON can hold."""
         return self._all.exchange(value)
 
     def rows(self, values: Any) -> list[list[float]]:

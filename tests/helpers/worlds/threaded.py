@@ -14,6 +14,7 @@ from typing import Any
 from helpers.patience import PATIENCE
 
 from trainkit.distributed.world import World
+from trainkit.tagged_json.message import from_bytes, to_bytes
 
 __all__ = ["Peer", "together"]
 
@@ -39,7 +40,10 @@ class Peer(World):
     def exchange(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in self._met(json.dumps(value))]
 
-    def exchange_objects(self, value: Any) -> list[Any]:
+    def exchange_state(self, value: Any) -> list[Any]:
+        return [from_bytes(data) for data in self._met(to_bytes(value))]
+
+    def exchange_user_objects(self, value: Any) -> list[Any]:
         return copy.deepcopy(self._met(value))
 
     def _met(self, value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from helpers.runs.replicas import Net, NoLoss, Plan, by_hand, flat, joined, over
 from torch import Tensor, nn
 
 from trainkit import Precision, strategies
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, ModuleError, UnknownNameError
 from trainkit.strategies import DDPStrategy
 
@@ -290,7 +290,7 @@ def test_tear_down_leaves_the_module_alone() -> None:
 
 def test_on_one_process_it_is_the_base_class() -> None:
     strategy = DDPStrategy(device="cpu", comm_hook="fp16", static_graph=True)
-    strategy.join(Wanted("cpu"))
+    strategy.join(RequestedDevices("cpu"))
     module = Net()
     assert strategy.world_size == 1
     assert strategy.prepare_module(module) is strategy.wrap(module) is strategy.unwrap(module) is module

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainkit import Trainer
-from trainkit.distributed.requested_devices import Wanted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.launch.resolve import joined_strategy
 from trainkit.registry import load_strategy, make_strategy
@@ -27,15 +27,17 @@ def no_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "wanted, env, chosen",
     [
-        (Wanted("cpu"), {}, {"PJRT_DEVICE": "CPU"}),
-        (Wanted("cpu", 4), {}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}),
-        (Wanted("auto", 4), {"PJRT_DEVICE": "cpu"}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}),
-        (Wanted("cpu", 4), {"CPU_NUM_DEVICES": "2"}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}),
-        (Wanted("cpu", -1), {}, {"PJRT_DEVICE": "CPU"}),
-        (Wanted("xla", 4), {"PJRT_DEVICE": "TPU"}, {"PJRT_DEVICE": "TPU"}),
+        (RequestedDevices("cpu"), {}, {"PJRT_DEVICE": "CPU"}),
+        (RequestedDevices("cpu", 4), {}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}),
+        (RequestedDevices("auto", 4), {"PJRT_DEVICE": "cpu"}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}),
+        (RequestedDevices("cpu", 4), {"CPU_NUM_DEVICES": "2"}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}),
+        (RequestedDevices("cpu", -1), {}, {"PJRT_DEVICE": "CPU"}),
+        (RequestedDevices("xla", 4), {"PJRT_DEVICE": "TPU"}, {"PJRT_DEVICE": "TPU"}),
     ],
 )
-def test_the_runtime_is_the_one_that_is_asked_for(wanted: Wanted, env: dict[str, str], chosen: dict[str, str]) -> None:
+def test_the_runtime_is_the_one_that_is_asked_for(
+    wanted: RequestedDevices, env: dict[str, str], chosen: dict[str, str]
+) -> None:
     choose_runtime(wanted, env)
     assert env == chosen
 
@@ -43,7 +45,7 @@ def test_the_runtime_is_the_one_that_is_asked_for(wanted: Wanted, env: dict[str,
 def test_a_tpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_xla_runtime, "tpu_is_here", lambda: True)
     env: dict[str, str] = {}
-    choose_runtime(Wanted("auto", 4), env)
+    choose_runtime(RequestedDevices("auto", 4), env)
     assert env == {"PJRT_DEVICE": "TPU"}
 
 
@@ -51,27 +53,27 @@ def test_a_tpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     "wanted, env, message",
     [
         (
-            Wanted("auto"),
+            RequestedDevices("auto"),
             {},
             "this machine has no TPU. To run on XLA's CPU runtime, as a trial: accelerator='cpu', or export PJRT",
         ),
-        (Wanted("xla"), {}, "this machine has no TPU"),
-        (Wanted("cpu"), {"PJRT_DEVICE": "TPU"}, "accelerator='cpu' contradicts PJRT_DEVICE=TPU"),
+        (RequestedDevices("xla"), {}, "this machine has no TPU"),
+        (RequestedDevices("cpu"), {"PJRT_DEVICE": "TPU"}, "accelerator='cpu' contradicts PJRT_DEVICE=TPU"),
         (
-            Wanted("cpu", 2, (0, 1)),
+            RequestedDevices("cpu", 2, (0, 1)),
             {},
             r"devices=\[0, 1\]: XLA takes its devices from the runtime.*export TPU_VISIBLE_CHIPS=0,2",
         ),
     ],
 )
-def test_a_runtime_that_cannot_be_is_refused(wanted: Wanted, env: dict[str, str], message: str) -> None:
+def test_a_runtime_that_cannot_be_is_refused(wanted: RequestedDevices, env: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         choose_runtime(wanted, env)
 
 
 def test_a_cpu_in_the_place_of_a_tpu_is_told(caplog: Any) -> None:
     caplog.set_level("INFO", "trainkit")
-    choose_runtime(Wanted("xla"), {"PJRT_DEVICE": "CPU"})
+    choose_runtime(RequestedDevices("xla"), {"PJRT_DEVICE": "CPU"})
     assert caplog.messages == [
         "accelerator='tpu', and PJRT_DEVICE=CPU in the environment: XLA's CPU runtime stands in for the TPU."
     ]
@@ -89,30 +91,30 @@ def runtime(here: int, hosts: int = 1, kind: str = "TPU") -> Any:
 @pytest.mark.parametrize(
     "wanted, there, count",
     [
-        (Wanted(), runtime(4), 4),
-        (Wanted("xla", -1), runtime(4), 4),
-        (Wanted("xla", 4), runtime(4), 4),
-        (Wanted("xla", 1), runtime(4), 1),
-        (Wanted(), runtime(1), 1),
-        (Wanted("xla", 4, None, 2), runtime(4, 2), 8),
-        (Wanted("xla", 4), runtime(4, 2), 8),
+        (RequestedDevices(), runtime(4), 4),
+        (RequestedDevices("xla", -1), runtime(4), 4),
+        (RequestedDevices("xla", 4), runtime(4), 4),
+        (RequestedDevices("xla", 1), runtime(4), 1),
+        (RequestedDevices(), runtime(1), 1),
+        (RequestedDevices("xla", 4, None, 2), runtime(4, 2), 8),
+        (RequestedDevices("xla", 4), runtime(4, 2), 8),
     ],
 )
-def test_the_devices_are_those_of_the_runtime(wanted: Wanted, there: Any, count: int) -> None:
+def test_the_devices_are_those_of_the_runtime(wanted: RequestedDevices, there: Any, count: int) -> None:
     assert count_devices(wanted, there) == count
 
 
 @pytest.mark.parametrize(
     "wanted, there, message",
     [
-        (Wanted("xla", 8), runtime(4), "devices=8, but XLA's runtime has 4 on this host.*TPU_VISIBLE_CHIPS"),
-        (Wanted("xla", 2), runtime(4, kind="CPU"), "devices=2, but XLA's runtime has 4.*CPU_NUM_DEVICES"),
-        (Wanted("xla", 1), runtime(4, 2), "devices=1, but XLA's runtime has 4"),
-        (Wanted("xla", 4, None, 2), runtime(4), "num_nodes=2, but XLA's runtime knows of 1"),
-        (Wanted("xla", None, None, 1), runtime(4, 2), "num_nodes=1, but XLA's runtime knows of 2"),
+        (RequestedDevices("xla", 8), runtime(4), "devices=8, but XLA's runtime has 4 on this host.*TPU_VISIBLE_CHIPS"),
+        (RequestedDevices("xla", 2), runtime(4, kind="CPU"), "devices=2, but XLA's runtime has 4.*CPU_NUM_DEVICES"),
+        (RequestedDevices("xla", 1), runtime(4, 2), "devices=1, but XLA's runtime has 4"),
+        (RequestedDevices("xla", 4, None, 2), runtime(4), "num_nodes=2, but XLA's runtime knows of 1"),
+        (RequestedDevices("xla", None, None, 1), runtime(4, 2), "num_nodes=1, but XLA's runtime knows of 2"),
     ],
 )
-def test_other_devices_than_those_are_refused(wanted: Wanted, there: Any, message: str) -> None:
+def test_other_devices_than_those_are_refused(wanted: RequestedDevices, there: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         count_devices(wanted, there)
 
@@ -188,18 +190,18 @@ def test_the_mode_is_what_the_process_was_started_for(monkeypatch: pytest.Monkey
 
 
 def test_it_is_chosen_for_a_tpu_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[Wanted] = []
+    joined: list[RequestedDevices] = []
     monkeypatch.setattr(XLAStrategy, "join", lambda self, wanted: joined.append(wanted))
-    assert joined_strategy("auto", Wanted("xla", 4), False).name == "xla"
-    assert joined_strategy("auto", Wanted("cpu"), False).name == "single"
+    assert joined_strategy("auto", RequestedDevices("xla", 4), False).name == "xla"
+    assert joined_strategy("auto", RequestedDevices("cpu"), False).name == "single"
     monkeypatch.setattr("trainkit.launch.resolve.tpu_is_chosen", lambda: True)
-    assert joined_strategy("auto", Wanted(), False).name == "xla"
-    assert joined_strategy("auto", Wanted("cpu"), False).name == "single"
-    assert joined == [Wanted("xla", 4), Wanted()]
+    assert joined_strategy("auto", RequestedDevices(), False).name == "xla"
+    assert joined_strategy("auto", RequestedDevices("cpu"), False).name == "single"
+    assert joined == [RequestedDevices("xla", 4), RequestedDevices()]
     with pytest.raises(ConfigurationError, match="accelerator='tpu' works with strategy='xla', not with 'ddp'"):
-        joined_strategy("ddp", Wanted("xla"), False)
+        joined_strategy("ddp", RequestedDevices("xla"), False)
     with pytest.raises(ConfigurationError, match="name different devices"):
-        joined_strategy(XLAStrategy(), Wanted("cuda"), False)
+        joined_strategy(XLAStrategy(), RequestedDevices("cuda"), False)
 
 
 def test_what_a_device_holds() -> None:

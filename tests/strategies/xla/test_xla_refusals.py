@@ -117,7 +117,7 @@ def held_elsewhere() -> str:
 
 
 def test_a_parameter_that_something_else_holds_on_to() -> None:
-    assert "Something holds on to this parameter: a weak reference" in run_xla(held_elsewhere)
+    assert "Something refers to this parameter: a weak reference" in run_xla(held_elsewhere)
 
 
 def trained_on_the_cpu_first() -> str:

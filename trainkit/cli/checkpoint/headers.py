@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.checkpoint.tagged import MAX_JSON_BYTES, strict_json
 from trainkit.errors import CorruptCheckpointError
+from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
 
 __all__ = ["TensorHeader", "tensor_headers"]
 

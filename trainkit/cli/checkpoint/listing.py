@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.folder import Found, candidates, folders_below, list_checkpoints
-from trainkit.checkpoint.reader import is_checkpoint, look_at
+from trainkit.checkpoint.folder import FoundCheckpoint, candidates, folders_below, list_checkpoints
+from trainkit.checkpoint.reader import inspect_checkpoint, is_checkpoint
 from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, holds, on_one_line, say, table
 from trainkit.errors import CheckpointNotFoundError
 from trainkit.paths import local_path
@@ -32,14 +32,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def checkpoints_at(path: Path) -> list[Found]:
+def checkpoints_at(path: Path) -> list[FoundCheckpoint]:
     """The checkpoint at ``path``, or those in it, or those of the run or runs whose folder it is or that are below it.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
     """
     if is_checkpoint(path):
-        return [Found(path, *look_at(path))]
+        return [FoundCheckpoint(path, *inspect_checkpoint(path))]
     if not path.is_dir():
         raise CheckpointNotFoundError(
             f"Expected a folder of checkpoints, got {str(path)!r}, which is {'a file' if path.exists() else 'not there'}. "
@@ -49,7 +49,7 @@ def checkpoints_at(path: Path) -> list[Found]:
     return [one for one in found if one.problem is None] + [one for one in found if one.problem is not None]
 
 
-def _row(one: Found, name: str) -> tuple[str, ...]:
+def _row(one: FoundCheckpoint, name: str) -> tuple[str, ...]:
     manifest = one.manifest
     state = "good" if one.problem is None else on_one_line(one.problem, one.path)
     if manifest is None:
@@ -61,6 +61,6 @@ def _row(one: Found, name: str) -> tuple[str, ...]:
     return (name, *about, metrics, state)
 
 
-def _described(one: Found) -> dict[str, Any]:
+def _described(one: FoundCheckpoint) -> dict[str, Any]:
     about = {} if one.manifest is None else about_manifest(one.manifest)
     return {"name": one.path.name, "path": str(one.path), "problem": one.problem, **about}

@@ -1,4 +1,4 @@
-"""Decoding the tags of ``trainkit.checkpoint.tagged``, from a text that nobody vouches for."""
+"""Decoding the tags of ``trainkit.tagged_json.encode``, from a text that nobody vouches for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.registered import Unregistered, registration_named
 from trainkit.errors import CheckpointError, CorruptCheckpointError
+from trainkit.tagged_json.registered import Unregistered, registration_named
 
 __all__ = ["SCALARS", "Decoder"]
 

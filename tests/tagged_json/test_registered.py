@@ -18,10 +18,11 @@ from helpers.support import run_python
 from torch import Tensor
 
 from trainkit import Callback
-from trainkit.checkpoint import open_checkpoint, register, registered
-from trainkit.checkpoint.tagged import dumps, loads
+from trainkit.checkpoint import open_checkpoint, register
 from trainkit.cli.main import main
 from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, UnsavableError
+from trainkit.tagged_json import registered
+from trainkit.tagged_json.encode import dumps, loads
 
 FILE = "state.safetensors"
 NAME = re.escape(f"{__name__}.Vocabulary")

@@ -12,9 +12,9 @@ from trainkit.checkpoint.manifest import DIGEST
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.errors import CorruptCheckpointError
 
-__all__ = ["MOST_NAMED", "has_our_files", "identity", "is_checkpoint", "nothing_at", "some"]
+__all__ = ["MAX_LISTED", "checkpoint_identity", "has_checkpoint_files", "is_checkpoint", "listed", "why_no_checkpoint"]
 
-MOST_NAMED = 10
+MAX_LISTED = 10
 """Of many names a message has so many."""
 
 _RESERVED = re.compile(
@@ -27,21 +27,23 @@ def is_checkpoint(path: Path) -> bool:
 
     One whose name starts with ``.`` is none: it is not finished, or being removed.
     """
-    return not path.name.startswith(".") and has_our_files(path)
+    return not path.name.startswith(".") and has_checkpoint_files(path)
 
 
-def has_our_files(folder: Path) -> bool:
+def has_checkpoint_files(folder: Path) -> bool:
     """Whether a folder holds a file named like one of a checkpoint's, whatever its own name is."""
     for _ in range(10):
-        before = identity(folder)
-        if _lists_our_files(folder):
+        before = checkpoint_identity(folder)
+        if _lists_checkpoint_files(folder):
             return True
-        if identity(folder) == before:  # else what was listed is the old one, which was replaced and is being removed
+        if (
+            checkpoint_identity(folder) == before
+        ):  # else what was listed is the old one, which was replaced and is being removed
             return False
     return True
 
 
-def _lists_our_files(folder: Path) -> bool:
+def _lists_checkpoint_files(folder: Path) -> bool:
     try:
         return any(map(_RESERVED.fullmatch, os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -50,7 +52,7 @@ def _lists_our_files(folder: Path) -> bool:
         return error.errno != errno.ELOOP
 
 
-def identity(path: Path) -> bytes | None:
+def checkpoint_identity(path: Path) -> bytes | None:
     """Which checkpoint is at ``path``: its digest, or nothing if it has none; None if there is no folder any more.
 
     Not the folder's inode: the next one may get the same.
@@ -61,15 +63,15 @@ def identity(path: Path) -> bytes | None:
         return b"" if path.is_dir() else None
 
 
-def nothing_at(path: Path) -> str:
+def why_no_checkpoint(path: Path) -> str:
     """Why there is no checkpoint at ``path``, and which are near."""
     if path.name.startswith("."):
         return f"{path} is no checkpoint: a name that starts with '.' is that of one that is not finished or being removed."
-    if (foreign := _foreign(path)) is not None:
+    if (foreign := _of_another_program(path)) is not None:
         return foreign
     inside = _checkpoints_in(path)
     if inside:
-        return f"{path} is a folder of checkpoints, expected one of them: {some(inside)}. Fix: {str(path / inside[-1])!r}."
+        return f"{path} is a folder of checkpoints, expected one of them: {listed(inside)}. Fix: {str(path / inside[-1])!r}."
     if not os.path.lexists(path):
         reason = "there is nothing"
     elif path.is_dir():
@@ -81,11 +83,11 @@ def nothing_at(path: Path) -> str:
         reason = "this is a file, and a checkpoint is a folder"
     beside = _checkpoints_in(path.parent)
     close = get_close_matches(path.name, beside, n=1)
-    near = f"In {path.parent} there are: {some(beside)}." if beside else f"There is none in {path.parent} either."
+    near = f"In {path.parent} there are: {listed(beside)}." if beside else f"There is none in {path.parent} either."
     return f"{path}: expected a checkpoint, but {reason}. {near}" + (f" Did you mean {close[0]!r}?" if close else "")
 
 
-def _foreign(path: Path) -> str | None:
+def _of_another_program(path: Path) -> str | None:
     """What a checkpoint of another program is, and how its weights are loaded; None if it does not look like one."""
     only = "Optimizers, schedules and the position in the data are not converted: docs/from-lightning.md#checkpoints"
     load = f"module.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True)"
@@ -114,6 +116,6 @@ def _checkpoints_in(folder: Path) -> list[str]:
         return []
 
 
-def some(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """The last of some names, for a message."""
-    return ", ".join(repr(name) for name in names[-MOST_NAMED:]) + (" and others" if len(names) > MOST_NAMED else "")
+    return ", ".join(repr(name) for name in names[-MAX_LISTED:]) + (" and others" if len(names) > MAX_LISTED else "")

@@ -14,7 +14,7 @@ import torch
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["Registration", "Unregistered", "called", "register", "registration_named", "registration_of"]
+__all__ = ["Registration", "Unregistered", "qualified_name", "register", "registration_named", "registration_of"]
 
 T = TypeVar("T")
 
@@ -99,12 +99,12 @@ def register(
             raise ConfigurationError(f"register: expected a function for {what}, got {function!r}. Fix: {example}")
     if name is not None and (not isinstance(name, str) or not name):
         raise ConfigurationError(f"register: expected name to be a text, got {name!r}. Fix: name='my_project.Vocabulary'")
-    name = name or called(kind)
+    name = name or qualified_name(kind)
     earlier = [own for own in (_by_kind.get(kind), _by_name.get(name)) if own is not None]
     if earlier and not replace:
         same = earlier[0].kind is kind
         raise ConfigurationError(
-            f"register: {called(kind)} is registered already"
+            f"register: {qualified_name(kind)} is registered already"
             + (f", as {earlier[0].name!r}" if same and earlier[0].name != name else "")
             + (". " if same else f": the name {name!r} belongs to another class, {earlier[0].kind!r}. ")
             + "Call register once for each type, where it is defined; "
@@ -127,6 +127,6 @@ def registration_named(name: str) -> Registration | None:
     return _by_name.get(name)
 
 
-def called(kind: builtins.type[Any]) -> str:
+def qualified_name(kind: builtins.type[Any]) -> str:
     """The module and the name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"

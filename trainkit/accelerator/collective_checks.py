@@ -2,7 +2,7 @@
 
 These are the verbs of own loops and those of the ``Trainer``: ``fit``, ``validate``, ``test``, ``predict``,
 ``save_checkpoint``, ``all_gather``, ``strategy.barrier``, and the end of an epoch by -1 from ``on_train_batch_start``. What a
-``Trainer`` exchanges by itself is only counted (``Waits``): the ranks that have called a verb find
+``Trainer`` exchanges by itself is only counted (``CollectiveTracker``): the ranks that have called a verb find
 out that another one has gone on without it, before a collective of theirs can meet a different one there.
 """
 
@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from trainkit.distributed.collective_tracker import called
+from trainkit.distributed.collective_tracker import find_call
 from trainkit.distributed.world import Team, World
 from trainkit.errors import CollectiveError, ProcessFailedError
 
-__all__ = ["Meeting", "described"]
+__all__ = ["CollectiveChecks", "described"]
 
 _SUBJECT = "verbs"
 _CLEARED = 60.0  # seconds that the other ranks have to leave a run that has failed
@@ -36,7 +36,7 @@ _NAMES = {
 }
 
 
-class Meeting:
+class CollectiveChecks:
     """The verbs of own loops that all processes call, in one order: what they have called is compared first.
 
     It goes over the connection beside the collectives, so that a wait may be as long as it likes, and a process that waits for
@@ -50,18 +50,18 @@ class Meeting:
     """
 
     def __init__(self, world: World) -> None:
-        self._world, self._waits = world, world.waits
+        self._world, self._collectives = world, world.collectives
         self._team: Team | None = None
         self._mine = ("", "")
         self._ahead: dict[int, int] = {}  # collectives of ranks that have begun more than this one, at the last look
         self.debug = False
 
     @classmethod
-    def of(cls, world: World) -> Meeting:
+    def of(cls, world: World) -> CollectiveChecks:
         """That of these processes; there is one."""
-        if world.meeting is None:
-            world.meeting = cls(world)
-        found: Meeting = world.meeting
+        if world.collective_checks is None:
+            world.collective_checks = cls(world)
+        found: CollectiveChecks = world.collective_checks
         return found
 
     def wait(self, verb: str) -> None:
@@ -84,7 +84,7 @@ class Meeting:
             CollectiveError: the script of another rank has ended.
             ProcessFailedError: another one has failed.
         """
-        self._mine = f"trainer.{stage}", called(sys._getframe())[1]
+        self._mine = f"trainer.{stage}", find_call(sys._getframe())[1]
         try:
             enter()
         except ProcessFailedError as error:
@@ -103,7 +103,7 @@ class Meeting:
         if self._world.size > 1:
             said = self._said(f"trainer.{stage}", None)
             self._agree([[verb, place, 0, None] for verb, place, *_ in said])
-            self._waits.begun = max(begun for _, _, begun, _ in said)
+            self._collectives.begun = max(begun for _, _, begun, _ in said)
 
     def end_epoch(self, hook: Callable[..., Any]) -> None:
         """Wait until all ranks end the training epoch because ``on_train_batch_start`` has returned -1.
@@ -139,16 +139,16 @@ class Meeting:
         """The verb, its place, the number of collectives and the value of each process."""
         if self._team is None:
             self._team = self._world.team(_SUBJECT)
-        self._mine = verb, place or called(sys._getframe())[1]
+        self._mine = verb, place or find_call(sys._getframe())[1]
         self._ahead = {}
         self._get_over()
         looking = None if self._world.channel is None else self._look
         try:
-            return self._team.exchange([*self._mine, self._waits.begun, value], looking)
+            return self._team.exchange([*self._mine, self._collectives.begun, value], looking)
         except ProcessFailedError as error:
             self._refuse(error)
         finally:
-            self._waits.turn = self._team.turn
+            self._collectives.checks = self._team.completed
 
     def compare(self, verb: str, what: str | None = None) -> None:
         """In debug mode: that all processes have come to a collective in the same place, with the same.
@@ -161,8 +161,8 @@ class Meeting:
             CollectiveError: they have not.
             ProcessFailedError: as of :meth:`wait`.
         """
-        self._waits.in_forward()  # one that Ctrl-C has ended is none
-        if not self.debug or self._waits.depth:  # a part of a collective is compared with the whole
+        self._collectives.in_forward()  # one that Ctrl-C has ended is none
+        if not self.debug or self._collectives.depth:  # a part of a collective is compared with the whole
             return
         said = self.exchange(verb, what)
         if len({text for text in said if text is not None}) > 1:
@@ -178,22 +178,24 @@ class Meeting:
         Returns:
             Ends it.
         """
-        waits = self._waits
+        collectives = self._collectives
 
         # functions of their own, which a copy of the model shares: what they hold cannot be copied
         def begin(part: nn.Module, args: Any) -> None:
-            if waits.in_forward():
+            if collectives.in_forward():
                 return
-            if not torch.is_grad_enabled() and not waits.depth:
+            if not torch.is_grad_enabled() and not collectives.depth:
                 self.exchange(_FORWARD)
             else:
                 self.compare(_FORWARD)
             here = sys._getframe()
             assert here.f_back is not None
-            waits.enter_forward(part, here.f_back, (_FORWARD, called(here)[1]))  # torch calls it where it runs the forward
+            collectives.enter_forward(
+                part, here.f_back, (_FORWARD, find_call(here)[1])
+            )  # torch calls it where it runs the forward
 
         def end(part: nn.Module, args: Any, output: Any) -> None:
-            waits.leave_forward(part)
+            collectives.leave_forward(part)
 
         if self._world.size == 1:
             return lambda: None
@@ -213,11 +215,11 @@ class Meeting:
             CollectiveError: one waits in a collective for this process, which is to come to something else first; or it has
                 begun one and stays where it is, as a rank does that waits for its device.
         """
-        channel, waits = self._world.channel, self._waits
+        channel, collectives = self._world.channel, self._collectives
         assert channel is not None
         before, self._ahead = self._ahead, {}
         for other, its in enumerate(channel.ask() or ()):
-            if its is None or its["turn"] != waits.turn or its["begun"] <= waits.begun:
+            if its is None or its["checks"] != collectives.checks or its["begun"] <= collectives.begun:
                 continue
             self._ahead[other] = its["begun"]
             if its["where"] is None and before.get(other) != its["begun"]:
@@ -251,7 +253,7 @@ class Meeting:
         if cause is None:
             return error
         if cause.kind != "left":
-            known = cause.collective_error  # of another one that waits for the same
+            known = cause.collective_error  # of another rank that waits for the same
             return known or ProcessFailedError(f"{verb} ({place}) needs all {self._world.size} processes, but {cause}.")
         return CollectiveError(
             f"rank {self._world.rank} waits for all processes in {verb} ({place}), and the script of rank {cause.rank} has "
@@ -263,8 +265,8 @@ class Meeting:
         verbs = [verb for verb, *_ in said]
         if len(set(verbs)) > 1:
             shown = "; ".join(f"rank {rank}: {verb} ({place})" for rank, (verb, place, *_) in enumerate(said))
-            known = next((verb for verb in verbs if verb.startswith(_TRAINERS)), None)
-            advice = f"Each is for all processes: call none {_ALONE}." if known is None else _advice(known)
+            of_trainer = next((verb for verb in verbs if verb.startswith(_TRAINERS)), None)
+            advice = f"Each is for all processes: call none {_ALONE}." if of_trainer is None else _advice(of_trainer)
             raise CollectiveError(f"the processes have come to different verbs: {shown}. {advice}")
         begun = [count for _, _, count, _ in said]
         if len(set(begun)) > 1:

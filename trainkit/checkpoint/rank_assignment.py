@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["deal"]
+__all__ = ["assign_to_ranks"]
 
 
-def deal(sizes: Mapping[str, int], loads: list[int], whole_up_to: int = 0) -> dict[int, list[str]]:
+def assign_to_ranks(sizes: Mapping[str, int], loads: list[int], whole_up_to: int = 0) -> dict[int, list[str]]:
     """Give each of some things to a process, the largest first and always to the one that has the least so far.
 
     Args:

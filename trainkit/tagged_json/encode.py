@@ -28,15 +28,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.omegaconf import is_omegaconf, plain_container
-from trainkit.checkpoint.registered import Registration, registration_of
-from trainkit.checkpoint.strict_json import MAX_DEPTH, MAX_JSON_BYTES, json_problem, strict_json
-from trainkit.checkpoint.tensor_file import tensor_problem
-from trainkit.checkpoint.untag import SCALARS, Decoder
 from trainkit.console import with_article
 from trainkit.errors import UnsavableError
+from trainkit.tagged_json.decode import SCALARS, Decoder
+from trainkit.tagged_json.omegaconf import is_omegaconf, plain_container
+from trainkit.tagged_json.registered import Registration, registration_of
+from trainkit.tagged_json.strict_json import MAX_DEPTH, MAX_JSON_BYTES, strict_json
+from trainkit.tagged_json.tensors import tensor_problem
 
-__all__ = ["MAX_DEPTH", "MAX_JSON_BYTES", "dumps", "loads", "strict_json", "unsavable"]
+__all__ = ["dumps", "loads", "unsavable"]
 
 _PLAIN_INT = 1 << 1024  # larger ones in hexadecimal, which takes linear time to read
 _TEXTS = frozenset({str, bool, type(None)})
@@ -66,8 +66,11 @@ def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetens
     encoder = _Encoder(tensors, file, where or "state")
     plain = encoder.plain(value, 0)
     text = json.dumps(plain, allow_nan=False, check_circular=False, separators=(",", ":")).encode("ascii")
-    if len(text) > 2**20 and (problem := json_problem(text)):  # less than that cannot be too much for the reader
-        raise UnsavableError(f"{where or 'state'} cannot be stored: {problem}. Put large amounts of numbers into tensors.")
+    if len(text) > MAX_JSON_BYTES:  # strict_json would refuse to read it
+        raise UnsavableError(
+            f"{where or 'state'} cannot be stored: {len(text):,} bytes of JSON, expected at most {MAX_JSON_BYTES:,}. Put large "
+            "amounts of numbers into tensors: torch.tensor(numbers)"
+        )
     return text
 
 

@@ -11,10 +11,10 @@ import pytest
 from helpers.resume.checkpoints import make, names
 from helpers.worlds.teams import in_worlds, values
 
-from trainkit.checkpoint import run_folders as module
-from trainkit.checkpoint import together as verdicts
+from trainkit.checkpoint import all_ranks as verdicts
+from trainkit.checkpoint import save_folders as module
 from trainkit.checkpoint.lock import LOCK, FolderLock
-from trainkit.checkpoint.run_folders import RunFolders
+from trainkit.checkpoint.save_folders import SaveFolders
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointLockedError, CheckpointWriteError
 
@@ -24,8 +24,8 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts, "_PATIENCE", 0.2)
 
 
-def entered(world: World, folder: str = "a", run_id: str = "run1") -> RunFolders:
-    made = RunFolders(world, run_id)
+def entered(world: World, folder: str = "a", run_id: str = "run1") -> SaveFolders:
+    made = SaveFolders(world, run_id)
     try:
         made.use(Path(folder), run_id)
         made.begin(run_id)
@@ -59,7 +59,7 @@ def test_one_lock_and_nothing_left_behind(run_dir: Path, size: int, there: bool)
 
 def test_a_folder_is_not_made_before_the_run_begins(run_dir: Path) -> None:
     def work(world: World) -> Any:
-        RunFolders(world, "x").use(Path("a"), "x")
+        SaveFolders(world, "x").use(Path("a"), "x")
         return Path("a").exists()
 
     assert values(in_worlds(2, work)) == [False, False]
@@ -109,8 +109,8 @@ def test_a_lock_that_is_lost_is_an_error_on_all(run_dir: Path) -> None:
 def elsewhere(monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> Any:
     """What enters a folder that is another one for some ranks: there is nothing of what the others write."""
     ranks = threading.local()
-    plain = module.appears
-    monkeypatch.setattr(module, "appears", lambda path: plain(Path("b", path.name) if ranks.own in blind else path))
+    plain = module.wait_for_path
+    monkeypatch.setattr(module, "wait_for_path", lambda path: plain(Path("b", path.name) if ranks.own in blind else path))
     monkeypatch.setattr(module.socket, "gethostname", lambda: f"host{ranks.own}")
 
     def work(world: World) -> Any:
@@ -176,8 +176,8 @@ def test_what_appears_late_is_seen(run_dir: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(verdicts, "_PATIENCE", 30.0)
     timer = threading.Timer(0.3, (run_dir / "late").touch)
     timer.start()
-    assert verdicts.appears(run_dir / "late")
+    assert verdicts.wait_for_path(run_dir / "late")
     timer.join()
     monkeypatch.setattr(verdicts, "_PATIENCE", 0.1)
-    assert not verdicts.appears(run_dir / "nowhere" / "never")
+    assert not verdicts.wait_for_path(run_dir / "nowhere" / "never")
     assert os.listdir(run_dir) == ["late"]

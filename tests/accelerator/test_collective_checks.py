@@ -1,4 +1,4 @@
-"""``Meeting``: verbs that not all processes of an own loop come to are named, whatever the others are doing meanwhile.
+"""``CollectiveChecks``: verbs that not all processes of an own loop come to are named, whatever the others are doing meanwhile.
 
 Where a gradient reduction, a step or the end of a script is met instead, processes are real; where only what is said counts,
 they are threads.
@@ -27,14 +27,14 @@ from torch.utils.data import DataLoader
 
 import trainkit.distributed.channel
 from trainkit import Accelerator, set_seed
-from trainkit.accelerator.meeting import Meeting, described
-from trainkit.distributed.collective_tracker import Waits
+from trainkit.accelerator.collective_checks import CollectiveChecks, described
+from trainkit.distributed.collective_tracker import CollectiveTracker
 from trainkit.distributed.failure import Failure
 from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ProcessFailedError
 
 DEBUG = {"TRAINKIT_DEBUG_MODE": "1"}
-HERE = r"test_meeting\.py:\d+"
+HERE = r"test_collective_checks\.py:\d+"
 ALONE = "within 'if accelerator.is_main_process:' or the like"
 
 
@@ -43,10 +43,10 @@ ALONE = "within 'if accelerator.is_main_process:' or the like"
 
 def test_verbs_give_their_values() -> None:
     def work(world: World) -> Any:
-        meeting = Meeting.of(world)
-        assert Meeting.of(world) is meeting or world.size == 1
-        meeting.wait("wait_for_everyone")
-        return meeting.exchange("gather", [world.rank, None])
+        collective_checks = CollectiveChecks.of(world)
+        assert CollectiveChecks.of(world) is collective_checks or world.size == 1
+        collective_checks.wait("wait_for_everyone")
+        return collective_checks.exchange("gather", [world.rank, None])
 
     assert values(in_worlds(3, work)) == [[[0, None], [1, None], [2, None]]] * 3
     assert values(in_worlds(1, work)) == [[[0, None]]]
@@ -56,10 +56,10 @@ def test_different_verbs() -> None:
     """On all processes the same error; who catches it can go on."""
 
     def work(world: World) -> Any:
-        meeting = Meeting.of(world)
+        collective_checks = CollectiveChecks.of(world)
         with pytest.raises(CollectiveError) as caught:
-            meeting.exchange("gather" if world.rank == 0 else "wait_for_everyone")
-        return str(caught.value), meeting.exchange("gather", world.rank)
+            collective_checks.exchange("gather" if world.rank == 0 else "wait_for_everyone")
+        return str(caught.value), collective_checks.exchange("gather", world.rank)
 
     ends = values(in_worlds(3, work))
     assert [found for _, found in ends] == [[0, 1, 2]] * 3
@@ -75,8 +75,8 @@ def test_a_process_that_fails_is_named() -> None:
     """The error of the connection knows nothing of verbs."""
 
     def work(world: World) -> str:
-        meeting = Meeting.of(world)
-        meeting.wait("wait_for_everyone")
+        collective_checks = CollectiveChecks.of(world)
+        collective_checks.wait("wait_for_everyone")
         assert world.channel is not None
 
         def fail(*_: Any) -> Any:
@@ -84,7 +84,7 @@ def test_a_process_that_fails_is_named() -> None:
 
         vars(world.channel).update(exchange=fail, cause=Failure(1, "error", "ValueError: boom"))
         with pytest.raises(ProcessFailedError) as caught:
-            meeting.wait("check_trigger")
+            collective_checks.wait("check_trigger")
         return str(caught.value)
 
     for text in values(in_worlds(2, work)):
@@ -95,12 +95,12 @@ def test_one_more_collective_on_one_process() -> None:
     """Its next ones have met those that come after on the others: what was exchanged is not what it should be."""
 
     def work(world: World) -> str:
-        meeting = Meeting.of(world)
+        collective_checks = CollectiveChecks.of(world)
         for _ in range(3 + (world.rank == 1)):
-            with world.waits:
+            with world.collectives:
                 pass
         with pytest.raises(CollectiveError) as caught:
-            meeting.wait("wait_for_everyone")
+            collective_checks.wait("wait_for_everyone")
         return str(caught.value)
 
     for text in values(in_worlds(2, work)):
@@ -110,21 +110,23 @@ def test_one_more_collective_on_one_process() -> None:
 @pytest.mark.parametrize("debug", [False, True])
 def test_call_sites_and_tensors_are_compared_in_debug_mode(debug: bool) -> None:
     def work(world: World) -> list[str]:
-        meeting = Meeting.of(world)
-        meeting.debug = debug
+        collective_checks = CollectiveChecks.of(world)
+        collective_checks.debug = debug
         texts = []
         calls: list[Callable[[], None]] = [
-            lambda: meeting.wait("wait_for_everyone"),
-            lambda: meeting.wait("wait_for_everyone"),
-            lambda: meeting.compare("backward", None if world.rank == 0 else "float64[2]"),  # it has nothing to learn from
-            lambda: meeting.compare("backward", f"float{32 * (1 + world.rank)}[2]"),
+            lambda: collective_checks.wait("wait_for_everyone"),
+            lambda: collective_checks.wait("wait_for_everyone"),
+            lambda: collective_checks.compare(
+                "backward", None if world.rank == 0 else "float64[2]"
+            ),  # it has nothing to learn from
+            lambda: collective_checks.compare("backward", f"float{32 * (1 + world.rank)}[2]"),
         ]
         for call in (calls[world.rank], *calls[2:]):
             try:
                 call()
             except CollectiveError as error:
                 texts.append(str(error))
-        assert meeting.exchange("gather", 1) == [1, 1]
+        assert collective_checks.exchange("gather", 1) == [1, 1]
         return texts
 
     for texts in values(in_worlds(2, work)):
@@ -215,7 +217,7 @@ def one_does_what_the_others_do_not(main: str, others: str, strategy: str) -> No
 
 
 @pytest.mark.parametrize(
-    "main, others, waits, named, strategy",
+    "main, others, verb, named, strategy",
     [
         # a verb on the main process alone
         ("trigger", "backward", "check_trigger", "backward", "ddp"),
@@ -228,17 +230,17 @@ def one_does_what_the_others_do_not(main: str, others: str, strategy: str) -> No
     ],
 )
 def test_who_waits_for_one_that_waits_for_it(
-    main: str, others: str, waits: str, named: str, strategy: str, run_dir: Path
+    main: str, others: str, verb: str, named: str, strategy: str, run_dir: Path
 ) -> None:
     ends = start_world(2, one_does_what_the_others_do_not, main, others, strategy).ends()
     assert not any(fine for fine, _ in ends)
-    mine = rf"waits for all processes in {waits} \({HERE}\), and rank \d waits for rank \d in {named} \({HERE}\)"
+    mine = rf"waits for all processes in {verb} \({HERE}\), and rank \d waits for rank \d in {named} \({HERE}\)"
     whole = rf"CollectiveError: rank (\d) {mine}\. Both are for all processes: call neither {ALONE}\."
     told = [re.search(whole, text) for _, text in ends]
     found = [match for match in told if match is not None]
     assert found, f"{ends[0][1]}\n{ends[1][1]}"
-    # it is the one that is in the meeting: the other one waits where nothing can be raised, and ends because this one does
-    assert found[0][1] == ("0" if waits in ("check_trigger", "main_process_first") or others == "step" else "1")
+    # the rank that compares verbs raises; the other one waits where nothing can be raised, and ends because of it
+    assert found[0][1] == ("0" if verb in ("check_trigger", "main_process_first") or others == "step" else "1")
 
 
 def reading_on() -> list[int]:
@@ -247,14 +249,14 @@ def reading_on() -> list[int]:
     asked: list[float] = []
     channel = loop.accelerator.world.channel
     assert channel is not None
-    record = channel.waits.record
-    Waits.record = lambda self: (asked.append(time.monotonic()), record())[1]  # type: ignore[method-assign]
+    record = channel.collectives.record
+    CollectiveTracker.record = lambda self: (asked.append(time.monotonic()), record())[1]  # type: ignore[method-assign]
     if not loop.main:
         end = time.monotonic() + PATIENCE
         while len(asked) < 3 and time.monotonic() < end:
             time.sleep(0.01)
         assert len(asked) >= 3
-    found: list[int] = loop.accelerator.meeting.exchange("gather", loop.accelerator.process_index)
+    found: list[int] = loop.accelerator.collective_checks.exchange("gather", loop.accelerator.process_index)
     loop.update()
     loop.accelerator.wait_for_everyone()
     return found
@@ -288,7 +290,7 @@ def ends_before_the_main_process(last: str) -> None:
     elif last == "dies":
         loop.accelerator.wait_for_everyone()
     elif last == "nccl":  # what a collective is whose library does not see that the other one is gone
-        with world.waits:
+        with world.collectives:
             time.sleep(PATIENCE)
     else:
         globals()[f"_{last}"](loop)
@@ -369,12 +371,12 @@ def sharded() -> list[str]:
             call()
     loop.model.train()
     loop.update()
-    assert any(hook.__module__ == Meeting.__module__ for hook in inner._forward_hooks.values())
+    assert any(hook.__module__ == CollectiveChecks.__module__ for hook in inner._forward_hooks.values())
     copied = copy.deepcopy(inner.norm)
     assert copied is not inner.norm
     accelerator.free_memory()
     hooks = [hook for part in inner.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
-    assert not [hook for hook in hooks if hook.__module__ == Meeting.__module__]
+    assert not [hook for hook in hooks if hook.__module__ == CollectiveChecks.__module__]
     return texts
 
 
@@ -403,26 +405,26 @@ def test_a_forward_that_breaks_off_is_over() -> None:
         raise ValueError("another hook")
 
     def work(world: World) -> list[Any]:
-        meeting, waits, seen = Meeting.of(world), world.waits, []
+        collective_checks, collectives, seen = CollectiveChecks.of(world), world.collectives, []
         model = nn.Sequential(nn.Identity(), part := Part())
-        close = meeting.watch(model)
+        close = collective_checks.watch(model)
         for error in (KeyboardInterrupt(), ValueError("of the forward"), None):
             part.fails = error
             hook = model.register_forward_pre_hook(refuse) if error is None else None
             with torch.no_grad(), pytest.raises((KeyboardInterrupt, ValueError)):
                 model(torch.ones(2))
-            where = waits.record()["where"]  # as others would see it who look now
+            where = collectives.record()["where"]  # as others would see it who look now
             part.fails = None
             if hook is not None:
                 hook.remove()
             with torch.no_grad():
                 part(model(torch.ones(2)))
-            seen.append([where, waits.turn, waits.begun, waits.depth, waits.known])
+            seen.append([where, collectives.checks, collectives.begun, collectives.depth, collectives.location])
         part.fails = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt), waits:  # computed anew in a backward pass
+        with pytest.raises(KeyboardInterrupt), collectives:  # computed anew in a backward pass
             model(torch.ones(2, requires_grad=True))
-        with waits:
-            seen.append(waits.depth)
+        with collectives:
+            seen.append(collectives.depth)
         close()
         return seen
 
@@ -437,7 +439,7 @@ def debugged(strategy: str) -> list[str]:
     """First a loop in which nothing is wrong, with windows in which one process has less to do."""
     set_seed(1)
     accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=2)
-    assert accelerator.meeting.debug
+    assert accelerator.collective_checks.debug
     net = Net()
     model, optimizer, loader = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(torch.randn(22, 4), 4)

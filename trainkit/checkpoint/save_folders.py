@@ -9,16 +9,16 @@ import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, run_on_all_ranks, wait_for_path
 from trainkit.checkpoint.folder import check_writable, free_name, is_abandoned, next_counter, remove_leftovers
 from trainkit.checkpoint.lock import FolderLock
-from trainkit.checkpoint.together import ONE_FILE_SYSTEM, appears, together
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, CheckpointWriteError
 
-__all__ = ["RunFolders"]
+__all__ = ["SaveFolders"]
 
 
-class RunFolders:
+class SaveFolders:
     """The folders of one run, the same ones for all its processes, which call each method together.
 
     Args:
@@ -48,7 +48,7 @@ class RunFolders:
             CheckpointWriteError: it is there, and cannot be written, or is not the same one for all processes.
             CheckpointLockedError: another live run saves there.
         """
-        path, there = together(self._world, lambda: [str(folder.absolute()), os.path.exists(folder)])[0]
+        path, there = run_on_all_ranks(self._world, lambda: [str(folder.absolute()), os.path.exists(folder)])[0]
         if Path(path) not in self.folders:
             if there:  # else it is made when training begins: a fit that fails before leaves none behind
                 self._enter(Path(path), run_id)
@@ -98,7 +98,7 @@ class RunFolders:
                     remove_leftovers(folder)
                 lock.release()
 
-        together(self._team, remove)
+        run_on_all_ranks(self._team, remove)
 
     def begin(self, run_id: str) -> None:
         """Enter the folders that were not there when they were named; raises as :meth:`use` does."""
@@ -113,7 +113,7 @@ class RunFolders:
             folders = self.folders if self._world.is_main else []
             return max((next_counter(folder, run_id) - 1 for folder in folders), default=0)
 
-        highest: int = together(self._world, look)[0]
+        highest: int = run_on_all_ranks(self._world, look)[0]
         return highest
 
     def place(self, folder: Path, name: str, replace: bool) -> Path:
@@ -130,7 +130,7 @@ class RunFolders:
                 lock.check()
             return str(folder / (name if replace else free_name(folder, name)))
 
-        return Path(together(self._world, choose)[0])
+        return Path(run_on_all_ranks(self._world, choose)[0])
 
     def release(self) -> None:
         """Let other runs into the folders."""
@@ -147,7 +147,7 @@ class RunFolders:
                 self._locks[folder] = lock
                 remove_leftovers(folder)
 
-        together(self._team, take, CheckpointWriteError)
+        run_on_all_ranks(self._team, take, CheckpointWriteError)
         self._entered.add(folder)
         if self._world.size > 1:
             _probe(self._world, folder)
@@ -161,8 +161,8 @@ def _probe(world: World, folder: Path) -> None:
     """
     probe = folder / world.from_main(f".probe.tmp-{secrets.token_hex(8)}")
     try:
-        together(world, lambda: probe.write_bytes(b"trainkit\n") if world.is_main else None, CheckpointWriteError)
-        seen = world.exchange([appears(probe), socket.gethostname()])
+        run_on_all_ranks(world, lambda: probe.write_bytes(b"trainkit\n") if world.is_main else None, CheckpointWriteError)
+        seen = world.exchange([wait_for_path(probe), socket.gethostname()])
     finally:
         if world.is_main:
             with contextlib.suppress(OSError):
@@ -171,6 +171,6 @@ def _probe(world: World, folder: Path) -> None:
     if blind:
         raise CheckpointWriteError(
             f"{folder} is not the same folder for all processes: what rank 0 on {seen[0][1]} writes there is not seen by "
-            f"{', '.join(blind)}. {ONE_FILE_SYSTEM}"
+            f"{', '.join(blind)}. {SHARED_FOLDER_ADVICE}"
         )
-    together(world, lambda: None if world.is_main else check_writable(folder), CheckpointWriteError)
+    run_on_all_ranks(world, lambda: None if world.is_main else check_writable(folder), CheckpointWriteError)

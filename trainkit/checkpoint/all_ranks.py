@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from trainkit import errors
 from trainkit.errors import CheckpointError, TrainkitError
 
-__all__ = ["ONE_FILE_SYSTEM", "Group", "appears", "together"]
+__all__ = ["SHARED_FOLDER_ADVICE", "Group", "run_on_all_ranks", "wait_for_path"]
 
-ONE_FILE_SYSTEM = (
+SHARED_FOLDER_ADVICE = (
     "All processes of a run must see the same folder of checkpoints. Fix: choose one on a file system that all machines share, "
     "ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
 )
@@ -33,7 +33,7 @@ class Group(Protocol):
         """What every process gave, in the order of their ranks; JSON."""
 
 
-def together(group: Group, work: Callable[[], Any], otherwise: type[CheckpointError] = CheckpointError) -> list[Any]:
+def run_on_all_ranks(group: Group, work: Callable[[], Any], otherwise: type[CheckpointError] = CheckpointError) -> list[Any]:
     """Do something on every process of a group, each its part.
 
     Args:
@@ -62,11 +62,11 @@ def together(group: Group, work: Callable[[], Any], otherwise: type[CheckpointEr
     if len(bad) == group.size and error is not None and all(problem == bad[group.rank] for problem in bad.values()):
         raise error
     if bad:
-        raise _verdict(bad, otherwise) from error
+        raise _first_error(bad, otherwise) from error
     return [given for given, _ in said]
 
 
-def _verdict(bad: dict[int, list[str]], otherwise: type[CheckpointError]) -> TrainkitError:
+def _first_error(bad: dict[int, list[str]], otherwise: type[CheckpointError]) -> TrainkitError:
     """What the first process that failed says."""
     rank, (name, text) = next(iter(bad.items()))
     where = f"rank {rank}" + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
@@ -76,7 +76,7 @@ def _verdict(bad: dict[int, list[str]], otherwise: type[CheckpointError]) -> Tra
     return otherwise(f"{where}: {name}: {text}")
 
 
-def appears(path: Path) -> bool:
+def wait_for_path(path: Path) -> bool:
     """Whether something is at ``path``, which another process has made, within a few seconds: NFS takes its time."""
     end = time.monotonic() + _PATIENCE
     while not os.path.lexists(path):

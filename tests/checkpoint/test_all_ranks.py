@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.worlds.teams import Hub, in_threads, values
 
-from trainkit.checkpoint.together import together
+from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError, MissingMetricError
 
@@ -22,7 +22,7 @@ def failing(errors: dict[int, BaseException], **options: Any) -> list[Any]:
                 raise errors[team.rank]
             return team.rank * 10
 
-        return together(team, act, **options)
+        return run_on_all_ranks(team, act, **options)
 
     return in_threads(3, work)
 
@@ -32,14 +32,14 @@ def test_what_each_returned_is_known_to_all() -> None:
 
 
 def test_one_process_does_it_and_nothing_else() -> None:
-    assert together(Team(), lambda: object) == [object]  # not even JSON
+    assert run_on_all_ranks(Team(), lambda: object) == [object]  # not even JSON
     error = ValueError("x")
 
     def act() -> None:
         raise error
 
     with pytest.raises(ValueError, match="x") as raised:
-        together(Team(), act)
+        run_on_all_ranks(Team(), act)
     assert raised.value is error
 
 
@@ -78,7 +78,7 @@ def test_it_is_one_exchange() -> None:
 
     def work(team: Team) -> None:
         hubs.append(team._channel._hub)  # type: ignore[union-attr]
-        together(team, lambda: None)
+        run_on_all_ranks(team, lambda: None)
 
     values(in_threads(2, work))
     assert hubs[0].exchanges == 1
