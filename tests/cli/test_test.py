@@ -73,8 +73,8 @@ def found_wrong(folder: str) -> list[str]:
     broken_parts: list[tuple[str, Any, str, Any]] = [
         ("processes", strategy.world, "exchange", other_versions),
         ("collectives", dist, "all_reduce", wrong_sum),
-        ("evaluation", "trainkit.trainer.evaluating", "gather_predictions", without_last),
-        ("evaluation", "trainkit.trainer.evaluating", "gather_predictions", out_of_order),
+        ("evaluation", "trainkit.trainer.trainer", "gather_predictions", without_last),
+        ("evaluation", "trainkit.trainer.trainer", "gather_predictions", out_of_order),
         ("training", "trainkit.cli.setup_checks", "_difference", lambda one, other: 1e-3),
     ]
     for name, target, place, broken in broken_parts:

@@ -8,6 +8,7 @@ import threading
 
 from trainkit.config.carried import debugging
 from trainkit.console import warn
+from trainkit.distributed.collective_tracker import file_name_of, find_caller
 
 __all__ = ["warn_if_cuda_initialized", "watch_cuda"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,9 +13,41 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainkit.accelerator import Accelerator
+__all__ = ["PreparedOptimizer", "Stepper", "clear_gradients", "toggle", "untoggle"]
 
-__all__ = ["PreparedOptimizer", "clear_gradients", "toggle", "untoggle"]
+
+class Stepper(Protocol):
+    """What prepared optimizers and schedulers need of the ``Accelerator`` that prepared them."""
+
+    window: Any
+    strategy: Any
+    unspent: bool
+
+    @property
+    def loaders(self) -> Iterable[Any]:
+        """The prepared loaders."""
+
+    @property
+    def optimizers(self) -> Iterable[Optimizer]:
+        """The prepared optimizers."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch is the last of its accumulation window."""
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in an accumulation window."""
+
+    @property
+    def steps_of_scheduler(self) -> int:
+        """Number of steps that a prepared scheduler takes with an optimizer step; 0: one with each call."""
+
+    def has_updated(self, optimizer: Optimizer | None) -> bool:
+        """Whether the last step of an optimizer, or of any, changed parameters."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Make an optimizer step if it is due; returns whether it was made."""
 
 
 class PreparedOptimizer(Optimizer):
@@ -27,7 +59,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: torch's own.
     """
 
-    def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
+    def __init__(self, optimizer: Optimizer, accelerator: Stepper) -> None:
         # not Optimizer.__init__, which would make groups and state of its own
         self.optimizer = optimizer
         self._accelerator = accelerator

@@ -6,14 +6,12 @@ import copy
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.console import warn
-
-if TYPE_CHECKING:
-    from trainkit.accelerator import Accelerator
+from trainkit.optim.prepared_optimizer import Stepper
 
 __all__ = ["PreparedScheduler"]
 
@@ -33,7 +31,7 @@ class PreparedScheduler:
         scheduler: the user's own.
     """
 
-    def __init__(self, scheduler: Any, accelerator: Accelerator) -> None:
+    def __init__(self, scheduler: Any, accelerator: Stepper) -> None:
         self.scheduler = scheduler
         self._accelerator = accelerator
         # a scheduler of a class of its own counts as it likes: each call is one, as with Accelerate
@@ -92,7 +90,7 @@ class PreparedScheduler:
         )
 
 
-def _fits(horizon: int, batches: int, accelerator: Accelerator) -> bool:
+def _fits(horizon: int, batches: int, accelerator: Stepper) -> bool:
     """Whether it is a number of epochs of so many batches, counted in batches or in updates."""
     steps = accelerator.gradient_accumulation_steps
     return any(length > 1 and horizon % length == 0 for length in {batches, batches // steps, -(-batches // steps)})

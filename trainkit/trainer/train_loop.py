@@ -68,8 +68,7 @@ def train_epoch(trainer: Trainer) -> None:
     """One epoch: the only training loop there is."""
     plan, engine, hooks, metrics = trainer._fit_plan, trainer.accelerator, trainer._hooks, trainer._metrics
     progress = trainer._progress
-    window, training_step = engine.window, plan.training_step
-    optimizer = plan.optimizer  # None under manual optimization and without an optimizer
+    window, training_step, optimizer = engine.window, plan.training_step, plan.optimizer
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_start")
     metrics.scope = Scope.TRAIN_BATCH

@@ -97,6 +97,10 @@ class ThreadWorld(World):
         """For values that JSON can hold."""
         return self._all.exchange(value)
 
+    def exchange_user_objects(self, value: Any) -> list[Any]:
+        """For values that JSON can hold."""
+        return self._all.exchange(value)
+
     def rows(self, values: Any) -> list[list[float]]:
         return self._all.exchange([float(value) for value in values])
 
