@@ -126,9 +126,9 @@ class RecompileMonitor(Callback):
         if self._total is None:
             return
         self._between(trainer)
-        window, updates = trainer.accelerator.window, trainer.global_step - self._first_update
+        micro, updates = trainer.accelerator.micro_batch, trainer.global_step - self._first_update
         self._late = updates >= self.warmup_steps
-        self._step = Step(shapes_of(batch), window.first, window.full, trainer.should_log, updates > 0, window.uneven)
+        self._step = Step(shapes_of(batch), micro.first, micro.last, trainer.should_log, updates > 0, micro.uneven)
         self._hints = trainer.strategy.compilation_hints()
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.data.window import Window
 from trainkit.distributed.device import find_device, generators_of
 from trainkit.distributed.placement import move_module, note_other_dtypes, refuse_divided
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.memory.footprint import Contents, Footprint, undivided
+from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.nested import move
 from trainkit.optim.gradient_norm import total_norm
 from trainkit.precision import PRECISIONS, Precision
@@ -50,7 +50,6 @@ class Strategy:
         world: the processes of the run.
         pad_last_batch: short batches are filled up in training.
         joined: :meth:`join` has been called.
-        window: the accumulation window of the ``Accelerator`` that uses the strategy.
         broken: a run has failed on several processes, and the others do not come to a collective at its end.
 
     Raises:
@@ -70,7 +69,6 @@ class Strategy:
     world: World = World()
     pad_last_batch: bool = False
     joined: bool = False
-    window: Window | None = None
     broken: bool = False
 
     def __init__(self, device: str | torch.device = "auto", precision: Precision | str | int | None = None) -> None:
@@ -272,16 +270,31 @@ class Strategy:
         """The batch on the device."""
         return move(batch, self.device, non_blocking=self.device.type == "cuda")
 
-    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
-        """The backward pass of a loss that is scaled to its share of the window; ``None``: there is nothing to learn from."""
+    def begin_micro_batch(self, micro: MicroBatch) -> None:
+        """A micro-batch becomes current; called before its forward.
+
+        A strategy that must know before a forward if gradients will be averaged keeps ``micro``: they are in the backward of
+        the micro-batch that is ``last`` in its accumulation window, unless the window is ``uneven``. Called again before a
+        backward if your own training loop changes the place of the micro-batch, by ``accumulate`` or ``no_sync``.
+        """
+
+    def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
+        """Run the backward pass of a micro-batch.
+
+        Args:
+            loss: its mean loss times ``micro.share``; ``None``: no loss, the gradient is zero.
+            micro: the current micro-batch, as in :meth:`begin_micro_batch`.
+            **kwargs: for ``Tensor.backward``.
+        """
         if loss is not None:
             self.precision.scale(loss).backward(**kwargs)
 
-    def skip_backward(self, loss: Tensor | None) -> None:
-        """Instead of :meth:`backward`, for a micro-batch that adds nothing: other processes may wait for this one.
+    def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
+        """Called instead of :meth:`backward` if a micro-batch adds no gradient. Other ranks may be waiting in a collective.
 
         Args:
-            loss: it had one, but its weight is 0, and the loss may be NaN; ``None``: it had none.
+            loss: the loss of a micro-batch of weight 0, which may be NaN; ``None``: there was no loss.
+            micro: the current micro-batch.
         """
 
     def any_loss(self, had_loss: bool) -> bool:
@@ -295,10 +308,11 @@ class Strategy:
         """Take the loss scale out of an optimizer's gradients, before they are looked at."""
         self.precision.unscale(optimizer)
 
-    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Average gradients over the processes that no backward pass has averaged.
+    def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
+        """Average gradients over the ranks that no backward pass has averaged, at the end of a window.
 
         Args:
+            micro: the last micro-batch of the window.
             parameters: on all processes the same ones, in the same order. One whose gradient is missing on some processes
                 counts as zeros there; one whose gradient is missing on all keeps having none.
         """

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from trainkit.distributed.requested_devices import Wanted
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.precision import Precision
 from trainkit.state.standin import StoredOptimizer
 from trainkit.strategies._copies import Buffers, refuse_unlike
@@ -108,6 +109,7 @@ class ZeROStrategy(Strategy):
         self._models: list[ShardedModel] = []  # of loops that call them themselves
         self._dispatch: Dispatch | None = None  # training_step under automatic optimization
         self._engines: dict[int, Engine] = {}  # by the id of the user's optimizer
+        self._micro = WHOLE_WINDOW
         self._learning: EngineWindow | None = None  # of the engine that the model is called through
         self._bare: BareEngine | None = None
         self._forward: Callable[..., Any] | None = None  # of an evaluation step in stage 3
@@ -246,7 +248,7 @@ class ZeROStrategy(Strategy):
         )
         self._engines[id(optimizer)] = engine
         if not local:
-            self._learning = EngineWindow(engine, self.window, self.world)
+            self._learning = EngineWindow(engine, self._micro, self.world)
             for model in self._models:
                 model.call = self._learning.call
         return optimizer
@@ -261,22 +263,28 @@ class ZeROStrategy(Strategy):
             return self._models[0].module, False
         return holder(self._modules, trained), True
 
-    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
+    def begin_micro_batch(self, micro: MicroBatch) -> None:
+        """See :meth:`trainkit.Strategy.begin_micro_batch`."""
+        self._micro = micro
+        if self._learning is not None:
+            self._learning.micro = micro
+
+    def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
         """See :meth:`trainkit.Strategy.backward`."""
         if loss is None:
-            self.skip_backward(None)
+            self.skip_backward(None, micro)
         elif self._learning is not None:
-            self._learning.backward(self.precision.scale(loss), **kwargs)
+            self._learning.backward(self.precision.scale(loss), micro, **kwargs)
         else:
             for engine in self._engines.values():
                 engine.touched()
             self.precision.scale(loss).backward(**kwargs)
 
-    def skip_backward(self, loss: Tensor | None) -> None:
+    def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See :meth:`trainkit.Strategy.skip_backward`."""
         self.precision.scale(torch.zeros((), device=self.device))  # the loss scale is kept alike on all processes
         if self._learning is not None:
-            self._learning.skip(loss)
+            self._learning.skip(loss, micro)
 
     def any_loss(self, had_loss: bool) -> bool:
         """See :meth:`trainkit.Strategy.any_loss`."""

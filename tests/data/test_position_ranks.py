@@ -110,7 +110,7 @@ def test_an_epoch_that_is_complete() -> None:
 def test_dealing_begins_where_the_epoch_goes_on(start: int, size: int, length: int) -> None:
     make = lambda: shuffled(length)  # noqa: E731
     (alone,) = loaders(make, 1, 1)
-    expected = [one for one in read(alone) if not one.filler][start:]
+    expected = [one for one in read(alone) if not one.padding][start:]
     place = {**alone.position(0, start)}
     group = loaders(make, size, 2 * size)
     rows = set()
@@ -211,8 +211,8 @@ def go_on(parts: bool, stateful: bool, place: Any, rows: int | None) -> tuple[An
             loader.load_state_dict(place)
         for batch in loader:
             window = loader._window
-            found.append(None if window.filler else batch[:, 0].int().tolist())
-            drawn.append(None if window.filler else batch[:, 1].tolist())
+            found.append(None if window.padding else batch[:, 0].int().tolist())
+            drawn.append(None if window.padding else batch[:, 1].tolist())
             if len(found) == rows:
                 break
     return found, loader.gathered(loader.state_dict()), list(getattr(dataset, "read", [])), " ".join(texts), drawn

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.contexts import ContextVerbs
 from trainkit.accelerator.current import remember
 from trainkit.accelerator.facts import FactVerbs
@@ -29,10 +30,11 @@ from trainkit.accelerator.tracking import TrackerVerbs
 from trainkit.accelerator.weighing import Weighing
 from trainkit.checkpoint.saver import Saver
 from trainkit.console import notice, warn
+from trainkit.data.assembling import Filled
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.window import Window
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
+from trainkit.micro_batch import MicroBatch
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.strategy import Strategy
@@ -131,7 +133,7 @@ class Accelerator(
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
         options = resolve(given, unknown)
         self._begin(options)
-        self._own = self.window.own = True
+        self._own = self.accumulation.own_loop = True
         self._compares = options.debug
         self._watchdog = self.world.watchdog if options.watched else None
         self.meeting.debug = options.debug
@@ -153,7 +155,9 @@ class Accelerator(
         self._even = options.even_batches
         self.project = options.project
         self._log_with = list(options.log_with)
-        self.window = self.strategy.window = Window(options.steps)
+        self.accumulation = AccumulationState(options.steps, self.strategy.begin_micro_batch)
+        self.strategy.begin_micro_batch(self.accumulation.current)
+        self._filled: Filled | None = None
         self._seed: int | None = None
         self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
         self.before_step: Callable[[Optimizer], None] | None = None
@@ -168,7 +172,7 @@ class Accelerator(
         self.run_id = secrets.token_hex(8)
         self.saver = Saver(attention=lambda: None)
         self.meeting = Meeting.of(self.world)
-        self.reading = Reading(self.window, self._bare, self.strategy.data_world.devices)
+        self.reading = Reading(self.accumulation, self._bare, self.strategy.data_world.devices)
         self._weighing: Weighing | None = None
         self._watched = ExitStack()  # the optimizers that were given to prepare
         self._building = ExitStack()  # what models of transformers are made in
@@ -209,16 +213,37 @@ class Accelerator(
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches in an update."""
-        return self.window.size
+        return self.accumulation.size
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self.window.size = check_steps(steps)
+        self.accumulation.size = check_steps(steps)
+        for loader in self._loaders:
+            if loader.window is not None:
+                loader.window = steps
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch is the last of its window, so that its update is due."""
-        return self.window.full
+        return self.accumulation.current.last
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The current micro-batch, with its place in its accumulation window."""
+        return self.accumulation.current
+
+    @property
+    def clears_gradients(self) -> bool:
+        """Whether ``zero_grad`` of a prepared optimizer acts now."""
+        return self.accumulation.clears
+
+    def begin_micro_batch(self, micro: MicroBatch) -> None:
+        """Make a micro-batch of a loader the current one, before its forward. In your own training loop the loader does it."""
+        self.accumulation.begin(micro)
+
+    def end_micro_batches(self) -> None:
+        """There are no more micro-batches in this epoch."""
+        self.accumulation.end_loader()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Work on one micro-batch within it. With a loader that was not prepared, it counts the micro-batches itself.
@@ -232,13 +257,13 @@ class Accelerator(
         for model in models:
             if id(model) not in self._given and self._own:
                 self._check_prepared("accumulate", model)
-        window = self.window
+        state = self.accumulation
         self.reading.working()
-        if window.offered is not None:
-            window.enter()
-        elif not window.driven and not self.reading.active:  # else it is called again for the same batch
-            window.count()
-        window.driven, window.fresh, window.by_hand = False, True, False
+        if state.pending is not None:
+            state.enter(self.reading.loader)
+        elif not state.delivered and not self.reading.active:  # else it is called again for the same batch
+            state.count()
+        state.start_body()
         return _NULL
 
     def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
@@ -255,51 +280,54 @@ class Accelerator(
         Raises:
             ConfigurationError: nothing has been prepared; or a weight is no number, or given for a part of a window only.
         """
-        window = self.window
         if self._averaged:
             self._averaged.clear()  # of gradients that were not used
         if self._own:
-            if window.size > 1 and (window.offered is not None or window.by_hand is not False):
-                self._by_hand()
-            window.fresh = False
-            if window.first:
-                self.skip_asked = False  # of a window that is over
-            if not self._begun:  # asked here: at every step, a call counts
-                self._check_begun("backward")
-            if self.unspent:
-                self._check_spent()
-            self.reading.working()
-            self._backwards += 1
-            if not self.strategy.precision.entered:
-                self._check_precision()
-            if self._compares and window.full:
-                self._compare("backward", None if loss is None else [loss])
-        share = window.share
+            self._begin_own_backward(loss)
+        micro = self.accumulation.current
+        share = micro.share
         if self._own and (weight is not None or self._weighing is not None):
             share = self._weighed(weight)
         if loss is None or share == 0.0:
-            self.strategy.skip_backward(loss)
+            self.strategy.skip_backward(loss, micro)
         else:
-            window.learnt = True
+            if self._filled is not None:
+                self._filled.note_backward()
             if share != 1.0:
                 loss = loss * share
-            self.strategy.backward(loss, **kwargs)
-        self.unspent = window.full
-        if self._weighing is not None and window.full:
+            self.strategy.backward(loss, micro, **kwargs)
+        self.unspent = micro.last
+        if self._weighing is not None and micro.last:
             self._weighing.settle(self._bare, self.optimizers)
+
+    def _begin_own_backward(self, loss: Tensor | None) -> None:
+        """In your own training loop, what must be right before a backward pass."""
+        state = self.accumulation
+        if state.size > 1 and (state.pending is not None or state.by_hand is not False):
+            self._by_hand()
+        state.note_backward()
+        if state.current.first:
+            self.skip_asked = False  # of a window that is over
+        if not self._begun:  # asked here: at every step, a call counts
+            self._check_begun("backward")
+        if self.unspent:
+            self._check_spent()
+        self.reading.working()
+        self._backwards += 1
+        if not self.strategy.precision.entered:
+            self._check_precision()
+        if self._compares and state.current.last:
+            self._compare("backward", None if loss is None else [loss])
 
     def _by_hand(self) -> None:
         """``backward`` outside of ``accumulate``: as in Accelerate its loss is divided all the same, and each step updates."""
-        window = self.window
-        if window.offered is None:  # of a loader that was not prepared
-            window.share = 1.0 / window.size
-        if window.by_hand is None:
+        steps = self.accumulation.size
+        if self.accumulation.note_by_hand():
             notice(
-                f"gradient_accumulation_steps={window.size}, and backward is called outside of accumulate(): as in Accelerate "
-                f"each loss is divided by {window.size}, and each optimizer.step() is an update. To accumulate gradients: with "
+                f"gradient_accumulation_steps={steps}, and backward is called outside of accumulate(): as in Accelerate "
+                f"each loss is divided by {steps}, and each optimizer.step() is an update. To accumulate gradients: with "
                 "accelerator.accumulate(model): around the body of the loop."
             )
-        window.by_hand = True
 
     def _check_precision(self) -> None:
         """Whoever calls his own model, and not what ``prepare`` returned, computes in float32."""
@@ -315,7 +343,7 @@ class Accelerator(
         if self._weighing is None:
             if any(loader.weighs for loader in self._loaders):
                 raise ConfigurationError("backward(weight=) and prepare(batch_weight=) say the same thing. Give one of them.")
-            self._weighing = Weighing(self.window, self.world, self.strategy, self.meeting)
+            self._weighing = Weighing(self.accumulation, self.world, self.strategy, self.meeting)
         return self._weighing.share(weight)
 
     def _check_begun(self, verb: str) -> None:
@@ -352,7 +380,8 @@ class Accelerator(
         self._watched.close()
         self._weighing, self._begun = None, False
         self._begin_stepping()
-        self.window.reset()
+        self.accumulation.reset()
+        self._filled = None
         if self._own:  # a Trainer does so when it begins
             self.strategy.precision.reset()
         self.strategy.teardown()

@@ -11,10 +11,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.gathering import GatherVerbs
 from trainkit.accelerator.meeting import Meeting
 from trainkit.accelerator.reading import Reading
-from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_place
 from trainkit.launch.joining import joined
@@ -71,7 +71,7 @@ class _Alone(GatherVerbs):
 
     def __init__(self) -> None:
         self.strategy = Strategy("cpu")
-        self.meeting, self.reading = Meeting.of(self.strategy.world), Reading(Window(1), [])
+        self.meeting, self.reading = Meeting.of(self.strategy.world), Reading(AccumulationState(1, lambda micro: None), [])
 
 
 def gathering(verb: str) -> GatherVerbs:

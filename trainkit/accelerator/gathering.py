@@ -151,9 +151,9 @@ class GatherVerbs:
             data = map_tensors(data, reading.cut)
         if world.size == 1:
             return data
-        said = self._said(verb, data, samples=reading.samples, filler=reading.filler)
+        said = self._said(verb, data, samples=reading.samples, padding=reading.padding)
         _check_rows(verb, said)
-        kept = [not (drop and its["filler"]) for its in said]
+        kept = [not (drop and its["padding"]) for its in said]
         columns = iter([shape for _, shape in column] for column in zip(*(its["tensors"] for its in said), strict=True))
 
         def gather(one: Tensor) -> Tensor:
@@ -182,9 +182,9 @@ class GatherVerbs:
                 f"Give one object of "
                 "each process as a list: accelerator.gather_for_metrics([value])"
             )
-        fillers = self.meeting.exchange("gather_for_metrics", self.reading.filler)
+        padding = self.meeting.exchange("gather_for_metrics", self.reading.padding)
         said = world.exchange_objects(data)
-        return [item for its, filler in zip(said, fillers, strict=True) if not filler for item in its]
+        return [item for its, padded in zip(said, padding, strict=True) if not padded for item in its]
 
 
 def _check_alike(verb: str, said: Sequence[Mapping[str, Any]]) -> None:

@@ -257,7 +257,7 @@ def _draft(accelerator: Accelerator, path: Path) -> Draft:
     state = {
         **taken.state,
         "loaders": positions,
-        "window": accelerator.window.counted,
+        "window": accelerator.accumulation.counted,
         "registered": [thing.state_dict() for thing in accelerator.registered],
     }
     world = accelerator.world
@@ -307,8 +307,8 @@ def _load(accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str]
                 f"the seed is {accelerator.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness "
                 f"are others from here on. To go on as before: trainkit.set_seed({manifest.seed}) before prepare."
             )
-        if accelerator.window.rows:  # its gradients are those of other parameters
-            accelerator.window.forget()
+        if accelerator.accumulation.open:  # its gradients are those of other parameters
+            accelerator.accumulation.forget_window()
             for optimizer in accelerator._optimizers:
                 optimizer.zero_grad()
         for (loader, position), start in zip(pairs, starts, strict=True):
@@ -316,7 +316,7 @@ def _load(accelerator: Accelerator, path: Path, loaded: Loaded, wanted: set[str]
                 loader.go_on(position, start)
             else:
                 loader.begin_again(position)
-        accelerator.window.counted = int(state.get("window", 0))
+        accelerator.accumulation.restore_count(int(state.get("window", 0)))
     if "optimizer" in wanted:
         accelerator.updates = manifest.step
     if wanted == set(PARTS):

@@ -3,7 +3,7 @@
 The micro-batches of an epoch are dealt out one by one, so rank r of W has start + r, start + r + W, …; a *row* is one for each
 rank. A window is as many rows as a process accumulates. Where the number and the sizes of the micro-batches are known, each
 process works the windows out alone (:func:`planned`). Where they are not, it fetches its part of a window first, and the
-processes tell one another what they have (:func:`collected` and :meth:`Shared.settle`).
+processes tell one another what they have (:func:`collected` and :meth:`SharedWindow.settle`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from trainkit.data.window import NOTHING, Offer, weight_of
+from trainkit.data.window import weight_of
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
+from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind, WindowEntry
 
-__all__ = ["Piece", "Shared", "collected", "planned"]
+__all__ = ["Piece", "SharedWindow", "collected", "planned"]
 
 _END = object()
 
 
-class Shared:
+class SharedWindow:
     """What the processes know together of one window.
 
     Attributes:
@@ -59,23 +60,34 @@ class Shared:
             self.weights = [sum(row) for row in rows]
         self.settled = True
 
-    def offer(self, weight: float, full: bool, processes: int, place: tuple[int, int, int]) -> Offer:
-        """A micro-batch of this window for an own loop.
+    def micro_batch(
+        self, batch: Any, kind: MicroBatchKind, place: tuple[int, int], weight: float, last: bool, ranks: int
+    ) -> MicroBatch:
+        """A micro-batch of this window, for one rank. Call :meth:`settle` first.
 
         Args:
-            weight: of this process's micro-batch.
-            full: it is the last of the window.
-            processes: number of processes.
-            place: see :class:`trainkit.data.window.Offer`.
+            batch: its batch.
+            kind: whether this rank has data in it.
+            place: the index of the window's first micro-batch, and of this one.
+            weight: of this rank's micro-batch.
+            last: it is the last of the window.
+            ranks: number of ranks.
         """
+        begin, index = place
+        total = self.total
+        share = weight * ranks / total if total > 0.0 else 0.0
+        entry = None if self.weights is None else self._entry(begin, index - begin, weight, ranks)
+        return MicroBatch(
+            batch, index, index == begin, last, share, kind, self.uneven, self.alike, empty=total <= 0.0, entry=entry
+        )
+
+    def _entry(self, begin: int, place: int, weight: float, ranks: int) -> WindowEntry:
         assert self.weights is not None
-        row, total = place[2] - place[1], self.total
-        whole = self.weights[row]
+        whole, total = self.weights[place], self.total
         if total <= 0.0:
-            return Offer(place, full, 0.0, 0.0, 1.0, 0.0)
-        alone = weight * processes / whole if whole > 0.0 else 0.0
-        rest = sum(self.weights[row:]) / total if row else 1.0
-        return Offer(place, full, weight * processes / total, whole / total, rest, alone)
+            return WindowEntry(begin, 0.0, 1.0, 0.0)
+        remaining = sum(self.weights[place:]) / total if place else 1.0
+        return WindowEntry(begin, whole / total, remaining, weight * ranks / whole if whole > 0.0 else 0.0)
 
 
 class Piece(NamedTuple):
@@ -85,14 +97,14 @@ class Piece(NamedTuple):
     m: int  # its number in the epoch
     row: int  # of the epoch's rows since the start
     first: bool
-    full: bool  # this process has no more of the window
+    last: bool  # this process has no more of the window
     weight: float
-    shared: Shared
+    shared: SharedWindow
 
     @property
-    def filler(self) -> bool:
+    def absent(self) -> bool:
         """This process has no micro-batch in the window."""
-        return self.batch is NOTHING
+        return self.batch is NO_BATCH
 
 
 def planned(
@@ -127,7 +139,9 @@ def planned(
         short = common - last if begin + count == length else 0
         total = count * common - short
         uneven = count % world.size != 0
-        shared = Shared(total, -(-count // world.size), uneven, settled=True, alike=not uneven and total == count * common)
+        shared = SharedWindow(
+            total, -(-count // world.size), uneven, settled=True, alike=not uneven and total == count * common
+        )
         if taken is not None:
             shared.weights = [float(world.size * common)] * shared.rows
             shared.weights[-1] = float((count - 1) % world.size * common + common - short)
@@ -136,11 +150,11 @@ def planned(
             batch = next(batches, _END)
             if batch is _END:
                 raise DataError(f"the loader ended before micro-batch {m} of {length}, which the other processes count on.")
-            full = m + world.size >= end
-            yield Piece(batch, m, row, m < begin + world.size, full, last if m == length - 1 else common, shared)
+            final = m + world.size >= end
+            yield Piece(batch, m, row, m < begin + world.size, final, last if m == length - 1 else common, shared)
             row += 1
         if world.rank >= count:
-            yield Piece(NOTHING, begin + world.rank, row, True, True, 0.0, shared)
+            yield Piece(NO_BATCH, begin + world.rank, row, True, True, 0.0, shared)
         begin = end
 
 
@@ -179,14 +193,14 @@ def collected(
             return
         window = list(islice(batches, wanted))
         weights = [float(count(batch)) if weigh is None else weight_of(weigh, batch) for batch in window]
-        shared = Shared(sum(weights), len(window), False, settled=False)
+        shared = SharedWindow(sum(weights), len(window), False, settled=False)
         if taken is not None:
             shared.weights = weights + [0.0] * (wanted - len(weights))
         m = start + row * world.size + world.rank
         for place, (batch, weight) in enumerate(zip(window, weights, strict=True)):
-            full = place == len(window) - 1
-            yield Piece(batch, m + place * world.size, row + place, place == 0, full, weight, shared)
+            final = place == len(window) - 1
+            yield Piece(batch, m + place * world.size, row + place, place == 0, final, weight, shared)
         if not window:
-            yield Piece(NOTHING, m, row, True, True, 0.0, shared)
+            yield Piece(NO_BATCH, m, row, True, True, 0.0, shared)
         del window, weights
         row += wanted

@@ -84,7 +84,7 @@ class PreparedOptimizer(Optimizer):
 
         So it may be called at the end of the loop's body or at its beginning: inside a window it does nothing.
         """
-        if self._accelerator.window.clears:
+        if self._accelerator.clears_gradients:
             self._accelerator.unspent = False
             if set_to_none:
                 clear_gradients(self.optimizer)
