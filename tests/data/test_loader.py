@@ -208,8 +208,8 @@ def test_what_is_drawn_at_work_does_not_change_what_is_fetched() -> None:
     loader = prepare(shuffled())
     expected = whole_epoch(loader)
     found = []
-    for batch in loader.iterate(0):
-        found.append(batch)
+    for micro in loader.iterate(0):
+        found.append(micro.batch)
         torch.manual_seed(1)
         draw()
     assert same(found, expected)
@@ -253,7 +253,7 @@ def test_transfer_and_finish_are_called_for_each_batch(window: int | None) -> No
 
     window_of_loader = window
     loader = prepare([torch.zeros(2)] * 4, transfer=transfer, finish=finish, window=window_of_loader)
-    assert [int(batch[0]) for batch in loader.iterate(1, 2)] == [-20, -30]
+    assert [int(micro.batch[0]) for micro in loader.iterate(1, 2)] == [-20, -30]
     assert calls == [("transfer", 2), ("finish", 20), ("transfer", 3), ("finish", 30)]
     assert numbers == [under(mix(7, 1, Purpose.FORWARD, 1, m)) for m in (2, 3)], "finish is part of the work on the batch"
 
@@ -289,7 +289,7 @@ def test_a_limit_that_leaves_the_short_batch_out() -> None:
 
 def test_a_generator_of_the_users_has_no_effect_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def order(**options: Any) -> list[Any]:
-        return [batch.tolist() for batch in prepare(DataLoader(Drawing(13), batch_size=4, **options)).iterate(0)]
+        return [micro.batch.tolist() for micro in prepare(DataLoader(Drawing(13), batch_size=4, **options)).iterate(0)]
 
     plain = order(shuffle=True)
     assert not caplog.records

@@ -82,7 +82,7 @@ def test_the_one_forward_over_several_is_seeded_by_the_first_of_them() -> None:
 
 
 def test_positions_are_those_of_as_many_processes() -> None:
-    loader, _ = made(34, 4)
+    loader = made(34, 4)
     assert loader.position(0, 2) == {
         "epoch": 0, "batches": 8, "samples": 24, "complete": False, "dataset": 34, "iterable": None,
         "processes": 4, "rank": 0, "splits": False,
@@ -92,13 +92,13 @@ def test_positions_are_those_of_as_many_processes() -> None:
 
 @pytest.mark.parametrize("devices, after", [(2, 6), (4, 6), (3, 5)])
 def test_goes_on_wherever_another_number_of_devices_has_left_off(devices: int, after: int) -> None:
-    before, _ = made(40, 1)
+    before = made(40, 1)
     position = before.position(0, after)
     expected = [id for row in epoch(made(40, 1))[after:] for id in row["ids"]]
-    loader, window = made(40, devices)
+    loader = made(40, devices)
     start = loader.start_of(position)
     loader.resume(position, start)
-    found = epoch(loader, window, 0, start)
+    found = epoch(loader, 0, start)
     assert [id for row in found for id in row["ids"]] == expected
     assert [len(row["ids"]) for row in found[:-1]] == [devices * 3] * (len(found) - 1)
     assert loader.length == start + len(found)
@@ -106,9 +106,9 @@ def test_goes_on_wherever_another_number_of_devices_has_left_off(devices: int, a
 
 
 def test_limits_are_in_rows() -> None:
-    loader, window = made(40, 4)
+    loader = made(40, 4)
     loader.limit = 2
-    found = epoch(loader, window)
+    found = epoch(loader)
     assert [len(row["ids"]) for row in found] == [12, 12]
     assert len(loader) == 2
 

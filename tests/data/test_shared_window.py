@@ -35,7 +35,7 @@ def test_nothing() -> None:
 def test_what_is_planned() -> None:
     """7 micro-batches of 4 samples, the last of 1, in windows of 2 rows on 3 processes, from micro-batch 0 on."""
     found = [list(planned(iter("abc"), Alike(rank, 3), 2, 0, 7, (4, 1))) for rank in range(3)]
-    assert [[(p.batch, p.m, p.row, p.first, p.full, p.weight) for p in own] for own in found] == [
+    assert [[(p.batch, p.m, p.row, p.first, p.last, p.weight) for p in own] for own in found] == [
         [("a", 0, 0, True, False, 4), ("b", 3, 1, False, True, 4), ("c", 6, 2, True, True, 1)],
         [("a", 1, 0, True, False, 4), ("b", 4, 1, False, True, 4), (NO_BATCH, 7, 2, True, True, 0)],
         [("a", 2, 0, True, False, 4), ("b", 5, 1, False, True, 4), (NO_BATCH, 8, 2, True, True, 0)],
@@ -47,17 +47,18 @@ def test_what_is_planned() -> None:
 def test_a_window_that_begins_with_a_row_that_is_not_full() -> None:
     """5 micro-batches from number 2 on, 2 rows on 2 processes: 2 and 1 of them."""
     found = [list(planned(iter("ab"), Alike(rank, 2), 2, 2, 5, (4, 4))) for rank in range(2)]
-    assert [[(p.m, p.row, p.full) for p in own] for own in found] == [[(2, 0, False), (4, 1, True)], [(3, 0, True)]]
+    assert [[(p.m, p.row, p.last) for p in own] for own in found] == [[(2, 0, False), (4, 1, True)], [(3, 0, True)]]
     assert found[0][0].shared.uneven
 
 
-def offered(pieces: list[Piece]) -> list[tuple[Any, ...]]:
-    """Of two processes: the row, and the parts that it and this process's micro-batch have."""
+def entries(pieces: list[Piece]) -> list[tuple[Any, ...]]:
+    """Of one of two ranks: index, last, share, and the facts with which your own training loop enters a window."""
     found = []
     for piece in pieces:
-        begun = next(p.row for p in pieces if p.shared is piece.shared)
-        offer = piece.shared.offer(piece.weight, piece.last, 2, (0, begun, piece.row))
-        found.append((piece.row, offer.full, offer.share, offer.part, offer.rest, offer.alone))
+        begin = next(p.row for p in pieces if p.shared is piece.shared)
+        micro = piece.shared.micro_batch(None, MicroBatchKind.DATA, (begin, piece.row), piece.weight, piece.last, 2)
+        assert micro.entry is not None
+        found.append((micro.index, micro.last, micro.share, *micro.entry[1:]))
     return found
 
 
@@ -75,7 +76,7 @@ def test_rows_of_an_own_loop(way: str) -> None:
             assert [piece.shared.weights for piece in pieces[:2]] == [[4], [*sizes[1:], 0.0]]
             for piece in pieces:
                 piece.shared.settle(others)
-        found.append(offered(pieces))
+        found.append(entries(pieces))
     assert found[0] == [
         (0, True, 1.0, 1.0, 1.0, 1.0),
         (1, False, 8 / 14, 8 / 14, 1.0, 1.0),
@@ -84,11 +85,11 @@ def test_rows_of_an_own_loop(way: str) -> None:
     assert [row[2:] for row in found[1]] == [(1.0, 1.0, 1.0, 1.0), (8 / 14, 8 / 14, 1.0, 1.0), (4 / 14, 6 / 14, 6 / 14, 4 / 6)]
 
 
-def test_rows_that_weigh_nothing() -> None:
-    shared = SharedWindow(0.0, 1, False, settled=True, weights=[0.0])
-    assert shared.offer(0.0, True, 2, (0, 0, 0))[1:] == (True, 0.0, 0.0, 1.0, 0.0)
-    shared = SharedWindow(3.0, 2, False, settled=True, weights=[0.0, 3.0])
-    assert shared.offer(0.0, False, 2, (0, 0, 0))[1:] == (False, 0.0, 0.0, 1.0, 0.0)
+def test_a_window_that_weighs_nothing() -> None:
+    for weights in ([0.0], [0.0, 3.0]):
+        shared = SharedWindow(sum(weights), len(weights), False, settled=True, weights=weights)
+        micro = shared.micro_batch(None, MicroBatchKind.DATA, (0, 0), 0.0, True, 2)
+        assert (micro.share, micro.empty, micro.entry) == (0.0, sum(weights) == 0.0, (0, 0.0, 1.0, 0.0))
 
 
 def test_a_loader_that_ends_too_early() -> None:
@@ -101,7 +102,7 @@ def test_a_loader_that_ends_too_early() -> None:
 def test_what_is_collected() -> None:
     pieces = collected(iter("abc"), Alike(1, 3), 2, 6, rows=None, count=lambda batch: 5, weigh=None)
     found = [next(pieces) for _ in range(5)]
-    assert [(p.batch, p.m, p.row, p.first, p.full, p.weight, p.absent) for p in found] == [
+    assert [(p.batch, p.m, p.row, p.first, p.last, p.weight, p.absent) for p in found] == [
         ("a", 7, 0, True, False, 5, False),
         ("b", 10, 1, False, True, 5, False),
         ("c", 13, 2, True, True, 5, False),

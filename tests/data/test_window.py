@@ -110,7 +110,7 @@ def test_the_first_window_completes_one_that_was_left(epoch: tuple[int, int, int
     sizes = (common, last)
     found = list(windows(iter(batches_of(samples)), size, start=start, length=length, sizes=sizes, taken=taken))
     assert [len(group) for group in grouped(found)][:1] == [min(size - taken, len(samples))][: len(samples)]
-    gathered = list(windows(iter(batches_of(samples)), size, taken=taken))
+    gathered = list(windows(iter(batches_of(samples)), size, start=start, taken=taken))
     assert [micro[1:4] for micro in found] == [micro[1:4] for micro in gathered]
     for ours, theirs in zip(found, gathered, strict=True):
         assert (ours.share, ours.entry.remaining) == pytest.approx((theirs.share, theirs.entry.remaining))
