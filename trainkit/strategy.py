@@ -50,6 +50,7 @@ class Strategy:
         world: the processes of the run.
         pad_last_batch: short batches are filled up in training.
         joined: :meth:`join` has been called.
+        micro_batch: the current one, of :meth:`begin_micro_batch`.
         broken: a run has failed on several processes, and the others do not come to a collective at its end.
 
     Raises:
@@ -69,6 +70,7 @@ class Strategy:
     world: World = World()
     pad_last_batch: bool = False
     joined: bool = False
+    micro_batch: MicroBatch = WHOLE_WINDOW
     broken: bool = False
 
     def __init__(self, device: str | torch.device = "auto", precision: Precision | str | int | None = None) -> None:
@@ -271,29 +273,22 @@ class Strategy:
         return move(batch, self.device, non_blocking=self.device.type == "cuda")
 
     def begin_micro_batch(self, micro: MicroBatch) -> None:
-        """A micro-batch becomes current; called before its forward.
+        """Make ``micro`` current, before its forward; called again if ``accumulate`` or ``no_sync`` change its place.
 
-        A strategy that must know before a forward if gradients will be averaged keeps ``micro``: they are in the backward of
-        the micro-batch that is ``last`` in its accumulation window, unless the window is ``uneven``. Called again before a
-        backward if your own training loop changes the place of the micro-batch, by ``accumulate`` or ``no_sync``.
+        Ranks average gradients in the backward of the ``last`` micro-batch of a window, unless the window is ``uneven``.
         """
+        self.micro_batch = micro
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
-        """Run the backward pass of a micro-batch.
-
-        Args:
-            loss: its mean loss times ``micro.share``; ``None``: no loss, the gradient is zero.
-            micro: the current micro-batch, as in :meth:`begin_micro_batch`.
-            **kwargs: for ``Tensor.backward``.
-        """
+        """Run the backward pass of a micro-batch: of its mean loss × ``micro.share``, or of ``None`` if it has no loss."""
         if loss is not None:
             self.precision.scale(loss).backward(**kwargs)
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """Called instead of :meth:`backward` if a micro-batch adds no gradient. Other ranks may be waiting in a collective.
+        """Called instead of :meth:`backward` if a micro-batch adds no gradient. Other ranks may wait in a collective.
 
         Args:
-            loss: the loss of a micro-batch of weight 0, which may be NaN; ``None``: there was no loss.
+            loss: of a micro-batch of weight 0, it may be NaN; ``None``: there was no loss.
             micro: the current micro-batch.
         """
 
@@ -309,10 +304,9 @@ class Strategy:
         self.precision.unscale(optimizer)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """Average gradients over the ranks that no backward pass has averaged, at the end of a window.
+        """Average gradients over the ranks that no backward pass has averaged, at the end of a window: after ``micro``.
 
         Args:
-            micro: the last micro-batch of the window.
             parameters: on all processes the same ones, in the same order. One whose gradient is missing on some processes
                 counts as zeros there; one whose gradient is missing on all keeps having none.
         """

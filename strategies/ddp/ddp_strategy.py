@@ -88,7 +88,6 @@ class DDPStrategy(Strategy):
         self.sync_batchnorm = sync_batchnorm
         self._compression = Compression(comm_hook, comm_state)
         self._norms = SyncedBatchNorms()
-        self._micro = WHOLE_WINDOW
         self._begin()
 
     def _begin(self) -> None:
@@ -133,7 +132,7 @@ class DDPStrategy(Strategy):
             return module
         model = PreparedModel(module, late=self.static_graph, **self._options())
         if self._norms:
-            model.register_forward_pre_hook(lambda *_: self._norms.follow(self._micro.uneven))
+            model.register_forward_pre_hook(lambda *_: self._norms.follow(self.micro_batch.uneven))
         self._models.append(model)
         for each in self._models:
             each.replica.watched = len(self._models) > 1
@@ -159,11 +158,7 @@ class DDPStrategy(Strategy):
 
     def _due(self) -> bool:
         """Whether the backward of the current micro-batch averages gradients."""
-        return self._micro.last and not self._micro.uneven
-
-    def begin_micro_batch(self, micro: MicroBatch) -> None:
-        """See :meth:`trainkit.Strategy.begin_micro_batch`."""
-        self._micro = micro
+        return self.micro_batch.last and not self.micro_batch.uneven
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """See :meth:`trainkit.Strategy.unwrap`."""
@@ -182,7 +177,7 @@ class DDPStrategy(Strategy):
         norms = self._norms
 
         def begun(*args: Any) -> Any:
-            micro = self._micro
+            micro = self.micro_batch
             if micro.first:
                 step.begin_window(micro.uneven)
                 norms.follow(micro.uneven)
@@ -321,7 +316,7 @@ class DDPStrategy(Strategy):
         Raises:
             ConfigurationError: the processes give different containers, shapes or dtypes; or not all of them come here.
         """
-        if self._micro.uneven and not self._alone:
+        if self.micro_batch.uneven and not self._alone:
             self._refuse_uneven(data, sync_grads)
         return data if self._alone else gathered(data, self.world, self.device, sync_grads, alike)
 

@@ -56,8 +56,7 @@ class ZeROStrategy(Strategy):
         config: a DeepSpeed configuration, the path of a JSON file or a dict, instead of ``stage`` and the options.
             ``"auto"`` values are the ``Trainer``'s, and a value that contradicts it is an error.
         process_group_backend: as of :class:`~trainkit.strategies.DDPStrategy`.
-        timeout: likewise.
-        device: likewise.
+        timeout, device: the same.
         precision: as of the base class.
         **options: see :class:`~trainkit.strategies.zero.zero_options.ZeROOptions`.
 
@@ -109,7 +108,6 @@ class ZeROStrategy(Strategy):
         self._models: list[ShardedModel] = []  # of loops that call them themselves
         self._dispatch: Dispatch | None = None  # training_step under automatic optimization
         self._engines: dict[int, Engine] = {}  # by the id of the user's optimizer
-        self._micro = WHOLE_WINDOW
         self._learning: EngineWindow | None = None  # of the engine that the model is called through
         self._bare: BareEngine | None = None
         self._forward: Callable[..., Any] | None = None  # of an evaluation step in stage 3
@@ -248,7 +246,7 @@ class ZeROStrategy(Strategy):
         )
         self._engines[id(optimizer)] = engine
         if not local:
-            self._learning = EngineWindow(engine, self._micro, self.world)
+            self._learning = EngineWindow(engine, self, self.world)
             for model in self._models:
                 model.call = self._learning.call
         return optimizer
@@ -262,12 +260,6 @@ class ZeROStrategy(Strategy):
         }:
             return self._models[0].module, False
         return holder(self._modules, trained), True
-
-    def begin_micro_batch(self, micro: MicroBatch) -> None:
-        """See :meth:`trainkit.Strategy.begin_micro_batch`."""
-        self._micro = micro
-        if self._learning is not None:
-            self._learning.micro = micro
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
         """See :meth:`trainkit.Strategy.backward`."""

@@ -11,6 +11,7 @@ from trainkit.distributed.world import Pending, World
 from trainkit.errors import ModuleError
 from trainkit.micro_batch import MicroBatch
 from trainkit.strategies.zero.engine import Engine
+from trainkit.strategy import Strategy
 
 __all__ = ["EngineWindow"]
 
@@ -20,23 +21,22 @@ class EngineWindow:
 
     Args:
         engine: reduces gradients.
-        micro: the current micro-batch.
+        strategy: tells which micro-batch is current.
         world: the processes.
 
     Attributes:
         engine: as given.
-        micro: as given; the strategy sets it before each forward.
     """
 
-    def __init__(self, engine: Engine, micro: MicroBatch, world: World) -> None:
-        self.engine, self.micro, self._world = engine, micro, world
+    def __init__(self, engine: Engine, strategy: Strategy, world: World) -> None:
+        self.engine, self._strategy, self._world = engine, strategy, world
         self._begun = self._had_loss = False
         self._order_before = 0  # of the gradients of the window before
         self._said: Pending | None = None  # whether any process has had a loss
 
     def step(self, *args: Any) -> Any:
         """The engine's forward, in ``training_step``, which is called once for each micro-batch."""
-        if self.micro.first:
+        if self._strategy.micro_batch.first:
             self._begin()
         if self.engine.stage < 3:
             return self.engine.forward(*args)
@@ -47,12 +47,12 @@ class EngineWindow:
         """The engine's forward, in a loop of the user's own, who may call his model several times in a micro-batch."""
         if not torch.is_grad_enabled():
             return self.engine.evaluate(*args, **kwargs)
-        if not self._begun and self.micro.first:
+        if not self._begun and self._strategy.micro_batch.first:
             self._begin()
         return self.engine.forward(*args, **kwargs)
 
     def _begin(self) -> None:
-        self.engine.begin_window(self.micro.uneven)
+        self.engine.begin_window(self._strategy.micro_batch.uneven)
         self._begun, self._had_loss, self._order_before = True, False, self.engine.order
 
     def backward(self, loss: Tensor, micro: MicroBatch, **kwargs: Any) -> None:

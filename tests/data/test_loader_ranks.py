@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from trainkit import CombinedLoader
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
-from trainkit.micro_batch import NO_BATCH
+from trainkit.micro_batch import NO_BATCH, MicroBatchKind
 
 
 def shuffled(length: int = 14, **options: Any) -> DataLoader:
@@ -127,12 +127,10 @@ def test_nothing_of_others_is_fetched() -> None:
         assert source.dataset.calls == [number for one in own if not one.padding for number in one.ids]
 
 
-def test_a_window_is_forgotten_at_the_end_of_an_epoch() -> None:
-    loader = prepared(shuffled(1), Alike(1, 2))
-    window = loader._window
-    for _ in loader:
-        assert window.padding
-    assert (window.padding, window.uneven, window.driven) == (False, False, False)
+def test_a_rank_without_any_batch_has_a_micro_batch_of_kind_none() -> None:
+    [micro] = prepared(shuffled(1), Alike(1, 2)).iterate(0)
+    assert (micro.batch, micro.kind, micro.first, micro.last, micro.share) == (NO_BATCH, MicroBatchKind.NONE, True, True, 0.0)
+    assert micro.uneven
 
 
 # ----------------------------------------------------------------------------------------------------- lengths and limits
