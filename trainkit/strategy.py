@@ -285,7 +285,7 @@ class Strategy:
             self.precision.scale(loss).backward(**kwargs)
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """Called instead of :meth:`backward` if there is no loss (``None``) or its weight is 0. Other ranks may wait for this."""
+        """Called instead of :meth:`backward` if there is no loss (``None``) or its weight is 0. Other ranks may be waiting."""
 
     def any_loss(self, had_loss: bool) -> bool:
         """Whether any process has had a loss in the window, given whether this one has.

@@ -37,12 +37,12 @@ def test_a_trainers_micro_batch_becomes_current_as_it_is() -> None:
         state.begin(micro)
         assert state.current is micro
     assert told == micros
-    assert not state.offers()
+    assert not state.collects()
 
 
 def test_a_micro_batch_is_pending_until_accumulate_enters_it() -> None:
     state, told = own(2)
-    assert state.offers()
+    assert state.collects()
     seen = []
     for micro in window(2):
         state.receive(micro)

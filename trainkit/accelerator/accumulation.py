@@ -83,7 +83,7 @@ class AccumulationState:
         self.delivered = True
         self._begin(micro)
 
-    def offers(self) -> bool:
+    def collects(self) -> bool:
         """Whether the micro-batches of a loader are pending until ``accumulate`` enters them."""
         return self.own_loop and (self.size > 1 or self.open > 0)
 

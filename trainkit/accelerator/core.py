@@ -61,7 +61,7 @@ class Accelerator(
         cpu: run on the CPU though there is a GPU.
         dataloader_config: a :class:`~trainkit.utils.DataLoaderConfiguration`.
         deepspeed_plugin: a :class:`~trainkit.utils.DeepSpeedPlugin`: ZeRO.
-        fsdp_plugin: not offered; ZeRO-3 is.
+        fsdp_plugin: unsupported; use ZeRO-3.
         megatron_lm_plugin: likewise.
         rng_types: no effect: all generators are seeded, for each micro-batch by a key, on all processes.
         log_with: trackers for :meth:`init_trackers`.
@@ -69,7 +69,7 @@ class Accelerator(
         project_config: a :class:`~trainkit.utils.ProjectConfiguration`.
         gradient_accumulation_plugin: a :class:`~trainkit.utils.GradientAccumulationPlugin`.
         dispatch_batches: only ``False``: each process reads what it works on.
-        even_batches: a process that has no micro-batch in the last row of an epoch is given one that counts nothing. ``False``:
+        even_batches: a rank without data at the end of an epoch gets padding micro-batches. ``False``:
             only where a whole window has none for it, and in an evaluation never.
         use_seedable_sampler: no effect: the order of an epoch always is a function of the seed and its number.
         step_scheduler_with_optimizer: a prepared scheduler advances with updates, once for each process (with ``split_batches``
@@ -82,7 +82,7 @@ class Accelerator(
 
     Raises:
         ConfigurationError: an argument that is wrong or contradicts another.
-        UnsupportedArgumentError: what is not offered; the message says what to use.
+        UnsupportedArgumentError: an unsupported argument; the message says what to use.
 
     Example::
 

@@ -81,7 +81,7 @@ class Reading:
         places, state = self._places, self._accumulation
         place = _Place(loader, state.snapshot(), next(self._numbers), self._devices)
         places.append(place)
-        pending = state.offers()
+        pending = state.collects()
         try:
             for micro in micro_batches:
                 if self._skips(micro):
@@ -177,7 +177,7 @@ class Reading:
         return id(self._places[-1].loader) if self._places else 0
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Of a tensor with a row for each sample of a full micro-batch, as many as there are in this one, which may be short.
+        """Of a tensor with one element for each sample of a full micro-batch, as many as there are in this one, which may be short.
 
         So ``loss.repeat(batch_size)`` counts no more samples than there are, and nor does what a short one was filled up by.
         """

@@ -66,7 +66,7 @@ class StepVerbs:
 
         Args:
             optimizer: a prepared one, or torch's own of it.
-            closure: computes the loss anew and its gradients (LBFGS).
+            closure: computes the loss and its gradients again (LBFGS).
 
         Returns:
             Whether the update happened: not inside a window, nor if it was skipped because a scaled gradient overflowed,
@@ -143,7 +143,7 @@ class StepVerbs:
         )
 
     def _check_spent(self) -> None:
-        """ZeRO begins anew with each window: gradients of one that has had no step would be lost without a word."""
+        """ZeRO drops the gradients of a window that had no step when the next one begins: refuse that."""
         if self.accumulation.current.first and self.strategy.sharded_state and len(self._optimizers) == 1:
             raise ConfigurationError(
                 "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "

@@ -23,7 +23,7 @@ class Weighing:
     """The weights of the window that is being worked on, and what its gradients are to be divided by.
 
     The sum of a window's weights is known when its last micro-batch is worked on. Until then losses are scaled by what the
-    first row lets one expect, and gradients corrected at the end: so float16 has to hold nothing larger than otherwise.
+    first micro-batches of all ranks let expect, and gradients corrected at the end: so float16 has to hold nothing larger than otherwise.
 
     Args:
         accumulation: of the accelerator.
@@ -69,7 +69,7 @@ class Weighing:
             )
         self._factor = 1.0
         if weight is None:
-            if self._emptied:  # the window may be one that is not begun anew with each micro-batch
+            if self._emptied:  # the current micro-batch may be the same one
                 self._emptied = False
                 state.mark_empty(False)
             return micro.share

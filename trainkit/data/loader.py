@@ -34,9 +34,9 @@ class PreparedLoader(Positions):
     Iterating it starts the next epoch, or the one given to :meth:`set_epoch`. What it does not define is the user's
     loader's: ``len(prepared.dataset)`` works.
 
-    Of W processes, process r has micro-batches r, r + W, … of the epoch; W of them, one for each, are a row. A process that
-    drives several devices has a micro-batch for each, side by side in one batch: that is a row too. Lengths, limits and what
-    :meth:`iterate` takes are in rows, and so the same in all processes; positions are in micro-batches of all.
+    Rank r of W has micro-batches r, r + W, … of the epoch. A process with several devices has one micro-batch for each, joined
+    in one batch. Lengths, limits and what :meth:`iterate` takes are counted for each rank, so they are the same on all ranks;
+    positions in checkpoints count the micro-batches of all ranks.
 
     Args:
         source: a ``DataLoader``, a :class:`~trainkit.data.CombinedLoader`, or any iterable of batches.
@@ -46,12 +46,12 @@ class PreparedLoader(Positions):
         index: the loader's number in its stage.
         generators: the device's generators, seeded with the CPU's.
         window: number of micro-batches in an accumulation window; ``None`` for evaluation.
-        limit: the number of rows of an epoch at most.
+        limit: largest number of micro-batches in an epoch, for each rank.
         weigh: the user's ``batch_weight``.
         transfer: ``transfer(batch, m)`` puts a batch on the device; the default moves every tensor in it.
         finish: applied to a batch on the device after the generators are seeded for the work on it.
         sequential: do not shuffle.
-        world: the processes that the epoch is dealt out to; all of them make and read the same loaders in the same order.
+        world: the processes over which the epoch is sharded; all of them make and read the same loaders in the same order.
         ahead: ``ahead(items, load, start)`` gives the items, each out of ``load(item, number)``, and may load some ahead of
             their time; ``load`` is ``None`` where it would but move the tensors. Default: what suits the device.
         filled: fills short batches up to the size of the others.
@@ -65,7 +65,7 @@ class PreparedLoader(Positions):
         pads: as above; may be changed between epochs.
         window: as above; may be changed between epochs.
         given_source: the user's object, if ``source`` was made of it.
-        given: rows of the epoch that have been given out; at the last micro-batch of a window the same in all processes.
+        given: micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
 
     Raises:
         DataError: the source cannot be read, or differs from process to process.
@@ -118,11 +118,11 @@ class PreparedLoader(Positions):
         self._next_start = 0
         self._begun = False  # the epoch, by an own loop
         self.given = 0
-        self._resumed = (-1, 0, 0)  # an epoch, and a row of it with the micro-batch that it begins with
+        self._resumed = (-1, 0, 0)  # epoch, index in it, and the micro-batch of all ranks there
         self._last: Any = NO_BATCH  # the last batch, where padding may need it
         for trail in self._stream.trails():
             if window is None:
-                trail.stop()  # an evaluation begins anew each time
+                trail.stop()  # an evaluation starts again each time
             else:
                 trail.keep((4 + 2 * window) * world.devices)  # a window that is worked on, and the next one fetched ahead
 
@@ -228,18 +228,18 @@ class PreparedLoader(Positions):
             last = sizes[1] if end == self._stream.length else sizes[0]
             sizes = (sizes[0] * devices, (end - begin - 1) % devices * sizes[0] + last)
 
-        def first(row: int) -> int:
-            return begin + (row - start) * devices
+        def first(index: int) -> int:
+            return begin + (index - start) * devices
 
-        def transfer(batch: Any, row: int) -> Any:
-            return self._transfer(batch, first(row))
+        def transfer(batch: Any, index: int) -> Any:
+            return self._transfer(batch, first(index))
 
-        return self._of_one_process(raw, lambda row: keys(first(row)), start, sizes, transfer, taken)
+        return self._of_one_process(raw, lambda index: keys(first(index)), start, sizes, transfer, taken)
 
     def _begin_rows(self, epoch: int, start: int) -> None:
         self._epoch = epoch
         if self._resumed[0] == epoch and start < self._resumed[1]:
-            self._resumed = (-1, 0, 0)  # the epoch begins anew
+            self._resumed = (-1, 0, 0)  # the epoch starts again
 
     def _one_by_one(
         self, raw: Iterator[Any], keys: Callable[[int], int], start: int, transfer: Callable[[Any, int], Any]

@@ -1,9 +1,8 @@
-"""Windows that several processes work on: which micro-batches of a window each has, and how much they count among all.
+"""Accumulation windows over several ranks: which micro-batches of a window each rank has, and their weights.
 
-The micro-batches of an epoch are dealt out one by one, so rank r of W has start + r, start + r + W, …; a *row* is one for each
-rank. A window is as many rows as a process accumulates. Where the number and the sizes of the micro-batches are known, each
-process works the windows out alone (:func:`planned`). Where they are not, it fetches its part of a window first, and the
-processes tell one another what they have (:func:`collected` and :meth:`SharedWindow.settle`).
+Rank r of W has the micro-batches start + r, start + r + W, … of an epoch. ``row`` numbers them for each rank. If the number and
+the sizes of the micro-batches are known, each rank computes the windows alone (:func:`planned`). If not, it fetches its
+micro-batches of a window first, and the ranks exchange their weights (:func:`collected` and :meth:`SharedWindow.settle`).
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ _END = object()
 
 
 class SharedWindow:
-    """What the processes know together of one window.
+    """What all ranks know of one window.
 
     Attributes:
-        rows: micro-batches of the process that has most of them; 0: there are none any more.
+        rows: micro-batches of the rank that has most of them; 0: the epoch has ended.
         total: the weight of all micro-batches of the window.
-        uneven: the processes have different numbers of micro-batches.
-        alike: it is certain that they have as many, all of one size.
-        weights: in an own loop, the weight of each row; before :meth:`settle` that of this process's micro-batch in it.
+        uneven: the ranks have different numbers of micro-batches.
+        alike: it is certain that they have the same number, all of one size.
+        weights: in your own training loop, the weight of the micro-batches of all ranks at each index; before :meth:`settle`
+            that of this rank's.
     """
 
     __slots__ = ("alike", "rows", "settled", "total", "uneven", "weights")
@@ -48,9 +48,9 @@ class SharedWindow:
         self.weights = weights
 
     def settle(self, world: World) -> None:
-        """Put together what each process has. Collective, unless it is known already.
+        """Exchange what each rank has. Collective, unless it is known already.
 
-        That is done when a window begins, not when it is fetched: processes may fetch at different moments.
+        Called when a window begins and not when it is fetched: ranks may fetch at different times.
         """
         if self.settled:
             return
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
 
     batch: Any
     m: int  # its number in the epoch
-    row: int  # of the epoch's rows since the start
+    row: int  # number of the rank's micro-batch since the start
     first: bool
     last: bool  # this process has no more of the window
     weight: float
@@ -121,11 +121,11 @@ def planned(
     Args:
         batches: this process's micro-batches from ``start`` on.
         world: the processes.
-        size: rows in a window.
+        size: micro-batches of a rank in a window.
         start: the micro-batch of the epoch that rank 0 begins with.
         length: micro-batches of the epoch.
         sizes: samples in each micro-batch but the last, and in the last.
-        taken: in your own training loop, number of rows that the first window has less, as it completes one that was left.
+        taken: in your own training loop, micro-batches that the first window already has, as it completes one that was left open.
 
     Raises:
         DataError: a micro-batch is missing.
@@ -180,9 +180,9 @@ def collected(
     Args:
         batches: this process's micro-batches from ``start`` on.
         world: the processes; nothing is exchanged here.
-        size: rows in a window.
+        size: micro-batches of a rank in a window.
         start: the micro-batch of the epoch that rank 0 begins with.
-        rows: of the epoch from ``start`` on.
+        rows: number of a rank's micro-batches from ``start`` on.
         count: the number of samples of a batch.
         weigh: the user's ``batch_weight``; without it a micro-batch counts by the number of its samples.
         taken: as of :func:`planned`.

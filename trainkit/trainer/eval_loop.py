@@ -161,7 +161,7 @@ def gather_predictions(world: World, outputs: list[list[Any]], device: torch.dev
 
     Args:
         world: the processes.
-        outputs: of this one, by loader and row.
+        outputs: of this rank, by loader and micro-batch.
         device: where the tensors of the result are.
 
     Raises:
@@ -180,8 +180,8 @@ def gather_predictions(world: World, outputs: list[list[Any]], device: torch.dev
         ) from error
     gathered: list[list[Any]] = []
     for per_rank in zip(*by_rank, strict=True):
-        rows = range(max(len(own) for own in per_rank))
-        gathered.append([own[row] for row in rows for own in per_rank if row < len(own)])
+        longest = max(len(own) for own in per_rank)
+        gathered.append([own[index] for index in range(longest) for own in per_rank if index < len(own)])
     received: list[list[Any]] = map_tensors(gathered, lambda tensor: tensor.to(device))
     return received
 
