@@ -177,7 +177,7 @@ class Reading:
         return id(self._places[-1].loader) if self._places else 0
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Of a tensor with one element for each sample of a full micro-batch, as many as there are in this one, which may be short.
+        """Cut a tensor of the size of a full micro-batch to the number of samples of the current one, which may be short.
 
         So ``loss.repeat(batch_size)`` counts no more samples than there are, and nor does what a short one was filled up by.
         """

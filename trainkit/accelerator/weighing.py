@@ -22,8 +22,8 @@ __all__ = ["Weighing"]
 class Weighing:
     """The weights of the window that is being worked on, and what its gradients are to be divided by.
 
-    The sum of a window's weights is known when its last micro-batch is worked on. Until then losses are scaled by what the
-    first micro-batches of all ranks let expect, and gradients corrected at the end: so float16 has to hold nothing larger than otherwise.
+    The sum of a window's weights is known at its last micro-batch. Until then losses are scaled by an estimate from the first
+    micro-batch of each rank, and the gradients are corrected at the end, so that float16 holds no larger values than usual.
 
     Args:
         accumulation: of the accelerator.

@@ -125,7 +125,7 @@ def planned(
         start: the micro-batch of the epoch that rank 0 begins with.
         length: micro-batches of the epoch.
         sizes: samples in each micro-batch but the last, and in the last.
-        taken: in your own training loop, micro-batches that the first window already has, as it completes one that was left open.
+        taken: in your own training loop, micro-batches that the first window already has: it completes an open one.
 
     Raises:
         DataError: a micro-batch is missing.
