@@ -157,12 +157,16 @@ class PreparedLoader(Positions):
         return self._filled.mask()
 
     def __iter__(self) -> Iterator[Any]:
+        if self._reader is None:
+            return (micro.batch for micro in self.next_epoch())
+        return self._reader.read(self, self.next_epoch(self._reader.open_window()))
+
+    def next_epoch(self, taken: int = 0) -> Iterator[MicroBatch]:
+        """The micro-batches of the next epoch; ``taken`` as of :meth:`iterate`."""
         epoch, start = self._next_epoch, self._next_start
         self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
         self.exhausted, self.left_off = False, None
-        if self._reader is None:
-            return (micro.batch for micro in self.iterate(epoch, start))
-        return self._reader.read(self, self.iterate(epoch, start, self._reader.open_window()))
+        return self.iterate(epoch, start, taken)
 
     def iterate(self, epoch: int, start: int = 0, taken: int = 0) -> Iterator[MicroBatch]:
         """The micro-batches of an epoch; nothing before ``start`` is fetched from a map-style dataset.
