@@ -268,15 +268,8 @@ def test_import_directions_can_pass(module: str, text: str) -> None:
     assert not house.wrong_imports(example(text, module), MODULES)
 
 
-# The accumulation window is still shared between rooms; explicit micro-batches will replace it.
-STILL_WRONG = {
-    "trainkit/strategy.py:13 strategy names trainkit.data.window, which is not below it",
-    "trainkit/metrics/store.py:18 metrics names trainkit.data.window, which is not below it",
-}
-
-
 def test_rooms_name_lower_rooms_only() -> None:
-    report([c for source in SOURCES for c in house.wrong_layers(source, MODULES) if c not in STILL_WRONG])
+    report([c for source in SOURCES for c in house.wrong_layers(source, MODULES)])
 
 
 @pytest.mark.parametrize(

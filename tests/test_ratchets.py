@@ -60,8 +60,8 @@ def test_frames_from_fit_to_the_optimizers_step(arguments: dict[str, Any]) -> No
     assert len(ours) <= FRAMES, ours
     assert ours == [
         "trainer.py:fit",
-        "train_loop.py:fit",
         "train_loop.py:train_epoch",
+        "train_loop.py:close_window",
         "stepping.py:step",
         "strategy.py:optimizer_step",
         "precision.py:optimizer_step",

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.data.window import Window
 from trainkit.distributed.device import find_device, generators_of
 from trainkit.distributed.placement import move_module, move_state, refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, undivided
+from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.nested import move
 from trainkit.optim.gradient_norm import total_norm
 from trainkit.optim.stored_optimizer import StoredOptimizer
@@ -56,7 +56,7 @@ class Strategy:
         world: the processes of the run.
         pad_last_batch: short batches are filled up in training.
         joined: :meth:`join` has been called.
-        window: the accumulation window of the ``Accelerator`` that uses the strategy.
+        micro_batch: the current one, of :meth:`begin_micro_batch`.
         broken: a run has failed on several processes, and the others do not come to a collective at its end.
 
     Raises:
@@ -82,7 +82,7 @@ class Strategy:
     world: World = World()
     pad_last_batch: bool = False
     joined: bool = False
-    window: Window | None = None
+    micro_batch: MicroBatch = WHOLE_WINDOW
     broken: bool = False
 
     def __init__(self, device: str | torch.device = "auto", precision: Precision | str | int | None = None) -> None:
@@ -274,17 +274,20 @@ class Strategy:
         """The batch on the device."""
         return move(batch, self.device, non_blocking=self.device.type == "cuda")
 
-    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
-        """The backward pass of a loss that is scaled to its share of the window; ``None``: there is nothing to learn from."""
+    def begin_micro_batch(self, micro: MicroBatch) -> None:
+        """Make ``micro`` current, before its forward; called again if ``accumulate`` or ``no_sync`` change its place.
+
+        Ranks average gradients in the backward of the ``last`` micro-batch of a window, unless the window is ``uneven``.
+        """
+        self.micro_batch = micro
+
+    def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
+        """Run the backward pass of a micro-batch: of its mean loss × ``micro.share``, or of ``None`` if it has no loss."""
         if loss is not None:
             self.precision.scale(loss).backward(**kwargs)
 
-    def skip_backward(self, loss: Tensor | None) -> None:
-        """Instead of :meth:`backward`, for a micro-batch that adds nothing: other processes may wait for this one.
-
-        Args:
-            loss: it had one, but its weight is 0, and the loss may be NaN; ``None``: it had none.
-        """
+    def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
+        """Called instead of :meth:`backward` if there is no loss (``None``) or its weight is 0. Other ranks may be waiting."""
 
     def any_loss(self, had_loss: bool) -> bool:
         """Whether any process has had a loss in the window, given whether this one has.
@@ -297,8 +300,8 @@ class Strategy:
         """Take the loss scale out of an optimizer's gradients, before they are looked at."""
         self.precision.unscale(optimizer)
 
-    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Average gradients over the processes that no backward pass has averaged.
+    def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
+        """Average gradients over the ranks that no backward pass has averaged, at the end of a window: after ``micro``.
 
         Args:
             parameters: on all processes the same ones, in the same order. One whose gradient is missing on some processes

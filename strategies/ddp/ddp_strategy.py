@@ -16,6 +16,7 @@ from trainkit.checks import real_number
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.footprint import Contents, Footprint, Moment
+from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.nested import leaves
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, refuse_unlike
@@ -134,7 +135,7 @@ class DDPStrategy(Strategy):
             return module
         model = PreparedModel(module, late=self.static_graph, **self._options())
         if self._norms:
-            model.register_forward_pre_hook(lambda *_: self._norms.follow(self.window is not None and self.window.uneven))
+            model.register_forward_pre_hook(lambda *_: self._norms.follow(self.micro_batch.uneven))
         self._models.append(model)
         for each in self._models:
             each.replica.watched = len(self._models) > 1
@@ -159,9 +160,8 @@ class DDPStrategy(Strategy):
         return [part.replica for part in (self._step, *self._models) if part is not None]
 
     def _due(self) -> bool:
-        """Whether gradients travel in the micro-batch that is being worked on."""
-        window = self.window
-        return window is None or (window.full and not window.uneven)
+        """Whether the backward of the current micro-batch averages gradients."""
+        return self.micro_batch.last and not self.micro_batch.uneven
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """See :meth:`trainkit.Strategy.unwrap`."""
@@ -177,12 +177,13 @@ class DDPStrategy(Strategy):
         if self._step is not None:
             self._step.replica.close()
         step = self._step = TrainingStep(module, run, static_graph=self.static_graph, **self._options())
-        window, norms = self.window, self._norms
+        norms = self._norms
 
         def begun(*args: Any) -> Any:
-            if window is not None and window.first:
-                step.begin_window(window.uneven)
-                norms.follow(window.uneven)
+            micro = self.micro_batch
+            if micro.first:
+                step.begin_window(micro.uneven)
+                norms.follow(micro.uneven)
             self._stepping = True
             try:
                 return step(*args)
@@ -191,14 +192,14 @@ class DDPStrategy(Strategy):
 
         return begun
 
-    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
-        """See :meth:`trainkit.Strategy.backward`; gradients travel where the window is full."""
+    def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
+        """See :meth:`trainkit.Strategy.backward`; averages gradients in the last micro-batch of a window."""
         if self._alone:
-            super().backward(loss, **kwargs)
+            super().backward(loss, micro, **kwargs)
         elif loss is None:
-            self.skip_backward(None)
+            self.skip_backward(None, micro)
         elif self._step is not None:
-            due = self._due()
+            due = micro.last and not micro.uneven
             with self.world.collectives if due else _NULL:
                 self._step.backward(self.precision.scale(loss), due, **kwargs)
         else:
@@ -221,15 +222,15 @@ class DDPStrategy(Strategy):
         """Around a backward pass: it waits for the others if gradients of one of the models travel."""
         return self.world.collectives if any(model.replica.due() for model in models) else _NULL
 
-    def skip_backward(self, loss: Tensor | None) -> None:
+    def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See :meth:`trainkit.Strategy.skip_backward`."""
         if self._alone:
             return
-        window, due = self.window, self._due()
+        due = micro.last and not micro.uneven
         self.precision.scale(torch.zeros((), device=self.device))  # the loss scale is kept alike on all processes
         if self._step is not None:
-            if window is not None and window.filler:
-                self._step.begin_window(window.uneven)
+            if micro.kind is not MicroBatchKind.DATA:  # no forward has begun the window
+                self._step.begin_window(micro.uneven)
             with self.world.collectives if due else _NULL:
                 self._step.skip(loss is not None, due)
             return
@@ -252,7 +253,7 @@ class DDPStrategy(Strategy):
             return had_loss
         return bool(self._step.witness.grad.abs() > 0.0)
 
-    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+    def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See :meth:`trainkit.Strategy.reduce_gradients`.
 
         ``comm_hook="fp16"`` and ``"bf16"`` shorten what is sent; other hooks have no part in it.
@@ -318,7 +319,7 @@ class DDPStrategy(Strategy):
         Raises:
             ConfigurationError: the processes give different containers, shapes or dtypes; or not all of them come here.
         """
-        if self.window is not None and self.window.uneven and not self._alone:
+        if self.micro_batch.uneven and not self._alone:
             self._refuse_uneven(data, sync_grads)
         return data if self._alone else gathered(data, self.world, self.device, sync_grads, alike)
 

@@ -20,6 +20,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, LossError
 from trainkit.footprint import Contents, Footprint
 from trainkit.metrics.values import TO_HOST
+from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.precision import Precision
 from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._membership import duration
@@ -311,23 +312,23 @@ class XLAStrategy(Strategy):
         """See :meth:`trainkit.Strategy.move`."""
         return to_xla(batch, self.device, self._sharding)
 
-    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
         """See :meth:`trainkit.Strategy.backward`; inside a window the micro-batch ends here.
 
         Raises:
             ConfigurationError: torch cannot, since it has done a backward pass before XLA's runtime began.
         """
         try:
-            super().backward(loss, **kwargs)
+            super().backward(loss, micro, **kwargs)
         except RuntimeError as error:
             refuse_late_runtime(error)
             raise
         if self._replicas is not None and loss is not None:
             self._replicas.had_loss = True
-        if self.window is not None and not (self.window.full and self.window.alike):
+        if not (micro.last and micro.alike):
             self.sync()
 
-    def skip_backward(self, loss: Tensor | None) -> None:
+    def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See :meth:`trainkit.Strategy.skip_backward`.
 
         Raises:
@@ -335,7 +336,7 @@ class XLAStrategy(Strategy):
         """
         if self._replicas is None:
             return
-        if self.window is None or self.window.alike:
+        if micro.alike:
             raise LossError(
                 "training_step returned None, or its batch has weight 0, and under mode='replicas' every replica must run the "
                 "same graph. Return a loss at every step, or use mode='spmd'."
@@ -343,10 +344,10 @@ class XLAStrategy(Strategy):
         self._replicas.had_loss = self._replicas.had_loss or loss is not None
         self.sync()
 
-    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+    def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See :meth:`trainkit.Strategy.reduce_gradients`: within the step's graph, where all replicas run the same."""
         if self._replicas is not None:
-            self._any_loss = self._replicas.average(parameters, self.window is None or self.window.alike)
+            self._any_loss = self._replicas.average(parameters, micro.alike)
 
     def any_loss(self, had_loss: bool) -> bool:
         """See :meth:`trainkit.Strategy.any_loss`; to be asked after the gradients have been averaged."""

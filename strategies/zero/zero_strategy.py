@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.optim.step_arguments import StepArguments
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
@@ -57,8 +58,7 @@ class ZeROStrategy(Strategy):
         config: a DeepSpeed configuration, the path of a JSON file or a dict, instead of ``stage`` and the options.
             ``"auto"`` values are the ``Trainer``'s, and a value that contradicts it is an error.
         process_group_backend: as of :class:`~trainkit.strategies.DDPStrategy`.
-        timeout: likewise.
-        device: likewise.
+        timeout, device: the same.
         precision: as of the base class.
         **options: see :class:`~trainkit.strategies.zero.zero_options.ZeROOptions`.
 
@@ -253,7 +253,7 @@ class ZeROStrategy(Strategy):
         )
         self._engines[id(optimizer)] = engine
         if not local:
-            self._learning = EngineWindow(engine, self.window, self.world)
+            self._learning = EngineWindow(engine, self, self.world)
             for model in self._models:
                 model.call = self._learning.call
         return optimizer
@@ -268,22 +268,22 @@ class ZeROStrategy(Strategy):
             return self._models[0].module, False
         return holder(self._modules, trained), True
 
-    def backward(self, loss: Tensor | None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
         """See :meth:`trainkit.Strategy.backward`."""
         if loss is None:
-            self.skip_backward(None)
+            self.skip_backward(None, micro)
         elif self._learning is not None:
-            self._learning.backward(self.precision.scale(loss), **kwargs)
+            self._learning.backward(self.precision.scale(loss), micro, **kwargs)
         else:
             for engine in self._engines.values():
                 engine.touched()
             self.precision.scale(loss).backward(**kwargs)
 
-    def skip_backward(self, loss: Tensor | None) -> None:
+    def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
         """See :meth:`trainkit.Strategy.skip_backward`."""
         self.precision.scale(torch.zeros((), device=self.device))  # the loss scale is kept alike on all processes
         if self._learning is not None:
-            self._learning.skip(loss)
+            self._learning.skip(loss, micro)
 
     def any_loss(self, had_loss: bool) -> bool:
         """See :meth:`trainkit.Strategy.any_loss`."""

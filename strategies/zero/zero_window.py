@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data.window import Window
 from trainkit.distributed.world import Pending, World
 from trainkit.errors import ModuleError
+from trainkit.micro_batch import MicroBatch
 from trainkit.strategies.zero.engine import Engine
+from trainkit.strategy import Strategy
 
 __all__ = ["EngineWindow"]
 
@@ -20,22 +21,22 @@ class EngineWindow:
 
     Args:
         engine: reduces gradients.
-        window: the ``Accelerator``'s; ``None``: each micro-batch is a window of its own.
+        strategy: tells which micro-batch is current.
         world: the processes.
 
     Attributes:
         engine: as given.
     """
 
-    def __init__(self, engine: Engine, window: Window | None, world: World) -> None:
-        self.engine, self._window, self._world = engine, window, world
+    def __init__(self, engine: Engine, strategy: Strategy, world: World) -> None:
+        self.engine, self._strategy, self._world = engine, strategy, world
         self._begun = self._had_loss = False
         self._order_before = 0  # of the gradients of the window before
         self._said: Pending | None = None  # whether any process has had a loss
 
     def step(self, *args: Any) -> Any:
         """The engine's forward, in ``training_step``, which is called once for each micro-batch."""
-        if self._window is None or self._window.first:
+        if self._strategy.micro_batch.first:
             self._begin()
         if self.engine.stage < 3:
             return self.engine.forward(*args)
@@ -46,38 +47,36 @@ class EngineWindow:
         """The engine's forward, in a loop of the user's own, who may call his model several times in a micro-batch."""
         if not torch.is_grad_enabled():
             return self.engine.evaluate(*args, **kwargs)
-        if not self._begun and (self._window is None or self._window.first):
+        if not self._begun and self._strategy.micro_batch.first:
             self._begin()
         return self.engine.forward(*args, **kwargs)
 
     def _begin(self) -> None:
-        self.engine.begin_window(self._window is not None and self._window.uneven)
+        self.engine.begin_window(self._strategy.micro_batch.uneven)
         self._begun, self._had_loss, self._order_before = True, False, self.engine.order
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, micro: MicroBatch, **kwargs: Any) -> None:
         """The backward pass of a micro-batch."""
         self._had_loss = True
-        first, full = self._end_micro_batch()
-        self.engine.backward(loss, first, full, **kwargs)
+        self._end_micro_batch(micro)
+        self.engine.backward(loss, micro.first, micro.last, **kwargs)
 
-    def skip(self, loss: Tensor | None) -> None:
+    def skip(self, loss: Tensor | None, micro: MicroBatch) -> None:
         """Instead of it: there is no loss, or one that counts for nothing."""
         if not self._begun:
             self._begin()
         self._had_loss = self._had_loss or loss is not None
-        first, full = self._end_micro_batch()
+        self._end_micro_batch(micro)
         if self._world.size > 1:
-            self.engine.backward_of_nothing(loss, first, full)
+            self.engine.backward_of_nothing(loss, micro.first, micro.last)
 
-    def _end_micro_batch(self) -> tuple[bool, bool]:
-        """Whether it is the first and the last of its window; at the last one it is said whether there was a loss."""
-        first, full = (True, True) if self._window is None else (self._window.first, self._window.full)
-        if full:
+    def _end_micro_batch(self, micro: MicroBatch) -> None:
+        """At the last micro-batch of a window the ranks exchange whether there was a loss."""
+        if micro.last:
             self._begun = False
             if self._world.size > 1:
                 order = self._order_before
-                self._said = self._world.begin_largest([self._had_loss, order, -order])  # travels beside the gradients
-        return first, full
+                self._said = self._world.begin_largest([self._had_loss, order, -order])  # while the gradients are reduced
 
     def any_loss(self) -> bool:
         """Whether any process has had a loss in the window that has just ended.

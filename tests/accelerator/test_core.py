@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainkit.rng
 from trainkit import Accelerator, Precision, Strategy, Trainer, set_seed
 from trainkit.errors import ConfigurationError, UnknownNameError
+from trainkit.micro_batch import WHOLE_WINDOW
 
 
 class Slope(nn.Module):
@@ -233,7 +234,7 @@ def test_a_closure() -> None:
 def test_the_loss_may_be_nan_where_a_micro_batch_has_no_weight() -> None:
     engine = accelerator()
     model = engine.prepare(Slope())
-    engine.window.share = 0.0
+    engine.begin_micro_batch(WHOLE_WINDOW._replace(share=0.0))
     engine.backward(model(torch.tensor([torch.nan])))
     assert model.weight.grad is None
 

@@ -26,11 +26,11 @@ def test_an_evaluation_in_the_middle_of_a_window_leaves_it_as_it_was() -> None:
     seen = []
     for place, _ in enumerate(train):
         with accelerator.accumulate(model):
-            before = accelerator.window.state()
+            before = accelerator.accumulation.snapshot()
             if place == 1:
                 for _ in test:
                     assert accelerator.gather_for_metrics(torch.ones(2)).shape == (2,)
-            assert accelerator.window.state() == before
+            assert accelerator.accumulation.snapshot() == before
             seen.append(accelerator.sync_gradients)
     assert seen == [False, False, True, False, True]
     assert accelerator.sync_gradients
@@ -41,7 +41,7 @@ def test_loaders_that_are_zipped(lengths: tuple[int, int], ends: bool) -> None:
     """The window is that of the loader that is read last, the second one, which may go on when the first is over."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, one, other = accelerator.prepare(nn.Linear(1, 1), *map(numbers, lengths))
-    idle = accelerator.window.state()
+    idle = accelerator.accumulation.snapshot()
     seen = []
     for _ in zip(one, other, strict=False):
         with accelerator.accumulate(model):
@@ -49,17 +49,17 @@ def test_loaders_that_are_zipped(lengths: tuple[int, int], ends: bool) -> None:
     assert seen == [False, True, ends]
     assert accelerator.sync_gradients is ends, "a window that is not full stays open, as in Accelerate"
     if ends:
-        assert accelerator.window.state() == idle
+        assert accelerator.accumulation.snapshot() == idle
 
 
 def test_a_loop_that_is_left_early() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = accelerator.prepare(numbers(10))
-    idle = accelerator.window.state()
+    idle = accelerator.accumulation.snapshot()
     for _ in loader:
         break
     next(iter(loader))
-    assert accelerator.window.state() == idle
+    assert accelerator.accumulation.snapshot() == idle
 
 
 class Steps:
@@ -192,18 +192,18 @@ def test_without_accumulate_all_processes_update_as_often() -> None:
 
 
 def ends_of_epochs(even: bool, accumulate: int) -> list[tuple[int, list[float], bool]]:
-    """For a training and an evaluation: the batches, the shares of their windows, and whether the last one was a filler."""
+    """For a training and an evaluation: the batches, the shares of their windows, and whether the last one was a padding."""
     accelerator = Accelerator(even_batches=even, gradient_accumulation_steps=accumulate)
     model, loader = accelerator.prepare(nn.Linear(1, 1), numbers(10))
     found = []
     for training in (True, False):
         model.train(training)
-        shares, filler = [], False
+        shares, padding = [], False
         for _ in loader:
             with accelerator.accumulate(model):
-                shares.append(accelerator.window.share)
-            filler = accelerator.reading.filler
-        found.append((len(shares), shares, filler))
+                shares.append(accelerator.micro_batch.share)
+            padding = accelerator.reading.padding
+        found.append((len(shares), shares, padding))
     return found
 
 
@@ -211,10 +211,10 @@ def ends_of_epochs(even: bool, accumulate: int) -> list[tuple[int, list[float], 
 def test_with_even_batches_all_have_as_many(accumulate: int) -> None:
     """Five micro-batches for two processes: the last row is one short."""
     main, other = run_world(2, ends_of_epochs, True, accumulate)
-    for count, shares, filler in main:
-        assert (count, shares[-1], filler) == (3, 2.0, False)
-    for count, shares, filler in other:
-        assert (count, shares[-1], filler) == (3, 0.0, True)
+    for count, shares, padding in main:
+        assert (count, shares[-1], padding) == (3, 2.0, False)
+    for count, shares, padding in other:
+        assert (count, shares[-1], padding) == (3, 0.0, True)
 
 
 def test_without_even_batches_one_is_filled_in_only_where_a_window_is_empty() -> None:
@@ -272,7 +272,7 @@ def test_two_models_in_one_micro_batch() -> None:
         for model in (one, other):
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch).sum())
-                shares.append((round(accelerator.window.share, 6), accelerator.sync_gradients))
+                shares.append((round(accelerator.micro_batch.share, 6), accelerator.sync_gradients))
     assert shares[::2] == shares[1::2] == [(0.5, False), (0.5, True), (0.666667, False), (0.333333, True)]
 
 

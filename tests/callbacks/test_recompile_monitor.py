@@ -6,7 +6,6 @@ import dataclasses
 import math
 import warnings
 from collections import namedtuple
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from trainkit.callbacks import RecompileMonitor, recompile_monitor
 from trainkit.callbacks._graph_inputs import inputs_of_batch, numbers_in
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError
+from trainkit.micro_batch import WHOLE_WINDOW
 
 
 class Lazy:
@@ -39,7 +39,7 @@ class Run:
     def __init__(self, trainer: Any, module: Any, **arguments: Any) -> None:
         self.trainer, self.module, self.strategy = trainer, module, Lazy()
         trainer.strategy, trainer.should_log = self.strategy, False
-        trainer.accelerator.window = SimpleNamespace(first=True, full=True, uneven=False)
+        trainer.accelerator.micro_batch = WHOLE_WINDOW
         trainer.optimizers = [torch.optim.AdamW(module.parameters(), weight_decay=0.1)]
         self.callback = RecompileMonitor(**arguments)
         self.callback._module = module
@@ -68,8 +68,8 @@ class Run:
     ) -> list[str]:
         """The warnings of it; a tuple of sizes is a tensor under "x"."""
         batch = {"x": torch.zeros(batch)} if isinstance(batch, tuple) and all(isinstance(n, int) for n in batch) else batch
-        window = self.trainer.accelerator.window
-        window.first, window.full = first, full
+        accelerator = self.trainer.accelerator
+        accelerator.micro_batch = accelerator.micro_batch._replace(first=first, last=full)
         self.trainer.accelerator.sync_gradients = full
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -221,7 +221,7 @@ def test_the_shorter_last_window(run: Run, said: list[str]) -> None:
 def test_a_window_in_which_not_all_processes_have_a_batch(run: Run, said: list[str]) -> None:
     """What they average is run first, in a graph of its own."""
     run.warm_up()
-    run.trainer.accelerator.window.uneven = True
+    run.trainer.accelerator.micro_batch = WHOLE_WINDOW._replace(uneven=True)
     assert run.step(compiled=2, graphs=2) == []
     holds(said, "2 graphs were compiled in step 4 (epoch 0, batch_idx 3), as expected once: no step before had this place")
 

@@ -139,7 +139,7 @@ def test_each_process_reads_its_own_stream_and_all_end_together(lengths: list[in
         own = [result[epoch] for result in results]
         groups = global_windows(own)
         for rank, length in enumerate(lengths):
-            seen = [number for one in own[rank] if not one.filler for (number,) in one.batch]
+            seen = [number for one in own[rank] if not one.padding for (number,) in one.batch]
             assert sorted(seen) == [100.0 * rank + number for number in range(length)]
         rows = max(-(-length // 2) for length in lengths)
         assert len(groups) == -(-rows // window)
@@ -166,7 +166,7 @@ def test_an_evaluation_just_ends() -> None:
 @pytest.mark.parametrize("window", [None, 1])
 def test_a_limit_of_rows_holds_for_each(window: int | None) -> None:
     results = run_world(2, parts, [9, 3], 0, window, 3)
-    assert [len([one for one in epoch if not one.filler]) for epoch, *_ in results] == [3, 2]
+    assert [len([one for one in epoch if not one.padding]) for epoch, *_ in results] == [3, 2]
 
 
 # ---------------------------------------------------------------------------------------------------------- lengths, lists
@@ -183,7 +183,7 @@ def lengths(kind: str) -> Any:
     }
     loader = prepared(sources[kind](), world)
     before = loader.length, loader.exact
-    own = [one.batch.flatten().tolist() for one in read(loader) if not one.filler]
+    own = [one.batch.flatten().tolist() for one in read(loader) if not one.padding]
     return before, loader.length, own
 
 
@@ -213,7 +213,7 @@ def combined_parts(mode: str) -> Any:
     found = []
     for one in read(loader):
         pieces = [one.batch] if mode == "sequential" else one.batch
-        found.append(None if one.filler else [piece[:, 0].int().tolist() for piece in pieces])
+        found.append(None if one.padding else [piece[:, 0].int().tolist() for piece in pieces])
     return found
 
 

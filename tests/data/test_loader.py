@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Accelerator, CombinedLoader, Trainer, TrainModule
 from trainkit.data import PreparedLoader
-from trainkit.data.window import Window
 from trainkit.errors import DataError
+from trainkit.micro_batch import MicroBatch
 from trainkit.rng import Purpose, Stage, mix, seed_generators
 
 META = torch.device("meta")
@@ -62,14 +62,21 @@ def test_the_order_of_the_dataset_if_asked_for() -> None:
     assert ids(list(prepare(shuffled(8)))) != [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_who_gives_the_batches_to_a_loop() -> None:
+def test_a_reader_yields_the_batches_to_your_own_training_loop() -> None:
     seen: list[PreparedLoader] = []
 
-    def every_other(loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
-        seen.append(loader)
-        return itertools.islice(batches, None, None, 2)
+    class EveryOther:
+        def open_window(self) -> int:
+            return 0
 
-    loader = prepare(shuffled(8), follow=every_other)
+        def read(self, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]) -> Iterator[Any]:
+            seen.append(loader)
+            return (micro.batch for micro in itertools.islice(micro_batches, None, None, 2))
+
+        def completed(self, loader: PreparedLoader) -> int:
+            return 0
+
+    loader = prepare(shuffled(8), reader=EveryOther())
     assert (len(list(prepare(shuffled(8)))), len(list(loader))) == (2, 1)
     assert seen == [loader]
 
@@ -102,7 +109,7 @@ def test_an_epoch_that_is_left_early_is_over(workers: int) -> None:
 @pytest.mark.parametrize("window", [None, 1, 2])
 @pytest.mark.parametrize("start", [0, 2, 4, 6])
 def test_the_end_of_an_epoch_is_the_end_of_the_whole_one(window: int | None, start: int) -> None:
-    loader = prepare(shuffled(), window=None if window is None else Window(window))
+    loader = prepare(shuffled(), window=window)
     whole, forward = whole_epoch(loader, 3), drawn_at_work(loader.iterate(3))
     assert same(whole_epoch(loader, 3, start), whole[start:])
     assert drawn_at_work(loader.iterate(3, start)) == forward[start:]
@@ -111,7 +118,7 @@ def test_the_end_of_an_epoch_is_the_end_of_the_whole_one(window: int | None, sta
 @pytest.mark.parametrize("window", [None, 2])
 def test_nothing_that_is_skipped_is_fetched(window: int | None) -> None:
     source = shuffled()
-    loader = prepare(source, window=None if window is None else Window(window), limit=3)
+    loader = prepare(source, window=window, limit=3)
     whole = ids(whole_epoch(loader))
     source.dataset.calls.clear()
     assert ids(whole_epoch(loader, 0, 2)) == whole[2:]
@@ -172,7 +179,7 @@ SOURCES: dict[str, Any] = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_work_on_a_batch_has_random_numbers_of_its_own(source: str, window: int | None) -> None:
     """They depend on seed, stage, epoch and micro-batch, and on nothing else: not on the data, nor on who drew before."""
-    loader = prepare(SOURCES[source](), window=None if window is None else Window(window))
+    loader = prepare(SOURCES[source](), window=window)
     draw()
     expected = [under(mix(7, Stage.TRAIN, Purpose.FORWARD, 2, m)) for m in range(4)]
     assert drawn_at_work(loader.iterate(2)) == expected
@@ -201,8 +208,8 @@ def test_what_is_drawn_at_work_does_not_change_what_is_fetched() -> None:
     loader = prepare(shuffled())
     expected = whole_epoch(loader)
     found = []
-    for batch in loader.iterate(0):
-        found.append(batch)
+    for micro in loader.iterate(0):
+        found.append(micro.batch)
         torch.manual_seed(1)
         draw()
     assert same(found, expected)
@@ -211,7 +218,7 @@ def test_what_is_drawn_at_work_does_not_change_what_is_fetched() -> None:
 @pytest.mark.parametrize("window", [None, 2])
 def test_the_generators_of_the_device_are_seeded_too(window: int | None) -> None:
     generator = torch.Generator()
-    loader = prepare(shuffled(), generators=(generator,), window=None if window is None else Window(window))
+    loader = prepare(shuffled(), generators=(generator,), window=window)
     found = [torch.rand(2, generator=generator) for _ in loader.iterate(1)]
     for m, numbers in enumerate(found):
         generator.manual_seed(mix(7, Stage.TRAIN, Purpose.FORWARD, 1, m))
@@ -224,7 +231,7 @@ def test_the_generators_of_the_device_are_seeded_too(window: int | None) -> None
 @pytest.mark.parametrize("window", [None, 2])
 def test_batches_are_given_on_the_device(window: int | None) -> None:
     source = DataLoader(TensorDataset(torch.zeros(6, 2), torch.zeros(6)), batch_size=4)
-    loader = PreparedLoader(source, seed=0, device=META, window=None if window is None else Window(window))
+    loader = PreparedLoader(source, seed=0, device=META, window=window)
     for batch in loader:
         assert [tensor.device for tensor in batch] == [META, META]
 
@@ -244,9 +251,9 @@ def test_transfer_and_finish_are_called_for_each_batch(window: int | None) -> No
         numbers.append(draw())
         return -batch
 
-    window_of_loader = None if window is None else Window(window)
+    window_of_loader = window
     loader = prepare([torch.zeros(2)] * 4, transfer=transfer, finish=finish, window=window_of_loader)
-    assert [int(batch[0]) for batch in loader.iterate(1, 2)] == [-20, -30]
+    assert [int(micro.batch[0]) for micro in loader.iterate(1, 2)] == [-20, -30]
     assert calls == [("transfer", 2), ("finish", 20), ("transfer", 3), ("finish", 30)]
     assert numbers == [under(mix(7, 1, Purpose.FORWARD, 1, m)) for m in (2, 3)], "finish is part of the work on the batch"
 
@@ -254,35 +261,35 @@ def test_transfer_and_finish_are_called_for_each_batch(window: int | None) -> No
 # ------------------------------------------------------------------------------------------------------------- window
 
 
-def states(loader: PreparedLoader, window: Window, epoch: int = 0, start: int = 0) -> list[tuple[bool, bool, float]]:
-    return [(window.first, window.full, window.share) for _ in loader.iterate(epoch, start)]
+def states(loader: PreparedLoader, epoch: int = 0, start: int = 0) -> list[tuple[bool, bool, float]]:
+    return [micro[2:5] for micro in loader.iterate(epoch, start)]
 
 
-def test_the_window_is_told_before_each_batch() -> None:
-    window = Window(3)
+def test_each_micro_batch_has_its_place_in_a_window() -> None:
+    window = 3
     loader = prepare(shuffled(), window=window)
     expected = [(True, False, 1 / 3), (False, False, 1 / 3), (False, True, 1 / 3), (True, True, 1.0)]
-    assert states(loader, window) == expected
-    assert states(loader, window, 1, 3) == expected[3:]
+    assert states(loader) == expected
+    assert states(loader, 1, 3) == expected[3:]
 
 
 def test_a_short_last_batch_counts_less() -> None:
-    window = Window(2)
-    assert states(prepare(shuffled(), window=window), window)[2:] == [(True, False, 4 / 6), (False, True, 2 / 6)]
+    window = 2
+    assert states(prepare(shuffled(), window=window))[2:] == [(True, False, 4 / 6), (False, True, 2 / 6)]
     dropped = prepare(shuffled(drop_last=True), window=window)
-    assert states(dropped, window)[2:] == [(True, True, 1.0)]
+    assert states(dropped)[2:] == [(True, True, 1.0)]
 
 
 def test_a_limit_that_leaves_the_short_batch_out() -> None:
-    window = Window(2)
-    assert states(prepare(shuffled(), window=window, limit=3), window)[2:] == [(True, True, 1.0)]
-    assert states(prepare(shuffled(), window=window, limit=2), window) == [(True, False, 0.5), (False, True, 0.5)]
-    assert states(prepare(shuffled(length=13), window=window, limit=4), window)[2:] == [(True, False, 0.8), (False, True, 0.2)]
+    window = 2
+    assert states(prepare(shuffled(), window=window, limit=3))[2:] == [(True, True, 1.0)]
+    assert states(prepare(shuffled(), window=window, limit=2)) == [(True, False, 0.5), (False, True, 0.5)]
+    assert states(prepare(shuffled(length=13), window=window, limit=4))[2:] == [(True, False, 0.8), (False, True, 0.2)]
 
 
 def test_a_generator_of_the_users_has_no_effect_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def order(**options: Any) -> list[Any]:
-        return [batch.tolist() for batch in prepare(DataLoader(Drawing(13), batch_size=4, **options)).iterate(0)]
+        return [micro.batch.tolist() for micro in prepare(DataLoader(Drawing(13), batch_size=4, **options)).iterate(0)]
 
     plain = order(shuffle=True)
     assert not caplog.records
@@ -295,25 +302,19 @@ def test_a_generator_of_the_users_has_no_effect_and_that_is_told(caplog: pytest.
 
 
 def test_a_window_of_one_says_so_once() -> None:
-    window = Window(1)
-    assert states(prepare(shuffled(), window=window), window) == [(True, True, 1.0)] * 4
-
-
-def test_an_evaluation_does_not_touch_the_window() -> None:
-    window = Window(3)
-    window.count()
-    whole_epoch(prepare(shuffled()))
-    assert (window.first, window.full) == (True, False)
+    window = 1
+    assert states(prepare(shuffled(), window=window)) == [(True, True, 1.0)] * 4
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_weights_are_those_of_the_user(size: int) -> None:
-    window = Window(size)
+    window = size
     batches = [torch.tensor([weight]) for weight in (3.0, 1.0, 0.0, 0.0)]
     loader = prepare(batches, window=window, weigh=lambda batch: float(batch))
-    shares = [share for _, _, share in states(loader, window)]
+    micros = list(loader.iterate(0))
+    shares = [micro.share for micro in micros]
     assert shares == ([1.0, 1.0, 0.0, 0.0] if size == 1 else [0.75, 0.25, 0.0, 0.0])
-    assert window.empty
+    assert micros[-1].empty
 
 
 def test_weights_are_asked_for_on_the_cpu_before_the_transfer() -> None:
@@ -323,20 +324,20 @@ def test_weights_are_asked_for_on_the_cpu_before_the_transfer() -> None:
         seen.append(batch.device.type)
         return 1.0
 
-    list(PreparedLoader([torch.zeros(2)] * 3, seed=0, device=META, window=Window(2), weigh=weigh))
+    list(PreparedLoader([torch.zeros(2)] * 3, seed=0, device=META, window=2, weigh=weigh))
     assert seen == ["cpu"] * 3
 
 
 def test_a_combined_batch_counts_by_all_its_samples() -> None:
-    window = Window(2)
+    window = 2
     loader = prepare(CombinedLoader([shuffled(8), DataLoader(Drawing(5), batch_size=3)]), window=window)
-    assert [share for _, _, share in states(loader, window)] == [7 / 13, 6 / 13]
+    assert [share for _, _, share in states(loader)] == [7 / 13, 6 / 13]
 
 
 def test_a_stream_counts_the_samples_that_came() -> None:
-    window = Window(2)
+    window = 2
     loader = prepare(DataLoader(DrawingStream(6), batch_size=4), window=window)
-    assert [share for _, _, share in states(loader, window)] == [4 / 6, 2 / 6]
+    assert [share for _, _, share in states(loader)] == [4 / 6, 2 / 6]
 
 
 def test_a_sampler_that_is_wrong_about_its_length_does_no_harm() -> None:
@@ -344,9 +345,9 @@ def test_a_sampler_that_is_wrong_about_its_length_does_no_harm() -> None:
         def __len__(self) -> int:
             return 2
 
-    window = Window(2)
+    window = 2
     loader = prepare(DataLoader(Drawing(9), batch_size=2, sampler=Short(range(9))), window=window)
-    assert [full for _, full, _ in states(loader, window)] == [False, True, False, True, True]
+    assert [full for _, full, _ in states(loader)] == [False, True, False, True, True]
 
 
 # ----------------------------------------------------------------------------------- as the Trainer and own loops use it

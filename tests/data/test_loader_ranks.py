@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from trainkit import CombinedLoader
-from trainkit.data.window import NOTHING, Window
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
+from trainkit.micro_batch import NO_BATCH, MicroBatchKind
 
 
 def shuffled(length: int = 14, **options: Any) -> DataLoader:
@@ -55,7 +55,7 @@ def test_rows_are_what_one_process_is_given(source: str, size: int, window: int 
     (alone,) = dealt(make, 1, None, epoch=2)
     by_rank = dealt(make, size, window, epoch=2)
     for rank, own in enumerate(by_rank):
-        mine = [one for one in own if not one.filler]
+        mine = [one for one in own if not one.padding]
         assert same([one.batch for one in mine], [one.batch for one in alone[rank::size]])
         assert [one.drawn for one in mine] == [one.drawn for one in alone[rank::size]]
 
@@ -91,12 +91,12 @@ def test_windows_and_shares(
 
 def test_fewer_samples_than_processes() -> None:
     first, *others = dealt(lambda: shuffled(1), 4)
-    assert [(one.ids, one.share, one.uneven, one.filler) for one in first] == [([0], 4.0, True, False)]
+    assert [(one.ids, one.share, one.uneven, one.padding) for one in first] == [([0], 4.0, True, False)]
     for own in others:
-        assert [(one.batch, one.share, one.uneven, one.filler) for one in own] == [(NOTHING, 0.0, True, True)]
+        assert [(one.batch, one.share, one.uneven, one.padding) for one in own] == [(NO_BATCH, 0.0, True, True)]
         assert own[0].first
         assert own[0].full
-    assert [len(own) for own in dealt(lambda: shuffled(1), 4, None)] == [1, 0, 0, 0], "an evaluation has no fillers"
+    assert [len(own) for own in dealt(lambda: shuffled(1), 4, None)] == [1, 0, 0, 0], "an evaluation has no padding"
     assert dealt(lambda: shuffled(0, shuffle=False), 3) == [[], [], []]
 
 
@@ -124,15 +124,13 @@ def test_nothing_of_others_is_fetched() -> None:
     for rank in range(3):
         source = shuffled(22)
         own = list(read(prepared(source, Alike(rank, 3), 2)))
-        assert source.dataset.calls == [number for one in own if not one.filler for number in one.ids]
+        assert source.dataset.calls == [number for one in own if not one.padding for number in one.ids]
 
 
-def test_a_window_is_forgotten_at_the_end_of_an_epoch() -> None:
-    loader = prepared(shuffled(1), Alike(1, 2))
-    window = loader._window
-    for _ in loader:
-        assert window.filler
-    assert (window.filler, window.uneven, window.driven) == (False, False, False)
+def test_a_rank_without_any_batch_has_a_micro_batch_of_kind_none() -> None:
+    [micro] = prepared(shuffled(1), Alike(1, 2)).iterate(0)
+    assert (micro.batch, micro.kind, micro.first, micro.last, micro.share) == (NO_BATCH, MicroBatchKind.NONE, True, True, 0.0)
+    assert micro.uneven
 
 
 # ----------------------------------------------------------------------------------------------------- lengths and limits
@@ -152,7 +150,7 @@ def test_limits() -> None:
     assert len(list(read(loader))) == 3
     loader.limit, loader.micro_limit = None, 5
     assert (loader.length, loader.micro_batches) == (3, 5)
-    assert [one.filler for one in read(loader)] == [False, False, True]
+    assert [one.padding for one in read(loader)] == [False, False, True]
     loader.limit = 1
     assert (loader.length, loader.micro_batches) == (1, 2)
     loader.limit = 0
@@ -172,9 +170,9 @@ def test_a_limit_of_micro_batches_on_one_process() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_filler_may_be_the_last_batch_again(workers: int) -> None:
     make = lambda: shuffled(10, num_workers=workers)  # noqa: E731 - 3 micro-batches
-    loader = prepared(make(), Alike(1, 2), repeat_filler=True)
+    loader = prepared(make(), Alike(1, 2), pads=True)
     own = list(read(loader))
-    assert [one.filler for one in own] == [False, True]
+    assert [one.padding for one in own] == [False, True]
     assert_same_tensors(own[1].batch, own[0].batch)
     assert (own[1].share, own[1].first, own[1].full) == (0.0, True, True)
     loader.close()
@@ -191,16 +189,16 @@ def assert_same_tensors(one: dict[str, Any], other: dict[str, Any]) -> None:
 def test_with_fillers_all_processes_have_as_many(count: int) -> None:
     """So that a loop of the user's can gather at each of them. 3 processes, windows of 2 rows."""
     (alone,) = dealt(lambda: shuffled(count, batch_size=1), 1)
-    by_rank = dealt(lambda: shuffled(count, batch_size=1), 3, 2, repeat_filler=True)
+    by_rank = dealt(lambda: shuffled(count, batch_size=1), 3, 2, pads=True)
     rows = -(-count // 3)
     for rank, own in enumerate(by_rank):
-        assert [one.ids for one in own if not one.filler] == [one.ids for one in alone[rank::3]]
+        assert [one.ids for one in own if not one.padding] == [one.ids for one in alone[rank::3]]
         assert [one.given for one in own] == list(range(1, rows + 1))
         assert [(one.first, one.full) for one in own] == [
             (row % 2 == 0, row % 2 == 1 or row == rows - 1) for row in range(rows)
         ]
-        assert [one.filler for one in own] == [row * 3 + rank >= count for row in range(rows)]
-        assert all(one.share == 0.0 for one in own if one.filler)
+        assert [one.padding for one in own] == [row * 3 + rank >= count for row in range(rows)]
+        assert all(one.share == 0.0 for one in own if one.padding)
         assert [one.uneven for one in own] == [
             (count - row // 2 * 6) % 3 != 0 and row // 2 * 6 + 6 > count for row in range(rows)
         ]
@@ -221,9 +219,9 @@ def test_a_process_that_has_had_none_is_given_the_first_batch(workers: int) -> N
         return batch
 
     source = shuffled(7, num_workers=workers)
-    loader = prepared(source, Alike(2, 3), repeat_filler=True, transfer=transfer, finish=lambda batch: {**batch, "done": 1})
+    loader = prepared(source, Alike(2, 3), pads=True, transfer=transfer, finish=lambda batch: {**batch, "done": 1})
     (only,) = read(loader, 3)
-    assert only.filler
+    assert only.padding
     assert only.batch.pop("done") == 1
     assert same(only.batch, alone[0].batch)
     assert only.drawn == alone[0].drawn
@@ -311,8 +309,8 @@ def test_processes_that_tell_one_another_agree_with_one(size: int, window: int |
 def filled() -> list[Any]:
     found: list[Any] = []
     for make in (lambda: [torch.zeros(2, 1)], lambda: CombinedLoader([shuffled(4), shuffled(4)], "min_size")):
-        loader = prepared(make(), joined(), repeat_filler=True)
-        found.append([(one.filler, one.share, as_lists(one).batch) for one in read(loader)])
+        loader = prepared(make(), joined(), pads=True)
+        found.append([(one.padding, one.share, as_lists(one).batch) for one in read(loader)])
     return found
 
 
@@ -366,7 +364,7 @@ def test_fetching_ahead_does_not_disturb_what_processes_tell_one_another() -> No
 
 
 def test_a_process_without_any_batch_cannot_repeat_one() -> None:
-    loader = prepared(CombinedLoader([shuffled(4), shuffled(4)]), Alike(1, 2), repeat_filler=True)
+    loader = prepared(CombinedLoader([shuffled(4), shuffled(4)]), Alike(1, 2), pads=True)
     loader._stream.spare = lambda epoch: None
     with pytest.raises(DataError, match="process 1 has no batch at all"):
         list(read(loader))
@@ -376,7 +374,7 @@ def test_what_is_read_again_is_as_it_was() -> None:
     loader = prepared(shuffled(30), Alike(1, 2), 2)
     assert same([tuple(one) for one in read(loader, 5)], [tuple(one) for one in read(loader, 5)])
     assert ids([next(iter(loader))]) == ids([next(iter(prepared(shuffled(30), Alike(1, 2), 2)))])
-    assert isinstance(loader._window, Window)
+    assert loader.window == 2
 
 
 def test_a_sampler_in_order() -> None:

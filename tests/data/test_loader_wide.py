@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.window import Window
 from trainkit.distributed.world import World
 from trainkit.rng import Purpose, Stage, mix
 
@@ -27,31 +26,29 @@ class Drawn(Dataset[Any]):
         return torch.tensor(float(index)), torch.rand(())
 
 
-def made(samples: int, devices: int, rows: int = 1, size: int = 3, **options: Any) -> tuple[PreparedLoader, Window]:
-    window = Window(rows)
-    loader = PreparedLoader(
+def made(samples: int, devices: int, rows: int = 1, size: int = 3, **options: Any) -> PreparedLoader:
+    return PreparedLoader(
         DataLoader(Drawn(samples), batch_size=size, shuffle=True),
         seed=5,
         device=torch.device("cpu"),
-        window=window,
+        window=rows,
         world=World(devices=devices),
         **options,
     )
-    return loader, window
 
 
-def epoch(loader: PreparedLoader, window: Window, number: int = 0, start: int = 0) -> list[dict[str, Any]]:
+def epoch(loader: PreparedLoader, number: int = 0, start: int = 0) -> list[dict[str, Any]]:
     return [
         {
-            "ids": batch[0].tolist(),
-            "drawn": batch[1].tolist(),
-            "first": window.first,
-            "full": window.full,
-            "share": window.share,
+            "ids": micro.batch[0].tolist(),
+            "drawn": micro.batch[1].tolist(),
+            "first": micro.first,
+            "full": micro.last,
+            "share": micro.share,
             "forward": torch.rand(()).item(),
             "given": loader.given,
         }
-        for batch in loader.iterate(number, start)
+        for micro in loader.iterate(number, start)
     ]
 
 
@@ -60,14 +57,14 @@ def epoch(loader: PreparedLoader, window: Window, number: int = 0, start: int = 
 def test_a_row_is_the_micro_batches_of_its_devices(samples: int, rows: int) -> None:
     """The same samples with the same augmentation, in the same windows, weighed by their number."""
     devices = 4
-    alone = epoch(*made(samples, 1))
-    wide = epoch(*made(samples, devices, rows))
+    alone = epoch(made(samples, 1))
+    wide = epoch(made(samples, devices, rows))
     ids = [id for row in alone for id in row["ids"]]
     drawn = [value for row in alone for value in row["drawn"]]
     assert [id for row in wide for id in row["ids"]] == ids
     assert [value for row in wide for value in row["drawn"]] == drawn
     assert [len(row["ids"]) for row in wide[:-1]] == [devices * 3] * (len(wide) - 1)
-    assert len(wide) == -(-len(alone) // devices) == len(made(samples, devices)[0])
+    assert len(wide) == -(-len(alone) // devices) == len(made(samples, devices))
     for begin in range(0, len(wide), rows):
         window = wide[begin : begin + rows]
         total = sum(len(row["ids"]) for row in window)
@@ -76,7 +73,7 @@ def test_a_row_is_the_micro_batches_of_its_devices(samples: int, rows: int) -> N
 
 
 def test_the_one_forward_over_several_is_seeded_by_the_first_of_them() -> None:
-    wide = epoch(*made(36, 4))
+    wide = epoch(made(36, 4))
     firsts = []
     for row in range(len(wide)):
         torch.manual_seed(mix(5, Stage.TRAIN, Purpose.FORWARD, 0, 4 * row))
@@ -85,7 +82,7 @@ def test_the_one_forward_over_several_is_seeded_by_the_first_of_them() -> None:
 
 
 def test_positions_are_those_of_as_many_processes() -> None:
-    loader, _ = made(34, 4)
+    loader = made(34, 4)
     assert loader.position(0, 2) == {
         "epoch": 0, "batches": 8, "samples": 24, "complete": False, "dataset": 34, "iterable": None,
         "processes": 4, "rank": 0, "splits": False,
@@ -95,13 +92,13 @@ def test_positions_are_those_of_as_many_processes() -> None:
 
 @pytest.mark.parametrize("devices, after", [(2, 6), (4, 6), (3, 5)])
 def test_goes_on_wherever_another_number_of_devices_has_left_off(devices: int, after: int) -> None:
-    before, _ = made(40, 1)
+    before = made(40, 1)
     position = before.position(0, after)
-    expected = [id for row in epoch(*made(40, 1))[after:] for id in row["ids"]]
-    loader, window = made(40, devices)
+    expected = [id for row in epoch(made(40, 1))[after:] for id in row["ids"]]
+    loader = made(40, devices)
     start = loader.start_of(position)
     loader.resume(position, start)
-    found = epoch(loader, window, 0, start)
+    found = epoch(loader, 0, start)
     assert [id for row in found for id in row["ids"]] == expected
     assert [len(row["ids"]) for row in found[:-1]] == [devices * 3] * (len(found) - 1)
     assert loader.length == start + len(found)
@@ -109,9 +106,9 @@ def test_goes_on_wherever_another_number_of_devices_has_left_off(devices: int, a
 
 
 def test_limits_are_in_rows() -> None:
-    loader, window = made(40, 4)
+    loader = made(40, 4)
     loader.limit = 2
-    found = epoch(loader, window)
+    found = epoch(loader)
     assert [len(row["ids"]) for row in found] == [12, 12]
     assert len(loader) == 2
 
@@ -123,11 +120,10 @@ class Numbers(IterableDataset[Any]):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_of_a_stream_the_last_row_has_what_is_left(rows: int) -> None:
-    window = Window(rows)
     loader = PreparedLoader(
-        DataLoader(Numbers(), batch_size=2), seed=1, device=torch.device("cpu"), window=window, world=World(devices=4)
+        DataLoader(Numbers(), batch_size=2), seed=1, device=torch.device("cpu"), window=rows, world=World(devices=4)
     )
-    found = [(batch.tolist(), window.full, window.share) for batch in loader.iterate(0)]
+    found = [(micro.batch.tolist(), micro.last, micro.share) for micro in loader.iterate(0)]
     assert [values for values, _, _ in found] == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
     assert [full for _, full, _ in found] == ([True, True] if rows == 1 else [False, True])
     assert [share for _, _, share in found] == ([1.0, 1.0] if rows == 1 else pytest.approx([8 / 11, 3 / 11]))
@@ -152,8 +148,8 @@ def test_batches_that_are_loaded_ahead_are_loaded_once_by_the_first_of_their_row
         loaded.append(m)
         return [batch[0] + 1000, batch[1]]
 
-    plain = epoch(*made(34, devices, rows))
-    found = epoch(*made(34, devices, rows, ahead=ahead, transfer=transfer if own else None))
+    plain = epoch(made(34, devices, rows))
+    found = epoch(made(34, devices, rows, ahead=ahead, transfer=transfer if own else None))
     assert loaded == (list(range(0, 12, devices)) if own else [])
     for one, other in zip(plain, found, strict=True):
         assert other["ids"] == [id + 1000 * own for id in one["ids"]]

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from trainkit import CombinedLoader
 from trainkit.data.trail import Trail
-from trainkit.data.window import Window
 from trainkit.errors import StateMismatchError
 
 
@@ -74,7 +73,7 @@ def test_workers_may_change(workers: int) -> None:
 
 
 def test_a_window_that_is_being_worked_on_is_repeated() -> None:
-    loader = prepare(shuffled(30), window=Window(3))
+    loader = prepare(shuffled(30), window=3)
     batches = iter(loader)
     positions = [loader.state_dict()["batches"] for _ in batches]
     assert positions == [0, 0, 3, 3, 3, 6, 6, 0], "8 batches: windows of 3, 3 and 2, and then the next epoch"

@@ -17,6 +17,7 @@ from trainkit import CombinedLoader
 from trainkit.data import PreparedLoader
 from trainkit.distributed.world import World
 from trainkit.errors import StateMismatchError
+from trainkit.micro_batch import MicroBatchKind
 
 
 def shuffled(length: int = 46, **options: Any) -> DataLoader:
@@ -41,7 +42,7 @@ def windows_of(of: list[PreparedLoader], epoch: int, count: int | None = None) -
     parts = []
     for loader in of:
         own = []
-        for one in observed(loader, iter(loader)):
+        for one in observed(loader, loader.next_epoch()):
             own.append(one)
             if one.full and count is not None and sum(other.full for other in own) == count:
                 break
@@ -84,7 +85,7 @@ def test_another_number_of_processes_goes_on(source: str, workers: int) -> None:
 def test_a_window_that_is_being_worked_on_is_repeated_by_all() -> None:
     first = loaders(shuffled, 2, 12)
     for loader in first:
-        for number, _ in enumerate(observed(loader, iter(loader)), 1):
+        for number, _ in enumerate(observed(loader, loader.next_epoch()), 1):
             if number == 8:  # the second of the second window
                 break
     assert [loader.state_dict()["batches"] for loader in first] == [12, 12]
@@ -110,7 +111,7 @@ def test_an_epoch_that_is_complete() -> None:
 def test_dealing_begins_where_the_epoch_goes_on(start: int, size: int, length: int) -> None:
     make = lambda: shuffled(length)  # noqa: E731
     (alone,) = loaders(make, 1, 1)
-    expected = [one for one in read(alone) if not one.filler][start:]
+    expected = [one for one in read(alone) if not one.padding][start:]
     place = {**alone.position(0, start)}
     group = loaders(make, size, 2 * size)
     rows = set()
@@ -209,10 +210,10 @@ def go_on(parts: bool, stateful: bool, place: Any, rows: int | None) -> tuple[An
         loader = prepared(DataLoader(dataset, batch_size=2), joined())
         if place is not None:
             loader.load_state_dict(place)
-        for batch in loader:
-            window = loader._window
-            found.append(None if window.filler else batch[:, 0].int().tolist())
-            drawn.append(None if window.filler else batch[:, 1].tolist())
+        for micro in loader.next_epoch():
+            without_data = micro.kind is not MicroBatchKind.DATA
+            found.append(None if without_data else micro.batch[:, 0].int().tolist())
+            drawn.append(None if without_data else micro.batch[:, 1].tolist())
             if len(found) == rows:
                 break
     return found, loader.gathered(loader.state_dict()), list(getattr(dataset, "read", [])), " ".join(texts), drawn

@@ -15,7 +15,6 @@ from torch import Tensor
 from trainkit.data import prefetch
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.prefetch import one_ahead
-from trainkit.data.window import Window
 from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 
 DEVICE = torch.device("cuda", 0)
@@ -191,23 +190,21 @@ def test_an_error_in_fetching_comes_at_the_batch_before(log: list[str]) -> None:
 @pytest.mark.parametrize("window", [None, 1, 2])
 def test_random_numbers_and_the_window_are_those_of_the_batch_that_is_given(window: int | None, log: list[str]) -> None:
     """Though the next one has been fetched and loaded by then, under keys of its own."""
-    shown = None if window is None else Window(window)
 
     def transfer(batch: Tensor, m: int) -> Tensor:
         draw()
         return batch.as_subclass(FakeCuda)
 
     batches = (torch.tensor([float(m)]) for m in range(5))
-    loader = PreparedLoader(batches, seed=1, device=DEVICE, window=shown, transfer=transfer)
+    loader = PreparedLoader(batches, seed=1, device=DEVICE, window=window, transfer=transfer)
     keys = KeyStream(1, Stage.TRAIN, Purpose.FORWARD, 0)
     places = []
-    for m, batch in enumerate(loader.iterate(0)):
+    for m, micro in enumerate(loader.iterate(0)):
         drawn = draw()
         seed_generators(keys(m))
         assert drawn == draw()
-        assert int(batch) == m
-        if shown is not None:
-            places.append((shown.first, shown.full, shown.share))
+        assert int(micro.batch) == m
+        places.append(micro[2:5])
     assert m == 4
     if window == 2:
         assert places == [(True, False, 0.5), (False, True, 0.5)] * 2 + [(True, True, 1.0)]

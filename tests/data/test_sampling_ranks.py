@@ -351,7 +351,7 @@ def split(kind: str, start: int) -> Any:
 def test_a_sampler_that_gives_each_process_its_part_is_not_sharded_again(kind: str) -> None:
     results = run_world(2, split, kind, 0)
     own = [found for found, *_ in results]
-    seen = [[number for one in mine if not one.filler for number in one.ids] for mine in own]
+    seen = [[number for one in mine if not one.padding for number in one.ids] for mine in own]
     if kind == "of rank":
         assert sorted(seen[0]) == list(range(0, 20, 2))
         assert sorted(seen[1]) == sorted(number % 20 for number in range(1, 22, 2))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from helpers.data.dealt import Alike
 
-from trainkit.data.shared_window import Piece, Shared, collected, planned
-from trainkit.data.window import NOTHING, MicroBatch, Window
+from trainkit.data.shared_window import Piece, SharedWindow, collected, planned
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
+from trainkit.micro_batch import NO_BATCH, MicroBatchKind
 
 
 class Telling(World):
@@ -27,18 +27,18 @@ class Telling(World):
 
 
 def test_nothing() -> None:
-    assert repr(NOTHING) == "NOTHING"
-    assert not NOTHING
-    assert copy.deepcopy([NOTHING])[0] is pickle.loads(pickle.dumps(NOTHING)) is NOTHING
+    assert repr(NO_BATCH) == "NO_BATCH"
+    assert not NO_BATCH
+    assert copy.deepcopy([NO_BATCH])[0] is pickle.loads(pickle.dumps(NO_BATCH)) is NO_BATCH
 
 
 def test_what_is_planned() -> None:
     """7 micro-batches of 4 samples, the last of 1, in windows of 2 rows on 3 processes, from micro-batch 0 on."""
     found = [list(planned(iter("abc"), Alike(rank, 3), 2, 0, 7, (4, 1))) for rank in range(3)]
-    assert [[(p.batch, p.m, p.row, p.first, p.full, p.weight) for p in own] for own in found] == [
+    assert [[(p.batch, p.m, p.row, p.first, p.last, p.weight) for p in own] for own in found] == [
         [("a", 0, 0, True, False, 4), ("b", 3, 1, False, True, 4), ("c", 6, 2, True, True, 1)],
-        [("a", 1, 0, True, False, 4), ("b", 4, 1, False, True, 4), (NOTHING, 7, 2, True, True, 0)],
-        [("a", 2, 0, True, False, 4), ("b", 5, 1, False, True, 4), (NOTHING, 8, 2, True, True, 0)],
+        [("a", 1, 0, True, False, 4), ("b", 4, 1, False, True, 4), (NO_BATCH, 7, 2, True, True, 0)],
+        [("a", 2, 0, True, False, 4), ("b", 5, 1, False, True, 4), (NO_BATCH, 8, 2, True, True, 0)],
     ]
     for own in found:
         assert [(p.shared.total, p.shared.rows, p.shared.uneven) for p in own] == [(24, 2, False)] * 2 + [(1, 1, True)]
@@ -47,17 +47,18 @@ def test_what_is_planned() -> None:
 def test_a_window_that_begins_with_a_row_that_is_not_full() -> None:
     """5 micro-batches from number 2 on, 2 rows on 2 processes: 2 and 1 of them."""
     found = [list(planned(iter("ab"), Alike(rank, 2), 2, 2, 5, (4, 4))) for rank in range(2)]
-    assert [[(p.m, p.row, p.full) for p in own] for own in found] == [[(2, 0, False), (4, 1, True)], [(3, 0, True)]]
+    assert [[(p.m, p.row, p.last) for p in own] for own in found] == [[(2, 0, False), (4, 1, True)], [(3, 0, True)]]
     assert found[0][0].shared.uneven
 
 
-def offered(pieces: list[Piece]) -> list[tuple[Any, ...]]:
-    """Of two processes: the row, and the parts that it and this process's micro-batch have."""
+def entries(pieces: list[Piece]) -> list[tuple[Any, ...]]:
+    """Of one of two ranks: index, last, share, and the facts with which your own training loop enters a window."""
     found = []
     for piece in pieces:
-        begun = next(p.row for p in pieces if p.shared is piece.shared)
-        offer = piece.shared.offer(piece.weight, piece.full, 2, (0, begun, piece.row))
-        found.append((piece.row, offer.full, offer.share, offer.part, offer.rest, offer.alone))
+        begin = next(p.row for p in pieces if p.shared is piece.shared)
+        micro = piece.shared.micro_batch(None, MicroBatchKind.DATA, (begin, piece.row), piece.weight, piece.last, 2)
+        assert micro.entry is not None
+        found.append((micro.index, micro.last, micro.share, *micro.entry[1:]))
     return found
 
 
@@ -75,7 +76,7 @@ def test_rows_of_an_own_loop(way: str) -> None:
             assert [piece.shared.weights for piece in pieces[:2]] == [[4], [*sizes[1:], 0.0]]
             for piece in pieces:
                 piece.shared.settle(others)
-        found.append(offered(pieces))
+        found.append(entries(pieces))
     assert found[0] == [
         (0, True, 1.0, 1.0, 1.0, 1.0),
         (1, False, 8 / 14, 8 / 14, 1.0, 1.0),
@@ -84,11 +85,11 @@ def test_rows_of_an_own_loop(way: str) -> None:
     assert [row[2:] for row in found[1]] == [(1.0, 1.0, 1.0, 1.0), (8 / 14, 8 / 14, 1.0, 1.0), (4 / 14, 6 / 14, 6 / 14, 4 / 6)]
 
 
-def test_rows_that_weigh_nothing() -> None:
-    shared = Shared(0.0, 1, False, settled=True, weights=[0.0])
-    assert shared.offer(0.0, True, 2, (0, 0, 0))[1:] == (True, 0.0, 0.0, 1.0, 0.0)
-    shared = Shared(3.0, 2, False, settled=True, weights=[0.0, 3.0])
-    assert shared.offer(0.0, False, 2, (0, 0, 0))[1:] == (False, 0.0, 0.0, 1.0, 0.0)
+def test_a_window_that_weighs_nothing() -> None:
+    for weights in ([0.0], [0.0, 3.0]):
+        shared = SharedWindow(sum(weights), len(weights), False, settled=True, weights=weights)
+        micro = shared.micro_batch(None, MicroBatchKind.DATA, (0, 0), 0.0, True, 2)
+        assert (micro.share, micro.empty, micro.entry) == (0.0, sum(weights) == 0.0, (0, 0.0, 1.0, 0.0))
 
 
 def test_a_loader_that_ends_too_early() -> None:
@@ -101,12 +102,12 @@ def test_a_loader_that_ends_too_early() -> None:
 def test_what_is_collected() -> None:
     pieces = collected(iter("abc"), Alike(1, 3), 2, 6, rows=None, count=lambda batch: 5, weigh=None)
     found = [next(pieces) for _ in range(5)]
-    assert [(p.batch, p.m, p.row, p.first, p.full, p.weight, p.filler) for p in found] == [
+    assert [(p.batch, p.m, p.row, p.first, p.last, p.weight, p.absent) for p in found] == [
         ("a", 7, 0, True, False, 5, False),
         ("b", 10, 1, False, True, 5, False),
         ("c", 13, 2, True, True, 5, False),
-        (NOTHING, 19, 4, True, True, 0, True),
-        (NOTHING, 25, 6, True, True, 0, True),
+        (NO_BATCH, 19, 4, True, True, 0, True),
+        (NO_BATCH, 25, 6, True, True, 0, True),
     ]
     assert len(list(collected(iter("abc"), Alike(1, 3), 2, 6, rows=5, count=len, weigh=None))) == 4, "three windows"
 
@@ -116,19 +117,22 @@ def test_what_is_collected() -> None:
     [([6.0, 2], (10.0, 2, False)), ([0.0, 1], (4.0, 2, True)), ([6.0, 3], (10.0, 3, True)), ([0.0, 0], (4.0, 2, True))],
 )
 def test_what_others_have(other: list[float], expected: tuple[float, int, bool]) -> None:
-    shared, world = Shared(4.0, 2, False, settled=False), Telling([other])
+    shared, world = SharedWindow(4.0, 2, False, settled=False), Telling([other])
     for _ in range(2):
         shared.settle(world)  # once
     assert (shared.total, shared.rows, shared.uneven) == expected
     assert isinstance(shared.rows, int)
 
 
-def test_a_window_is_what_was_said_last() -> None:
-    window = Window(2)
-    window.deal(True, True, 0.0, empty=False, uneven=True, filler=True)
-    assert (window.first, window.full, window.share, window.empty) == (True, True, 0.0, False)
-    assert (window.uneven, window.filler, window.driven) == (True, True, True)
-    window.count()
-    assert (window.uneven, window.filler, window.full, window.share) == (False, False, False, 0.5)
-    window.take(MicroBatch(None, True, True, 1.0))
-    assert not window.uneven
+def test_a_micro_batch_of_a_shared_window() -> None:
+    shared = SharedWindow(8.0, 2, True, settled=True, weights=[6.0, 2.0])
+    micro = shared.micro_batch("a", MicroBatchKind.DATA, (4, 5), 2.0, True, ranks=2)
+    assert micro == ("a", 5, False, True, 0.5, MicroBatchKind.DATA, True, False, False, (4, 0.25, 0.25, 2.0))
+    assert shared.micro_batch("a", MicroBatchKind.DATA, (4, 4), 3.0, False, ranks=2).entry == (4, 0.75, 1.0, 1.0)
+
+
+def test_a_padding_micro_batch_has_no_share() -> None:
+    shared = SharedWindow(8.0, 2, True, settled=True)
+    micro = shared.micro_batch("a", MicroBatchKind.PADDING, (4, 5), 0.0, True, ranks=2)
+    assert (micro.share, micro.empty, micro.entry) == (0.0, False, None)
+    assert SharedWindow(0.0, 1, False, settled=True).micro_batch(1, MicroBatchKind.DATA, (0, 0), 0.0, True, 2).empty

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainkit.data.window import MicroBatch, Window, windows
+from trainkit.data.window import windows
 from trainkit.errors import DataError
+from trainkit.micro_batch import MicroBatch
 
 
 def batches_of(sizes: list[int]) -> list[Tensor]:
@@ -26,18 +27,18 @@ def sizes_of(length: int, common: int, last: int) -> list[int]:
 
 
 def places(micros: list[MicroBatch]) -> list[tuple[bool, bool]]:
-    return [(micro.first, micro.full) for micro in micros]
+    return [(micro.first, micro.last) for micro in micros]
 
 
 def grouped(micros: list[MicroBatch]) -> list[list[MicroBatch]]:
     """The windows of a list of micro-batches, each of which must be whole."""
     groups: list[list[MicroBatch]] = []
     for micro in micros:
-        assert micro.first == (not groups or groups[-1][-1].full)
+        assert micro.first == (not groups or groups[-1][-1].last)
         if micro.first:
             groups.append([])
         groups[-1].append(micro)
-    assert not groups or groups[-1][-1].full, "the last window of an epoch is full, however short"
+    assert not groups or groups[-1][-1].last, "the last window of an epoch is full, however short"
     return groups
 
 
@@ -109,18 +110,20 @@ def test_the_first_window_completes_one_that_was_left(epoch: tuple[int, int, int
     sizes = (common, last)
     found = list(windows(iter(batches_of(samples)), size, start=start, length=length, sizes=sizes, taken=taken))
     assert [len(group) for group in grouped(found)][:1] == [min(size - taken, len(samples))][: len(samples)]
-    gathered = list(windows(iter(batches_of(samples)), size, taken=taken))
-    assert [micro[1:3] for micro in found] == [micro[1:3] for micro in gathered]
+    gathered = list(windows(iter(batches_of(samples)), size, start=start, taken=taken))
+    assert [micro[1:4] for micro in found] == [micro[1:4] for micro in gathered]
     for ours, theirs in zip(found, gathered, strict=True):
-        assert (ours.share, ours.rest) == pytest.approx((theirs.share, theirs.rest))
+        assert (ours.share, ours.entry.remaining) == pytest.approx((theirs.share, theirs.entry.remaining))
     for group in grouped(found):
-        assert [micro.rest for micro in group] == pytest.approx([sum(m.share for m in group[n:]) for n in range(len(group))])
-        assert group[0].rest == 1.0, "exactly: so what is worked on from there on is scaled by nothing"
+        assert [micro.entry.remaining for micro in group] == pytest.approx(
+            [sum(m.share for m in group[n:]) for n in range(len(group))]
+        )
+        assert group[0].entry.remaining == 1.0, "exactly: so what is worked on from there on is scaled by nothing"
 
 
 def test_a_window_of_one_counts_in_full() -> None:
     micros = list(windows(iter(batches_of([4, 1])), 1, length=2, sizes=(4, 1)))
-    assert [micro[1:] for micro in micros] == [(True, True, 1.0, 1.0)] * 2
+    assert [micro[2:5] for micro in micros] == [(True, True, 1.0)] * 2
 
 
 class Counting:
@@ -161,7 +164,7 @@ def test_weights_are_worked_out_once_and_in_order() -> None:
 
 def test_weights_beat_the_number_of_samples() -> None:
     micros = list(windows(iter([1.0, 3.0, 5.0]), 2, length=3, sizes=(8, 8), weigh=float))
-    assert [(micro.share, micro.first, micro.full) for micro in micros] == [
+    assert [(micro.share, micro.first, micro.last) for micro in micros] == [
         (0.25, True, False),
         (0.75, False, True),
         (1.0, True, True),
@@ -203,64 +206,11 @@ def test_an_error_in_batch_weight_is_the_users() -> None:
         list(windows(iter([1]), 2, weigh=weigh))
 
 
-# ------------------------------------------------------------------------------------------------------------- Window
-
-
-def taken(window: Window, micro: MicroBatch) -> tuple[bool, bool, float, bool]:
-    window.take(micro)
-    return window.first, window.full, window.share, window.empty
-
-
-def test_a_window_shows_the_micro_batch_that_is_worked_on() -> None:
-    window = Window(2)
-    assert not window.driven
-    assert taken(window, MicroBatch(None, True, False, 0.25)) == (True, False, 0.25, False)
-    assert window.driven
-    assert taken(window, MicroBatch(None, False, True, 0.75)) == (False, True, 0.75, False)
-
-
-def test_a_window_is_empty_until_something_in_it_counts() -> None:
-    window = Window(3)
-    nothing, something = 0.0, 1.0
-    empty = []
-    for first, full, share in [
-        (True, False, nothing),
-        (False, False, something),
-        (False, True, nothing),
-        (True, False, nothing),
-        (False, True, nothing),
-        (True, True, something),
-    ]:
-        window.take(MicroBatch(None, first, full, share))
-        empty.append(window.empty)
-    assert empty == [True, False, False, True, True, False]
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_an_unprepared_loader_is_counted(size: int) -> None:
-    window = Window(size)
-    states = []
-    for _ in range(3 * size):
-        window.count()
-        states.append((window.first, window.full, window.share, window.empty))
-    assert states[:size] == states[size : 2 * size] == states[2 * size :]
-    assert [first for first, *_ in states[:size]] == [place == 0 for place in range(size)]
-    assert [full for _, full, *_ in states[:size]] == [place == size - 1 for place in range(size)]
-    assert {share for _, _, share, _ in states} == {1 / size}
-    assert not any(empty for *_, empty in states)
-
-
-def test_a_new_window_is_ready_for_an_update() -> None:
-    """Outside any loop, as in a loop that never calls ``accumulate``, each step is an update."""
-    window = Window(4)
-    assert (window.first, window.full, window.share, window.empty) == (True, True, 1.0, False)
-
-
 def test_windows_of_a_stream_without_an_end() -> None:
     def endless() -> Iterator[Tensor]:
         while True:
             yield torch.zeros(2)
 
     micros = list(islice(windows(endless(), 3), 7))
-    assert [micro.full for micro in micros] == [False, False, True, False, False, True, False]
-    assert all(before.full == after.first for before, after in pairwise(micros))
+    assert [micro.last for micro in micros] == [False, False, True, False, False, True, False]
+    assert all(before.last == after.first for before, after in pairwise(micros))

@@ -32,7 +32,7 @@ LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
 LAYERS = (
     ("errors", "_version"),
     ("checks", "registry"),
-    ("console", "keywords", "lazy", "nested", "paths", "rng", "footprint", "unsupported"),
+    ("console", "keywords", "lazy", "nested", "paths", "rng", "footprint", "micro_batch", "unsupported"),
     ("tagged_json",),
     ("distributed",),
     ("precision",),

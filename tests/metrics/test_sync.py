@@ -13,10 +13,10 @@ from helpers.runs.metric_runs import Run, Step, epoch, evaluation, many, same, s
 from helpers.worlds.threaded import Peer, together
 from torch import Tensor
 
-from trainkit.data.window import NOTHING
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.store import Scope
+from trainkit.micro_batch import NO_BATCH
 
 # -------------------------------------------------------------------------------------------------------- evaluation
 
@@ -214,7 +214,7 @@ def test_what_is_logged_in_a_window_without_a_batch_weighs_nothing() -> None:
             if world.rank < there:
                 run.store.stamp = row
             else:
-                run.store.batch = NOTHING
+                run.store.batch = NO_BATCH
             run.log("norm", 1.0 + row + world.rank, on_step=True, on_epoch=True)
             run.store.flush_step()
         return run.rows, run.end()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.naming import NumberedCheckpoints, rotate
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.saving import VerbGroup
@@ -23,7 +24,6 @@ from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.shared_reading import read_on_all_ranks
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.window import Window
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -48,12 +48,12 @@ class Loop(Protocol):
 
     Attributes:
         updates: number of optimizer steps so far.
-        window: the accumulation window.
+        accumulation: the accumulation window.
         reading: the loaders that are being read.
     """
 
     updates: int
-    window: Window
+    accumulation: AccumulationState
     reading: Reading
 
     @property
@@ -277,7 +277,7 @@ class Checkpointing:
         state = {
             **taken.state,
             "loaders": positions,
-            "window": loop.window.counted,
+            "window": loop.accumulation.counted,
             "registered": [thing.state_dict() for thing in self.registered],
         }
 
@@ -318,13 +318,13 @@ class Checkpointing:
                     f"the seed is {loop.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness "
                     f"are others from here on. To go on as before: trainkit.set_seed({manifest.seed}) before prepare."
                 )
-            self._close_window(loop.window)
+            self._close_window(loop.accumulation)
             for (loader, position), start in zip(loaders, starts, strict=True):
                 if start is None:
                     loader.begin_again(position)
                 else:
                     loader.go_on(position, start)
-            loop.window.counted = int(state.get("window", 0))
+            loop.accumulation.restore_count(int(state.get("window", 0)))
         if "optimizer" in wanted:
             loop.updates = manifest.step
         if wanted == set(PARTS):
@@ -355,10 +355,10 @@ class Checkpointing:
                     "accelerator.load_state(path, restore={'model', 'optimizer', 'scheduler', 'scaler'})"
                 )
 
-    def _close_window(self, window: Window) -> None:
+    def _close_window(self, accumulation: AccumulationState) -> None:
         """Discard an accumulation window that is open: its gradients are those of other parameters."""
-        if window.rows:
-            window.forget()
+        if accumulation.open:
+            accumulation.forget_window()
             for optimizer in self._prepared.optimizers:
                 optimizer.zero_grad()
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.options import Options
 from trainkit.config.kwargs_handlers import AutocastKwargs, ProfileKwargs
-from trainkit.data.window import Window
 from trainkit.strategy import Strategy
 
 __all__ = ["ContextVerbs"]
@@ -22,7 +22,7 @@ class ContextVerbs:
     """The verbs of :class:`trainkit.Accelerator` for ``with``."""
 
     strategy: Strategy
-    window: Window
+    accumulation: AccumulationState
     options: Options
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -45,12 +45,8 @@ class ContextVerbs:
         """
         if model is not None:
             self._check_prepared("no_sync", model)
-        window = self.window
-        full, window.full = window.full, False
-        try:
+        with self.accumulation.held():
             yield
-        finally:
-            window.full = full
 
     def _check_prepared(self, verb: str, model: Any) -> None:
         raise NotImplementedError

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.checkpoint_verbs import CheckpointVerbs
 from trainkit.accelerator.checkpointing import Prepared
 from trainkit.accelerator.contexts import ContextVerbs
@@ -25,9 +26,10 @@ from trainkit.accelerator.stepping import StepVerbs
 from trainkit.accelerator.tracking import ByTracker, Trackers
 from trainkit.accelerator.weighing import Weighing
 from trainkit.console import notice, warn
+from trainkit.data.assembling import Filled
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError
+from trainkit.micro_batch import MicroBatch
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.strategy import Strategy
@@ -52,7 +54,7 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         cpu: run on the CPU though there is a GPU.
         dataloader_config: a :class:`~trainkit.utils.DataLoaderConfiguration`.
         deepspeed_plugin: a :class:`~trainkit.utils.DeepSpeedPlugin`: ZeRO.
-        fsdp_plugin: not offered; ZeRO-3 is.
+        fsdp_plugin: unsupported; use ZeRO-3.
         megatron_lm_plugin: likewise.
         rng_types: no effect: all generators are seeded, for each micro-batch by a key, on all processes.
         log_with: trackers for :meth:`init_trackers`.
@@ -60,7 +62,7 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         project_config: a :class:`~trainkit.utils.ProjectConfiguration`.
         gradient_accumulation_plugin: a :class:`~trainkit.utils.GradientAccumulationPlugin`.
         dispatch_batches: only ``False``: each process reads what it works on.
-        even_batches: a process that has no micro-batch in the last row of an epoch is given one that counts nothing. ``False``:
+        even_batches: a rank without data at the end of an epoch gets padding micro-batches. ``False``:
             only where a whole window has none for it, and in an evaluation never.
         use_seedable_sampler: no effect: the order of an epoch always is a function of the seed and its number.
         step_scheduler_with_optimizer: a prepared scheduler advances with updates, once for each process (with ``split_batches``
@@ -73,7 +75,7 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
 
     Raises:
         ConfigurationError: an argument that is wrong or contradicts another.
-        UnsupportedArgumentError: what is not offered; the message says what to use.
+        UnsupportedArgumentError: an unsupported argument; the message says what to use.
 
     Example::
 
@@ -124,7 +126,7 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
         options = resolve(given, unknown)
         self._begin(options)
-        self._own = self.window.own = True
+        self._own = self.accumulation.own_loop = True
         self._compares = options.debug
         self._watchdog = self.world.watchdog if options.watched else None
         self.collective_checks.debug = options.debug
@@ -145,7 +147,9 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         self._watchdog = None
         self._even = options.even_batches
         self._trackers = Trackers(list(options.log_with), options.project, self.strategy)
-        self.window = self.strategy.window = Window(options.steps)
+        self.accumulation = AccumulationState(options.steps, self.strategy.begin_micro_batch)
+        self.strategy.begin_micro_batch(self.accumulation.current)
+        self._filled: Filled | None = None
         self._seed: int | None = None
         self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
         self.before_step: Callable[[Optimizer], None] | None = None
@@ -156,7 +160,7 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
-        self.reading = Reading(self.window, self._bare, self.strategy.data_world.devices)
+        self.reading = Reading(self.accumulation, self._bare, self.strategy.data_world.devices)
         ProcessVerbs.__init__(self, options.strategy, self.reading, options.plugin)
         CheckpointVerbs.__init__(self, options, Prepared(self._bare, self._optimizers, self._schedulers, self._loaders))
         self._weighing: Weighing | None = None
@@ -205,16 +209,37 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches in an update."""
-        return self.window.size
+        return self.accumulation.size
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self.window.size = check_steps(steps)
+        self.accumulation.size = check_steps(steps)
+        for loader in self._loaders:
+            if loader.window is not None:
+                loader.window = steps
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch is the last of its window, so that its update is due."""
-        return self.window.full
+        return self.accumulation.current.last
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The current micro-batch, with its place in its accumulation window."""
+        return self.accumulation.current
+
+    @property
+    def clears_gradients(self) -> bool:
+        """Whether ``zero_grad`` of a prepared optimizer acts now."""
+        return self.accumulation.clears
+
+    def begin_micro_batch(self, micro: MicroBatch) -> None:
+        """Make a micro-batch of a loader the current one, before its forward. In your own training loop the loader does it."""
+        self.accumulation.begin(micro)
+
+    def end_micro_batches(self) -> None:
+        """There are no more micro-batches in this epoch."""
+        self.accumulation.end_loader()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Work on one micro-batch within it. With a loader that was not prepared, it counts the micro-batches itself.
@@ -228,13 +253,13 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         for model in models:
             if id(model) not in self._given and self._own:
                 self._check_prepared("accumulate", model)
-        window = self.window
+        state = self.accumulation
         self.reading.working()
-        if window.offered is not None:
-            window.enter()
-        elif not window.driven and not self.reading.active:  # else it is called again for the same batch
-            window.count()
-        window.driven, window.fresh, window.by_hand = False, True, False
+        if state.pending is not None:
+            state.enter(self.reading.loader)
+        elif not state.delivered and not self.reading.active:  # else it is called again for the same batch
+            state.count()
+        state.start_body()
         return _NULL
 
     def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
@@ -251,51 +276,54 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         Raises:
             ConfigurationError: nothing has been prepared; or a weight is no number, or given for a part of a window only.
         """
-        window = self.window
         if self._averaged:
             self._averaged.clear()  # of gradients that were not used
         if self._own:
-            if window.size > 1 and (window.offered is not None or window.by_hand is not False):
-                self._by_hand()
-            window.fresh = False
-            if window.first:
-                self.skip_asked = False  # of a window that is over
-            if not self._begun:  # asked here: at every step, a call counts
-                self._check_begun("backward")
-            if self.unspent:
-                self._check_spent()
-            self.reading.working()
-            self._backwards += 1
-            if not self.strategy.precision.entered:
-                self._check_precision()
-            if self._compares and window.full:
-                self._compare("backward", None if loss is None else [loss])
-        share = window.share
+            self._begin_own_backward(loss)
+        micro = self.accumulation.current
+        share = micro.share
         if self._own and (weight is not None or self._weighing is not None):
             share = self._weighed(weight)
         if loss is None or share == 0.0:
-            self.strategy.skip_backward(loss)
+            self.strategy.skip_backward(loss, micro)
         else:
-            window.learnt = True
+            if self._filled is not None:
+                self._filled.note_backward()
             if share != 1.0:
                 loss = loss * share
-            self.strategy.backward(loss, **kwargs)
-        self.unspent = window.full
-        if self._weighing is not None and window.full:
+            self.strategy.backward(loss, micro, **kwargs)
+        self.unspent = micro.last
+        if self._weighing is not None and micro.last:
             self._weighing.settle(self._bare, self.optimizers)
+
+    def _begin_own_backward(self, loss: Tensor | None) -> None:
+        """In your own training loop, what must be right before a backward pass."""
+        state = self.accumulation
+        if state.size > 1 and (state.pending is not None or state.by_hand is not False):
+            self._by_hand()
+        state.note_backward()
+        if state.current.first:
+            self.skip_asked = False  # of a window that is over
+        if not self._begun:  # asked here: at every step, a call counts
+            self._check_begun("backward")
+        if self.unspent:
+            self._check_spent()
+        self.reading.working()
+        self._backwards += 1
+        if not self.strategy.precision.entered:
+            self._check_precision()
+        if self._compares and state.current.last:
+            self._compare("backward", None if loss is None else [loss])
 
     def _by_hand(self) -> None:
         """``backward`` outside of ``accumulate``: as in Accelerate its loss is divided all the same, and each step updates."""
-        window = self.window
-        if window.offered is None:  # of a loader that was not prepared
-            window.share = 1.0 / window.size
-        if window.by_hand is None:
+        steps = self.accumulation.size
+        if self.accumulation.note_by_hand():
             notice(
-                f"gradient_accumulation_steps={window.size}, and backward is called outside of accumulate(): as in Accelerate "
-                f"each loss is divided by {window.size}, and each optimizer.step() is an update. To accumulate gradients: with "
+                f"gradient_accumulation_steps={steps}, and backward is called outside of accumulate(): as in Accelerate "
+                f"each loss is divided by {steps}, and each optimizer.step() is an update. To accumulate gradients: with "
                 "accelerator.accumulate(model): around the body of the loop."
             )
-        window.by_hand = True
 
     def _check_precision(self) -> None:
         """Whoever calls his own model, and not what ``prepare`` returned, computes in float32."""
@@ -311,7 +339,7 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         if self._weighing is None:
             if any(loader.weighs for loader in self._loaders):
                 raise ConfigurationError("backward(weight=) and prepare(batch_weight=) say the same thing. Give one of them.")
-            self._weighing = Weighing(self.window, self.world, self.strategy, self.collective_checks)
+            self._weighing = Weighing(self.accumulation, self.world, self.strategy, self.collective_checks)
         return self._weighing.share(weight)
 
     def _check_begun(self, verb: str) -> None:
@@ -381,7 +409,8 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         self._watched.close()
         self._weighing, self._begun = None, False
         self._begin_stepping()
-        self.window.reset()
+        self.accumulation.reset()
+        self._filled = None
         if self._own:  # a Trainer does so when it begins
             self.strategy.precision.reset()
         self.strategy.teardown()

@@ -29,7 +29,7 @@ class CurrentBatch(Protocol):
         """Number of its samples; ``None``: no prepared loader is being read."""
 
     @property
-    def filler(self) -> bool:
+    def padding(self) -> bool:
         """Whether it is padding: its outputs are ignored."""
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class CurrentBatch(Protocol):
 class _NoBatch:
     """Stands for the batch where no prepared loader is being read."""
 
-    samples, filler = None, False
+    samples, padding = None, False
 
     def cut(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -176,9 +176,9 @@ class Gathering:
             data = map_tensors(data, batch.cut)
         if world.size == 1:
             return data
-        said = self._exchanged_shapes(verb, data, samples=batch.samples, filler=batch.filler)
+        said = self._exchanged_shapes(verb, data, samples=batch.samples, padding=batch.padding)
         _check_rows(verb, said)
-        kept = [not (drop and its["filler"]) for its in said]
+        kept = [not (drop and its["padding"]) for its in said]
         columns = iter([shape for _, shape in column] for column in zip(*(its["tensors"] for its in said), strict=True))
 
         def gather(one: Tensor) -> Tensor:
@@ -206,9 +206,9 @@ class Gathering:
                 f"gather_for_metrics puts lists of objects together, and this is {with_article(type(data).__name__)}. "
                 "Give one object of each process as a list: accelerator.gather_for_metrics([value])"
             )
-        fillers = self._checks.exchange("gather_for_metrics", self._batch.filler)
+        padding = self._checks.exchange("gather_for_metrics", self._batch.padding)
         said = world.exchange_user_objects(data)
-        return [item for its, filler in zip(said, fillers, strict=True) if not filler for item in its]
+        return [item for its, padded in zip(said, padding, strict=True) if not padded for item in its]
 
 
 def _check_alike(verb: str, said: Sequence[Mapping[str, Any]]) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.collective_checks import CollectiveChecks, described
 from trainkit.console import with_article
-from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError
 from trainkit.strategy import Strategy
 
@@ -22,7 +22,7 @@ class GradientVerbs:
     """The verbs of :class:`trainkit.Accelerator` that work on gradients."""
 
     strategy: Strategy
-    window: Window
+    accumulation: AccumulationState
     averages_in_step: bool
     collective_checks: CollectiveChecks
     _averaged: set[int]
@@ -40,7 +40,7 @@ class GradientVerbs:
             optimizer: of these optimizers, prepared or torch's own; default: all.
         """
         self._check_begun("unscale_gradients")
-        if not self.window.full:
+        if not self.accumulation.current.last:
             return
         given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or self.optimizers)
         chosen: list[Optimizer] = [getattr(one, "optimizer", one) for one in given]
@@ -60,7 +60,7 @@ class GradientVerbs:
             The norm before, a scalar on the device; ``None`` inside a window, where nothing is clipped.
         """
         self._check_begun("clip_grad_norm_")
-        if not self.window.full:
+        if not self.accumulation.current.last:
             return None
         listed = _listed("clip_grad_norm_", parameters)
         if self._compares:
@@ -71,17 +71,20 @@ class GradientVerbs:
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value]; nothing inside a window."""
         self._check_begun("clip_grad_value_")
-        if self.window.full:
+        if self.accumulation.current.last:
             listed = _listed("clip_grad_value_", parameters)
             if self._compares:
                 self._compare("clip_grad_value_", listed)
             self._complete(listed)
             self.strategy.clip_grad_value_(listed, clip_value)
 
-    def any_loss(self) -> bool:
-        """Whether any process has had a loss in the window; asked by one that has had none."""
+    def any_rank_had_loss(self, had_loss: bool) -> bool:
+        """Whether any rank had a loss in the current window, given whether this rank had one. All ranks call it.
+
+        It averages the gradients first where no backward pass has: those of a rank without a loss are zero.
+        """
         self._average(self.optimizers)
-        found = self.strategy.any_loss(False)
+        found = self.strategy.any_loss(had_loss)
         if not found:
             self.strategy.sync_buffers()  # no update does it
         return found
@@ -95,7 +98,7 @@ class GradientVerbs:
 
     def _complete(self, parameters: list[Tensor]) -> None:
         """Make the gradients of the optimizers that these parameters belong to what they will be updated by."""
-        if self.strategy.precision.scaler is None and not (self.window.uneven or self.averages_in_step):
+        if self.strategy.precision.scaler is None and not (self.accumulation.current.uneven or self.averages_in_step):
             return
         wanted = {id(parameter) for parameter in parameters}
         for own in self.optimizers:
@@ -104,12 +107,14 @@ class GradientVerbs:
 
     def _average(self, optimizers: Iterable[Optimizer]) -> None:
         """Average the gradients over the processes where the backward passes have not: once for each optimizer."""
-        if not (self.window.full and (self.window.uneven or self.averages_in_step)):
+        micro = self.accumulation.current
+        if not (micro.last and (micro.uneven or self.averages_in_step)):
             return
         for own in optimizers:
             if id(own) not in self._averaged:
                 self._averaged.add(id(own))
-                self.strategy.reduce_gradients([p for group in own.param_groups for p in group["params"]])
+                parameters = [p for group in own.param_groups for p in group["params"]]
+                self.strategy.reduce_gradients(parameters, micro)
 
     def _averaged_closure(self, own: Optimizer, closure: Callable[[], Any]) -> Any:
         """A closure's loss and gradients, over all processes: an optimizer that decides by them decides the same on each."""
@@ -118,7 +123,7 @@ class GradientVerbs:
         self._average([own])
         if not isinstance(loss, Tensor):
             return loss
-        share = self.window.share
+        share = self.accumulation.current.share
         return self.strategy.mean(loss.detach() * share if share else torch.zeros_like(loss))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.in_precision import InPrecision, without_wrappers
 from trainkit.accelerator.options import Options
@@ -23,7 +24,6 @@ from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of
 from trainkit.data.splitting import split_batches
-from trainkit.data.window import Window
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
@@ -42,7 +42,8 @@ class PrepareVerbs:
     """The verbs of :class:`trainkit.Accelerator` that take a user's objects."""
 
     strategy: Strategy
-    window: Window
+    accumulation: AccumulationState
+    _filled: Filled | None
     options: Options
     collective_checks: CollectiveChecks
     reading: Reading
@@ -268,7 +269,7 @@ class PrepareVerbs:
         if self.options.split_batches:
             loader, end = split_batches(loader, self.strategy.world_size)
         if not self._loaders:  # the first one is what is trained on
-            self.strategy.check_batches(batch_size_of(loader), self.window.size)
+            self.strategy.check_batches(batch_size_of(loader), self.accumulation.size)
         return loader, end, skipped
 
     def _prepare_own_loader(
@@ -281,8 +282,8 @@ class PrepareVerbs:
             window=True,
             index=len(self._loaders),
             weigh=weigh,
-            repeat_filler=self._even or self.strategy.shards_parameters,
-            follow=self.reading.follow,
+            pads=self._even or self.strategy.shards_parameters,
+            reader=self.reading,
             **more,
         )
         prepared.micro_limit, prepared.given_source = end, given
@@ -301,11 +302,12 @@ class PrepareVerbs:
         filled, strategy = None, self.strategy
         if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
             filled = Filled.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
+            self._filled = filled
         prepared = PreparedLoader(
             loader,
             device=strategy.device,
             generators=strategy.generators(),
-            window=self.window if window else None,
+            window=self.accumulation.size if window else None,
             world=strategy.data_world,
             ahead=strategy.ahead,
             filled=filled,
@@ -340,14 +342,14 @@ class PrepareVerbs:
             yield
             return
         loaders, repeats = self.loaders, even_batches or self.strategy.shards_parameters
-        before = [loader.repeat_filler for loader in loaders]
+        before = [loader.pads for loader in loaders]
         for loader in loaders:
-            loader.repeat_filler = repeats
+            loader.pads = repeats
         try:
             yield
         finally:
             for loader, value in zip(loaders, before, strict=True):
-                loader.repeat_filler = value
+                loader.pads = value
 
     def _check_prepared(self, verb: str, model: Any) -> None:
         if not isinstance(model, nn.Module) or all(self.unwrap_model(model) is not one for one in self._bare):

@@ -1,16 +1,18 @@
-"""Which prepared loader an own loop is reading, and what of its current batch counts."""
+"""Which prepared loader your own training loop is reading, and how many samples of its current batch count."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from trainkit.accelerator.accumulation import AccumulationState, Snapshot
 from trainkit.data.sources import batch_size_of
-from trainkit.data.window import NOTHING, Window
 from trainkit.errors import ConfigurationError
+from trainkit.micro_batch import MicroBatch, MicroBatchKind, WindowEntry
 from trainkit.nested import batch_size, copied
 
 if TYPE_CHECKING:
@@ -20,70 +22,116 @@ __all__ = ["Reading"]
 
 
 class _Place:
-    """A loader with the batch of it that was given last, and the window as it was before it was read."""
+    """A loader with its current batch, and the accumulation state from before it was read."""
 
-    __slots__ = ("ahead", "batch", "before", "filler", "full", "loader", "number", "odd")
+    __slots__ = ("ahead", "batch", "before", "full", "loader", "number", "odd", "padding")
 
-    def __init__(self, loader: PreparedLoader, before: tuple[Any, ...], number: int, devices: int) -> None:
+    def __init__(self, loader: PreparedLoader, before: Snapshot, number: int, devices: int) -> None:
         self.loader, self.before, self.number = loader, before, number
-        self.ahead = 0  # batches that were given since one was worked on
-        self.odd = False  # not all of these count the same
+        self.ahead = 0  # batches that were read since a backward pass
+        self.odd = False  # not all of these have the same weight
         self.batch: Any = None
         size = batch_size_of(loader.source)
         self.full = None if size is None else size * devices
-        self.filler = False
+        self.padding = False
 
 
 class Reading:
     """The loaders that are being read, one inside the other, as an evaluation is inside an epoch.
 
     Args:
-        window: the accumulation window, which each of them sets; the outer one finds it as it was.
-        models: the user's; while none of them is in training mode, an evaluation is going on.
-        devices: that a process drives: its batch is a micro-batch for each, side by side.
+        accumulation: the accelerator's; each loader changes it, and the outer loader finds it as it was.
+        models: the user's; while none of them is in training mode, an evaluation is running.
+        devices: number of devices of a process: its batch is a micro-batch for each, side by side.
 
     Attributes:
-        loaded: a checkpoint has been loaded since a batch was worked on, so the loop may skip batches by reading them.
+        loaded: a checkpoint has been loaded since the last backward pass, so the loop may skip batches by reading them.
     """
 
-    def __init__(self, window: Window, models: Sequence[nn.Module], devices: int = 1) -> None:
-        self._window, self._models, self._devices = window, models, devices
+    def __init__(self, accumulation: AccumulationState, models: Sequence[nn.Module], devices: int = 1) -> None:
+        self._accumulation, self._models, self._devices = accumulation, models, devices
         self._numbers, self.loaded = count(), False
-        self._places: list[_Place] = []  # the one that has given a batch last is the last
+        self._places: list[_Place] = []  # the one that has yielded a batch last is the last
+        # of each loader: what accumulate had entered when it yielded a batch, and the index with which that window begins
+        self._marks: WeakKeyDictionary[PreparedLoader, tuple[int, int]] = WeakKeyDictionary()
 
-    def follow(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a loader, as an own loop reads them.
+    def open_window(self) -> int:
+        """See :class:`trainkit.data.position.Reader`."""
+        return self._accumulation.open
 
-        Where only others have a batch there is one that counts nothing, for the collectives of a training. In an evaluation
-        there is none, unless the loader itself gives one.
+    def read(self, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]) -> Iterator[Any]:
+        """The batches of a loader, as your own training loop reads them.
+
+        Where only other ranks have a batch, there is a padding batch, for the collectives of a training. In an evaluation
+        there is none, unless the loader itself yields one.
         """
-        places, window = self._places, self._window
-        place = _Place(loader, window.state(), next(self._numbers), self._devices)
+        self._marks.pop(loader, None)
+        return self._batches(loader, micro_batches)
+
+    def completed(self, loader: PreparedLoader) -> int:
+        """See :class:`trainkit.data.position.Reader`."""
+        mark, state = self._marks.get(loader), self._accumulation
+        if mark is None:
+            return loader.given
+        entered, begin = mark
+        unfinished = state.open > 0 or (state.entered == entered and state.by_hand is not True)
+        return begin if unfinished else loader.given
+
+    def _batches(self, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]) -> Iterator[Any]:
+        places, state = self._places, self._accumulation
+        place = _Place(loader, state.snapshot(), next(self._numbers), self._devices)
         places.append(place)
+        pending = state.collects()
         try:
-            for batch in batches:
-                if batch is NOTHING:
+            for micro in micro_batches:
+                if self._skips(micro):
+                    continue
+                if pending and micro.entry is not None:
+                    alone = self._receive(loader, micro, micro.entry)
+                else:
+                    alone = micro.share
+                    state.begin(micro)
+                batch, without_data = micro.batch, micro.kind is not MicroBatchKind.DATA
+                if micro.kind is MicroBatchKind.NONE:
                     if not any(model.training for model in self._models):
                         continue
-                    batch = loader.filler() if place.batch is None else copied(place.batch)
-                place.batch, place.filler = copied(batch), window.filler  # the loop may take its own apart
+                    batch = loader.padding() if place.batch is None else copied(place.batch)
+                place.batch, place.padding = copied(batch), without_data  # the loop may modify its own
                 place.ahead += 1
-                place.odd = place.odd or (window.share if window.offered is None else window.offered.alone) != 1.0
+                place.odd = place.odd or alone != 1.0
                 if places[-1] is not place:
                     places.remove(place)
                     places.append(place)
                 yield batch
             loader.exhausted = True
+            state.end_loader()
         finally:
             self._end(place)
 
+    def _skips(self, micro: MicroBatch) -> bool:
+        """Whether a rank without data takes no part: other ranks have more micro-batches in its window, and it has had some.
+
+        With ``backward`` outside of ``accumulate`` all ranks step after each micro-batch.
+        """
+        return micro.kind is MicroBatchKind.NONE and not micro.first and self._accumulation.by_hand is not True
+
+    def _receive(self, loader: PreparedLoader, micro: MicroBatch, entry: WindowEntry) -> float:
+        """Let ``accumulate`` enter a micro-batch; returns its share outside of a window."""
+        state = self._accumulation
+        begin = self._marks.get(loader, (0, micro.index))[1]
+        if state.open == 0:
+            begin = micro.index  # if the loop enters it, a window begins here
+        state.receive(micro)
+        self._marks[loader] = state.entered, begin
+        return entry.alone
+
     def _end(self, place: _Place) -> None:
-        """A loader has been read, and the window is what it was before it."""
+        """A loader has been read: the state is what it was before."""
         if self._places[-1] is place:
-            self._window.put_back(place.before)
+            self._accumulation.restore(place.before)
         self._places.remove(place)
         if not self._places:
-            self._window.leave()
+            self._accumulation.leave()
         later = [other for other in self._places if other.number > place.number]
         if later:  # read side by side: what was before this one was before all of them
             min(later, key=lambda other: other.number).before = place.before
@@ -99,7 +147,7 @@ class Reading:
         place = self._places[-1]
         ahead, odd, skips = place.ahead, place.odd, self.loaded
         place.ahead, place.odd, self.loaded = 0, False, False
-        if ahead > 1 and not skips and (odd or (self._window.size > 1 and self._window.by_hand is not True)):
+        if ahead > 1 and not skips and (odd or (self._accumulation.size > 1 and self._accumulation.by_hand is not True)):
             raise ConfigurationError(
                 f"{ahead} batches have been read since the last one that was worked on, and how much a loss counts is known of "
                 "the one that was read last. Work on each batch before the next one is read; for one that is to be left out "
@@ -119,12 +167,17 @@ class Reading:
         return batch_size(self._places[-1].batch) if self._places else None
 
     @property
-    def filler(self) -> bool:
-        """Whether that one counts nothing: other processes have one more."""
-        return bool(self._places) and self._places[-1].filler
+    def padding(self) -> bool:
+        """Whether that one is padding: only other ranks have data."""
+        return bool(self._places) and self._places[-1].padding
+
+    @property
+    def loader(self) -> int:
+        """Identifies the loader that is being read; 0: none."""
+        return id(self._places[-1].loader) if self._places else 0
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Of a tensor with a row for each sample of a full micro-batch, as many as there are in this one, which may be short.
+        """Cut a tensor of the size of a full micro-batch to the number of samples of the current one, which may be short.
 
         So ``loss.repeat(batch_size)`` counts no more samples than there are, and nor does what a short one was filled up by.
         """

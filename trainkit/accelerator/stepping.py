@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainkit.data.window import Window
+from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
@@ -34,7 +34,7 @@ class StepVerbs:
     """
 
     strategy: Strategy
-    window: Window
+    accumulation: AccumulationState
     averages_in_step: bool
     before_step: Callable[[Optimizer], None] | None
     optimizer_step_was_skipped: bool
@@ -66,7 +66,7 @@ class StepVerbs:
 
         Args:
             optimizer: a prepared one, or torch's own of it.
-            closure: computes the loss anew and its gradients (LBFGS).
+            closure: computes the loss and its gradients again (LBFGS).
 
         Returns:
             Whether the update happened: not inside a window, nor if it was skipped because a scaled gradient overflowed,
@@ -75,7 +75,8 @@ class StepVerbs:
         Raises:
             ConfigurationError: the gradients are those of ``loss.backward()``, where they are not what an update is made of.
         """
-        if not self.window.full:
+        micro = self.accumulation.current
+        if not micro.last:
             return False
         self.unspent = False
         own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
@@ -89,7 +90,7 @@ class StepVerbs:
             closure = partial(self._averaged_closure, own, closure)
         if self.before_step is not None:
             self.before_step(own)
-        if self.skip_asked or self.window.empty:
+        if self.skip_asked or micro.empty:
             self.strategy.precision.discard(own)
             self.strategy.sync_buffers()
             updated = False
@@ -135,15 +136,15 @@ class StepVerbs:
         """Whether an update needs more than torch's own ``loss.backward()`` and ``optimizer.step()``."""
         strategy = self.strategy
         return (
-            self.window.size > 1
+            self.accumulation.size > 1
             or strategy.precision.scaler is not None
             or strategy.accumulates_in_engine
             or self.averages_in_step  # by the step
         )
 
     def _check_spent(self) -> None:
-        """ZeRO begins anew with each window: gradients of one that has had no step would be lost without a word."""
-        if self.window.first and self.strategy.accumulates_in_engine and len(self._optimizers) == 1:
+        """ZeRO drops the gradients of a window that had no step when the next one begins: refuse that."""
+        if self.accumulation.current.first and self.strategy.accumulates_in_engine and len(self._optimizers) == 1:
             raise ConfigurationError(
                 "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "
                 "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.data.window import Window, checked_weight
+from trainkit.data.window import checked_weight
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.micro_batch import MicroBatchKind
 from trainkit.strategy import Strategy
 
 __all__ = ["Weighing"]
@@ -20,11 +22,11 @@ __all__ = ["Weighing"]
 class Weighing:
     """The weights of the window that is being worked on, and what its gradients are to be divided by.
 
-    The sum of a window's weights is known when its last micro-batch is worked on. Until then losses are scaled by what the
-    first row lets one expect, and gradients corrected at the end: so float16 has to hold nothing larger than otherwise.
+    The sum of a window's weights is known at its last micro-batch. Until then losses are scaled by an estimate from the first
+    micro-batch of each rank, and the gradients are corrected at the end, so that float16 holds no larger values than usual.
 
     Args:
-        window: of the accelerator.
+        accumulation: of the accelerator.
         world: the processes.
         strategy: whose gradients they are.
         checks: that all processes call it.
@@ -33,14 +35,14 @@ class Weighing:
         UnsupportedArgumentError: several micro-batches in a window whose gradients are not to be had.
     """
 
-    def __init__(self, window: Window, world: World, strategy: Strategy, checks: CollectiveChecks) -> None:
-        if strategy.accumulates_in_engine and window.size > 1:
+    def __init__(self, accumulation: AccumulationState, world: World, strategy: Strategy, checks: CollectiveChecks) -> None:
+        if strategy.accumulates_in_engine and accumulation.size > 1:
             raise UnsupportedArgumentError(
                 "backward(weight=) with gradient_accumulation_steps > 1 needs the gradients of a window whole, and they are "
                 "divided here. Say the weight when the batch is read: accelerator.prepare(loader, batch_weight=lambda batch: "
                 "float((batch['labels'] != -100).sum()))"
             )
-        self._window, self._world, self._checks = window, world, checks
+        self._accumulation, self._world, self._checks = accumulation, world, checks
         self._weighed: bool | None = None  # whether the micro-batches of the window have weights
         self._emptied = False  # it has been said that the window weighs nothing
         self._at = -1  # the micro-batch that was weighed last
@@ -56,8 +58,9 @@ class Weighing:
                 or this one has been weighed already.
             DataError: no finite number ≥ 0.
         """
-        window, given = self._window, weight is not None
-        if window.first:
+        state, given = self._accumulation, weight is not None
+        micro = state.current
+        if micro.first:
             self._weighed, self._sum = given, 0.0
         elif given is not self._weighed:
             raise ConfigurationError(
@@ -66,27 +69,29 @@ class Weighing:
             )
         self._factor = 1.0
         if weight is None:
-            if self._emptied:  # the window may be one that is not begun anew with each micro-batch
-                window.empty = self._emptied = False
-            return window.share
-        several = window.size > 1 and window.by_hand is not True
-        if several and self._at == window.worked:
+            if self._emptied:  # the current micro-batch may be the same one
+                self._emptied = False
+                state.mark_empty(False)
+            return micro.share
+        several = state.size > 1 and state.by_hand is not True
+        if several and self._at == state.worked:
             raise ConfigurationError(
                 "backward(weight=) was called twice for a micro-batch, which can have one weight only. Add the losses: "
                 "accelerator.backward(loss1 + loss2, weight=count)"
             )
-        self._at = window.worked
-        mine = 0.0 if window.filler else checked_weight(weight, "backward(weight=) must be", "weight=")
+        self._at = state.worked
+        mine = 0.0 if micro.kind is not MicroBatchKind.DATA else checked_weight(weight, "backward(weight=) must be", "weight=")
         self._sum += mine
         total = 0.0
-        if window.first:
+        if micro.first:
             total = self._over_all(mine)
-            self._expected = (total or 1.0) * window.size
-        if window.full:
+            self._expected = (total or 1.0) * state.size
+        if micro.last:
             if several:
                 total = self._over_all(self._sum)
-            window.empty = self._emptied = total <= 0.0
-            self._factor = self._expected / total if total > 0.0 and window.by_hand is not True else 1.0
+            self._emptied = total <= 0.0
+            state.mark_empty(self._emptied)
+            self._factor = self._expected / total if total > 0.0 and state.by_hand is not True else 1.0
         return mine * self._world.size / self._expected
 
     def _over_all(self, value: float) -> float:

@@ -183,7 +183,7 @@ class _Planning:
             start = sum(p.nbytes for module in modules for p in module.parameters())
             for module in modules:
                 strategy.precision.convert_module(module)
-            contents = contents_of(modules, optimizers, accelerator.window.size)
+            contents = contents_of(modules, optimizers, accelerator.gradient_accumulation_steps)
             memory = self._memory(strategy.device)
             raise _Planned(plan_contents(strategy, contents, start, device_memory=memory, **self._given))
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trainkit.console import with_article
-from trainkit.data.window import Window
 from trainkit.errors import DataError, ModuleError
+from trainkit.micro_batch import MicroBatch
 from trainkit.nested import batch_size, rebuild
 
 __all__ = ["Filled", "each_joined", "joined", "padded", "side_by_side"]
@@ -33,11 +33,12 @@ class Filled:
     Attributes:
         samples: of the batch that is being worked on.
         asked: its mask has been asked for.
+        trained: a loss of it has had a backward pass.
     """
 
     def __init__(self, size: int, bring: Callable[[Tensor], Tensor]) -> None:
         self.size = self.samples = size
-        self.asked = True
+        self.asked, self.trained = True, False
         self._bring = bring
         self._masks: dict[int, Tensor] = {}
         self._counts: deque[int] = deque()
@@ -62,17 +63,21 @@ class Filled:
         self._counts.append(samples)
         return batch if samples >= self.size else padded(batch, samples, self.size)
 
-    def watched(self, batches: Iterator[Any], window: Window) -> Iterator[Any]:
-        """The batches as they are worked on, in the order in which they were filled.
+    def note_backward(self) -> None:
+        """A loss of the current batch has a backward pass."""
+        self.trained = True
+
+    def watched(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches as the loop trains on them, in the order in which they were filled.
 
         Raises:
-            ModuleError: something was learnt from one, and nobody has asked for its mask.
+            ModuleError: a loss had a backward pass without using the mask.
         """
         self._counts.clear()
-        for batch in batches:
-            self.samples, self.asked, window.learnt = self._counts.popleft(), False, False
-            yield batch
-            if window.learnt and not self.asked:
+        for micro in micro_batches:
+            self.samples, self.asked, self.trained = self._counts.popleft(), False, False
+            yield micro
+            if self.trained and not self.asked:
                 raise ModuleError(
                     "pad_last_batch=True fills short batches up with samples that must not count, and the loss does not leave "
                     "them out. In training_step: mask = self.sample_mask (bool, one for each sample), and "

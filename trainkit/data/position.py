@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import gcd
-from typing import Any
+from typing import Any, Protocol
 
 from trainkit.console import counted, notice, warn
 from trainkit.data.stream import Stream
-from trainkit.data.window import Offer, Window
 from trainkit.distributed.world import World
 from trainkit.errors import StateMismatchError
+from trainkit.micro_batch import MicroBatch
 
-__all__ = ["Positions"]
+__all__ = ["Positions", "Reader"]
+
+
+class Reader(Protocol):
+    """Your own training loop, as a loader sees it: it iterates over the loader and may leave a window open."""
+
+    def open_window(self) -> int:
+        """Number of micro-batches in the window that the next epoch completes; 0: none is open."""
+
+    def read(self, loader: Any, micro_batches: Iterator[MicroBatch]) -> Iterator[Any]:
+        """The batches of an epoch."""
+
+    def completed(self, loader: Any) -> int:
+        """How many micro-batches of the epoch belong to windows that are complete."""
 
 
 class Positions:
@@ -34,23 +47,16 @@ class Positions:
     given: int
     _world: World
     _stream: Stream
-    _window: Window | None
-    _window_start: int
+    _reader: Reader | None
+    _window_start: int  # of the micro-batch that was yielded last
+    _inside_window: bool = False  # it is not the last of its window
     _epoch: int
     _next_epoch: int
     _next_start: int
     _begun: bool
     _resumed: tuple[int, int, int]
-    _seen: int = -1  # of what a window had taken when this loader gave a batch last; -1: it does not offer them
     exhausted: bool = False
     left_off: tuple[Mapping[str, Any], int | None] | None = None
-
-    def _offer(self, window: Window, offer: Offer, *, uneven: bool = False, filler: bool = False) -> None:
-        """Give a micro-batch to an own loop."""
-        if window.rows == 0:
-            self._window_start = offer.place[2]  # if the loop takes it, a window begins here
-        window.offer(offer, uneven=uneven, filler=filler)
-        self._seen = window.taken
 
     @property
     def micro_batches(self) -> int | None:
@@ -134,7 +140,9 @@ class Positions:
                 return dict(left)  # nothing has been read since it was loaded
             return self.position(self._next_epoch, self._next_start)
         done = self.given
-        if self._window is not None and done and self._window.unfinished(self._seen):
+        if self._reader is not None:
+            done = self._reader.completed(self)
+        elif self._inside_window:
             done = self._window_start
         if done and done == self.length:
             return self.position(self._epoch + 1, 0)

@@ -1,9 +1,8 @@
-"""Windows that several processes work on: which micro-batches of a window each has, and how much they count among all.
+"""Accumulation windows over several ranks: which micro-batches of a window each rank has, and their weights.
 
-The micro-batches of an epoch are dealt out one by one, so rank r of W has start + r, start + r + W, …; a *row* is one for each
-rank. A window is as many rows as a process accumulates. Where the number and the sizes of the micro-batches are known, each
-process works the windows out alone (:func:`planned`). Where they are not, it fetches its part of a window first, and the
-processes tell one another what they have (:func:`collected` and :meth:`Shared.settle`).
+Rank r of W has the micro-batches start + r, start + r + W, … of an epoch. ``row`` numbers them for each rank. If the number and
+the sizes of the micro-batches are known, each rank computes the windows alone (:func:`planned`). If not, it fetches its
+micro-batches of a window first, and the ranks exchange their weights (:func:`collected` and :meth:`SharedWindow.settle`).
 """
 
 from __future__ import annotations
@@ -12,24 +11,26 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from trainkit.data.window import NOTHING, Offer, weight_of
+from trainkit.data.window import weight_of
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
+from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind, WindowEntry
 
-__all__ = ["Piece", "Shared", "collected", "planned"]
+__all__ = ["Piece", "SharedWindow", "collected", "planned"]
 
 _END = object()
 
 
-class Shared:
-    """What the processes know together of one window.
+class SharedWindow:
+    """What all ranks know of one window.
 
     Attributes:
-        rows: micro-batches of the process that has most of them; 0: there are none any more.
+        rows: micro-batches of the rank that has most of them; 0: the epoch has ended.
         total: the weight of all micro-batches of the window.
-        uneven: the processes have different numbers of micro-batches.
-        alike: it is certain that they have as many, all of one size.
-        weights: in an own loop, the weight of each row; before :meth:`settle` that of this process's micro-batch in it.
+        uneven: the ranks have different numbers of micro-batches.
+        alike: it is certain that they have the same number, all of one size.
+        weights: in your own training loop, the weight of the micro-batches of all ranks at each index; before :meth:`settle`
+            that of this rank's.
     """
 
     __slots__ = ("alike", "rows", "settled", "total", "uneven", "weights")
@@ -47,9 +48,9 @@ class Shared:
         self.weights = weights
 
     def settle(self, world: World) -> None:
-        """Put together what each process has. Collective, unless it is known already.
+        """Exchange what each rank has. Collective, unless it is known already.
 
-        That is done when a window begins, not when it is fetched: processes may fetch at different moments.
+        Called when a window begins and not when it is fetched: ranks may fetch at different times.
         """
         if self.settled:
             return
@@ -59,23 +60,34 @@ class Shared:
             self.weights = [sum(row) for row in rows]
         self.settled = True
 
-    def offer(self, weight: float, full: bool, processes: int, place: tuple[int, int, int]) -> Offer:
-        """A micro-batch of this window for an own loop.
+    def micro_batch(
+        self, batch: Any, kind: MicroBatchKind, place: tuple[int, int], weight: float, last: bool, ranks: int
+    ) -> MicroBatch:
+        """A micro-batch of this window, for one rank. Call :meth:`settle` first.
 
         Args:
-            weight: of this process's micro-batch.
-            full: it is the last of the window.
-            processes: number of processes.
-            place: see :class:`trainkit.data.window.Offer`.
+            batch: its batch.
+            kind: whether this rank has data in it.
+            place: the index of the window's first micro-batch, and of this one.
+            weight: of this rank's micro-batch.
+            last: it is the last of the window.
+            ranks: number of ranks.
         """
+        begin, index = place
+        total = self.total
+        share = weight * ranks / total if total > 0.0 else 0.0
+        entry = None if self.weights is None else self._entry(begin, index - begin, weight, ranks)
+        return MicroBatch(
+            batch, index, index == begin, last, share, kind, self.uneven, self.alike, empty=total <= 0.0, entry=entry
+        )
+
+    def _entry(self, begin: int, place: int, weight: float, ranks: int) -> WindowEntry:
         assert self.weights is not None
-        row, total = place[2] - place[1], self.total
-        whole = self.weights[row]
+        whole, total = self.weights[place], self.total
         if total <= 0.0:
-            return Offer(place, full, 0.0, 0.0, 1.0, 0.0)
-        alone = weight * processes / whole if whole > 0.0 else 0.0
-        rest = sum(self.weights[row:]) / total if row else 1.0
-        return Offer(place, full, weight * processes / total, whole / total, rest, alone)
+            return WindowEntry(begin, 0.0, 1.0, 0.0)
+        remaining = sum(self.weights[place:]) / total if place else 1.0
+        return WindowEntry(begin, whole / total, remaining, weight * ranks / whole if whole > 0.0 else 0.0)
 
 
 class Piece(NamedTuple):
@@ -83,16 +95,16 @@ class Piece(NamedTuple):
 
     batch: Any
     m: int  # its number in the epoch
-    row: int  # of the epoch's rows since the start
+    row: int  # number of the rank's micro-batch since the start
     first: bool
-    full: bool  # this process has no more of the window
+    last: bool  # this process has no more of the window
     weight: float
-    shared: Shared
+    shared: SharedWindow
 
     @property
-    def filler(self) -> bool:
+    def absent(self) -> bool:
         """This process has no micro-batch in the window."""
-        return self.batch is NOTHING
+        return self.batch is NO_BATCH
 
 
 def planned(
@@ -109,11 +121,11 @@ def planned(
     Args:
         batches: this process's micro-batches from ``start`` on.
         world: the processes.
-        size: rows in a window.
+        size: micro-batches of a rank in a window.
         start: the micro-batch of the epoch that rank 0 begins with.
         length: micro-batches of the epoch.
         sizes: samples in each micro-batch but the last, and in the last.
-        taken: in your own training loop, number of rows that the first window has less, as it completes one that was left.
+        taken: in your own training loop, micro-batches that the first window already has: it completes an open one.
 
     Raises:
         DataError: a micro-batch is missing.
@@ -127,7 +139,9 @@ def planned(
         short = common - last if begin + count == length else 0
         total = count * common - short
         uneven = count % world.size != 0
-        shared = Shared(total, -(-count // world.size), uneven, settled=True, alike=not uneven and total == count * common)
+        shared = SharedWindow(
+            total, -(-count // world.size), uneven, settled=True, alike=not uneven and total == count * common
+        )
         if taken is not None:
             shared.weights = [float(world.size * common)] * shared.rows
             shared.weights[-1] = float((count - 1) % world.size * common + common - short)
@@ -136,11 +150,11 @@ def planned(
             batch = next(batches, _END)
             if batch is _END:
                 raise DataError(f"the loader ended before micro-batch {m} of {length}, which the other processes count on.")
-            full = m + world.size >= end
-            yield Piece(batch, m, row, m < begin + world.size, full, last if m == length - 1 else common, shared)
+            final = m + world.size >= end
+            yield Piece(batch, m, row, m < begin + world.size, final, last if m == length - 1 else common, shared)
             row += 1
         if world.rank >= count:
-            yield Piece(NOTHING, begin + world.rank, row, True, True, 0.0, shared)
+            yield Piece(NO_BATCH, begin + world.rank, row, True, True, 0.0, shared)
         begin = end
 
 
@@ -166,9 +180,9 @@ def collected(
     Args:
         batches: this process's micro-batches from ``start`` on.
         world: the processes; nothing is exchanged here.
-        size: rows in a window.
+        size: micro-batches of a rank in a window.
         start: the micro-batch of the epoch that rank 0 begins with.
-        rows: of the epoch from ``start`` on.
+        rows: number of a rank's micro-batches from ``start`` on.
         count: the number of samples of a batch.
         weigh: the user's ``batch_weight``; without it a micro-batch counts by the number of its samples.
         taken: as of :func:`planned`.
@@ -179,14 +193,14 @@ def collected(
             return
         window = list(islice(batches, wanted))
         weights = [float(count(batch)) if weigh is None else weight_of(weigh, batch) for batch in window]
-        shared = Shared(sum(weights), len(window), False, settled=False)
+        shared = SharedWindow(sum(weights), len(window), False, settled=False)
         if taken is not None:
             shared.weights = weights + [0.0] * (wanted - len(weights))
         m = start + row * world.size + world.rank
         for place, (batch, weight) in enumerate(zip(window, weights, strict=True)):
-            full = place == len(window) - 1
-            yield Piece(batch, m + place * world.size, row + place, place == 0, full, weight, shared)
+            final = place == len(window) - 1
+            yield Piece(batch, m + place * world.size, row + place, place == 0, final, weight, shared)
         if not window:
-            yield Piece(NOTHING, m, row, True, True, 0.0, shared)
+            yield Piece(NO_BATCH, m, row, True, True, 0.0, shared)
         del window, weights
         row += wanted

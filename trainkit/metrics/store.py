@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.data.window import NOTHING
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.record import Described, Record, Scope, cadence
@@ -25,6 +24,7 @@ from trainkit.metrics.saved_metrics import adopt, capture, fill
 from trainkit.metrics.saved_objects import capture_objects, restore_objects
 from trainkit.metrics.sync import Key, agree_on_steps, end_epoch, end_row, end_step
 from trainkit.metrics.values import alike, is_metric_object, one_number, read, weight_of
+from trainkit.micro_batch import NO_BATCH
 from trainkit.nested import batch_size as size_of
 
 __all__ = ["MetricResults", "MetricStore", "Scope"]
@@ -157,7 +157,7 @@ class MetricStore:
             return 1
         batch, size = self._size
         if batch is not self.batch or batch is None:
-            size = 0 if self.batch is NOTHING else self.count(self.batch)
+            size = 0 if self.batch is NO_BATCH else self.count(self.batch)
             self._size = (self.batch, size)
         return size
 

@@ -19,7 +19,6 @@ __all__ = ["PreparedOptimizer", "Stepper", "clear_gradients", "toggle", "untoggl
 class Stepper(Protocol):
     """What prepared optimizers and schedulers need of the ``Accelerator`` that prepared them."""
 
-    window: Any
     strategy: Any
     unspent: bool
 
@@ -30,6 +29,10 @@ class Stepper(Protocol):
     @property
     def optimizers(self) -> Iterable[Optimizer]:
         """The prepared optimizers."""
+
+    @property
+    def clears_gradients(self) -> bool:
+        """Whether ``zero_grad`` acts at this point of the accumulation window."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -116,7 +119,7 @@ class PreparedOptimizer(Optimizer):
 
         So it may be called at the end of the loop's body or at its beginning: inside a window it does nothing.
         """
-        if self._accelerator.window.clears:
+        if self._accelerator.clears_gradients:
             self._accelerator.unspent = False
             if set_to_none:
                 clear_gradients(self.optimizer)

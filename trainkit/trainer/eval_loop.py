@@ -1,9 +1,8 @@
 """The evaluation loop: validation, test and prediction over all loaders.
 
-Over several processes each has the micro-batches that are its own, and they go from row to row together: a row is a
-micro-batch for each of them. After each row they exchange one word: how many batches there were, whether a signal has come,
-whether a metric waits for the loggers. A process without a batch in the last row takes part in that and in nothing else, so
-that no sample is repeated and none is left out.
+Each of several ranks has its own micro-batches, and the ranks advance together, one micro-batch each. After each they exchange
+how many batches there were, whether a signal has come and whether a metric waits for the loggers. At the end of a loader a
+rank may have no batch: it takes part in that exchange only, so that no sample is repeated or skipped.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainkit.data.window import NOTHING
 from trainkit.errors import ConfigurationError
 from trainkit.metrics.store import Scope
+from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.nested import map_tensors
-from trainkit.trainer.padding_steps import fill_evaluation
+from trainkit.trainer.padding_steps import pad_evaluation
 from trainkit.trainer.setup import overrides
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
 
 __all__ = ["evaluate", "gather_predictions"]
+
+_NO_DATA = MicroBatch(NO_BATCH, 0, True, True, 0.0, MicroBatchKind.NONE)
 
 
 def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
@@ -40,11 +41,11 @@ def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
     with _active(trainer, plan), _eval_mode(module, name), _no_gradients(trainer):
         hooks.run(f"on_{name}_start")
         hooks.run(f"on_{name}_epoch_start")
-        rows = 0
+        count = 0
         for index, loader in enumerate(plan.loaders):
             plan.begin_loader(index)
             plan.uneven = not loader.even
-            rows = evaluate_loader(trainer, plan, index, loader.iterate(trainer.current_epoch), rows)
+            count = evaluate_loader(trainer, plan, index, loader.iterate(trainer.current_epoch), count)
         plan.uneven = False
         metrics.suffix, metrics.batch = "", None
         metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
@@ -57,8 +58,8 @@ def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
     return plan.by_loader()
 
 
-def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches: Iterator[Any], rows: int) -> int:
-    """All batches of one loader; of several processes, those of this one. Rows before it → rows after it."""
+def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch], count: int) -> int:
+    """Evaluate this rank's batches of one loader; ``count`` and the result are numbers of micro-batches before and after it."""
     hooks, metrics, step, signals = trainer._hooks, plan.metrics, plan.step, trainer._signals
     before: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_start")
     after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_end")
@@ -66,12 +67,13 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches:
         metrics.scope = Scope.EVAL_BATCH
     alone = trainer.strategy.world.size == 1
     batch_idx = -1
-    for batch_idx, batch in enumerate(batches if alone else _in_rows(trainer, plan, index, batches)):
-        if batch is NOTHING:
+    for batch_idx, micro in enumerate(micro_batches if alone else _together(trainer, plan, index, micro_batches)):
+        if micro.kind is MicroBatchKind.NONE:
             if trainer.strategy.shards_parameters:
-                fill_evaluation(trainer, plan.loaders[index].filler(), batch_idx, index)
+                pad_evaluation(trainer, plan.loaders[index].padding(), batch_idx, index)
             continue
-        metrics.stamp, metrics.batch = rows + batch_idx, batch
+        batch = micro.batch
+        metrics.stamp, metrics.batch = count + batch_idx, batch
         for hook in before:
             hook(batch, batch_idx, index)
         outputs = step(batch, batch_idx, index)
@@ -87,60 +89,62 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, batches:
             raise signals.ending(f"at step {trainer.global_step}, in the {plan.name}")
     if batch_idx < 0:
         plan.refuse_empty(index)
-    metrics.end_loader(index, rows)
-    rows += batch_idx + 1
-    if metrics.stamp + 1 < rows:
-        metrics.gaps.append((metrics.stamp + 1, rows))
-    return rows
+    metrics.end_loader(index, count)
+    count += batch_idx + 1
+    if metrics.stamp + 1 < count:
+        metrics.gaps.append((metrics.stamp + 1, count))
+    return count
 
 
-def _in_rows(trainer: Trainer, plan: EvaluationPlan, index: int, batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches of this process, as many as there are rows: ``NOTHING`` in a row in which only others have one."""
+def _together(trainer: Trainer, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """This rank's micro-batches, one for each exchange; of kind ``NONE`` where only other ranks have a batch."""
     loader = plan.loaders[index]
     if loader.length is None or not loader.exact:
-        return _rows_to_the_end(trainer, plan, batches)
-    return _rows_of(trainer, plan, batches, loader.length)
+        return _together_to_the_end(trainer, plan, micro_batches)
+    return _together_of_length(trainer, plan, micro_batches, loader.length)
 
 
-def _rows_of(trainer: Trainer, plan: EvaluationPlan, batches: Iterator[Any], length: int) -> Iterator[Any]:
-    """So many rows: the word of a row travels while the next batch is fetched."""
+def _together_of_length(
+    trainer: Trainer, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch], length: int
+) -> Iterator[MicroBatch]:
+    """``length`` micro-batches: the exchange of one runs while the next is fetched."""
     world, metrics, signals = trainer.strategy.world, plan.metrics, trainer._signals
-    word, had = None, False
+    pending, had = None, False
     for _ in range(length):
-        batch = next(batches, NOTHING)
-        if word is not None:
-            _end_row(trainer, plan, had, *word.wait())
-        yield batch
-        had = batch is not NOTHING
-        place = trainer.strategy.data_world.rank + 1 if had else 0  # rows are filled from the first rank on
-        word = world.begin_largest([place, signals.received or 0, metrics.pending])
-    if word is not None:
-        _end_row(trainer, plan, had, *word.wait())
+        micro = next(micro_batches, _NO_DATA)
+        if pending is not None:
+            _end_exchange(trainer, plan, had, *pending.wait())
+        yield micro
+        had = micro.kind is not MicroBatchKind.NONE
+        place = trainer.strategy.data_world.rank + 1 if had else 0  # the first ranks have the last batches
+        pending = world.begin_largest([place, signals.received or 0, metrics.pending])
+    if pending is not None:
+        _end_exchange(trainer, plan, had, *pending.wait())
 
 
-def _rows_to_the_end(trainer: Trainer, plan: EvaluationPlan, batches: Iterator[Any]) -> Iterator[Any]:
-    """Rows until no process has a batch any more: each row begins with the question whether there is one."""
+def _together_to_the_end(trainer: Trainer, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Micro-batches until no rank has one: each begins with an exchange of whether there is one."""
     world, metrics, signals = trainer.strategy.world, plan.metrics, trainer._signals
     had, count = False, 0
     while True:
-        batch = next(batches, NOTHING)
-        has = batch is not NOTHING
+        micro = next(micro_batches, _NO_DATA)
+        has = micro.kind is not MicroBatchKind.NONE
         there, numbers, waiting = zip(*world.rows([has, signals.received or 0, metrics.pending]), strict=True)
-        _end_row(trainer, plan, had, count, int(max(numbers)), int(max(waiting)))
+        _end_exchange(trainer, plan, had, count, int(max(numbers)), int(max(waiting)))
         if not any(there):
             return
-        yield batch
+        yield micro
         had, count = has, min(int(sum(there)), trainer.strategy.data_world.size)  # or all of them read all
 
 
-def _end_row(trainer: Trainer, plan: EvaluationPlan, had: bool, count: int, signal: int, waiting: int) -> None:
-    """What follows from the word of a row, on all processes alike.
+def _end_exchange(trainer: Trainer, plan: EvaluationPlan, had: bool, count: int, signal: int, waiting: int) -> None:
+    """Act on what the ranks exchanged, the same on all of them.
 
     Args:
         trainer: the trainer.
         plan: of the evaluation.
-        had: this process had a batch.
-        count: the batches of the row.
+        had: this rank had a batch.
+        count: number of ranks that had one.
         signal: the number of the signal that has come to a process, or 0.
         waiting: a metric waits for the loggers on some process.
     """
@@ -157,7 +161,7 @@ def gather_predictions(world: World, outputs: list[list[Any]], device: torch.dev
 
     Args:
         world: the processes.
-        outputs: of this one, by loader and row.
+        outputs: of this rank, by loader and micro-batch.
         device: where the tensors of the result are.
 
     Raises:
@@ -176,8 +180,8 @@ def gather_predictions(world: World, outputs: list[list[Any]], device: torch.dev
         ) from error
     gathered: list[list[Any]] = []
     for per_rank in zip(*by_rank, strict=True):
-        rows = range(max(len(own) for own in per_rank))
-        gathered.append([own[row] for row in rows for own in per_rank if row < len(own)])
+        longest = max(len(own) for own in per_rank)
+        gathered.append([own[index] for index in range(longest) for own in per_rank if index < len(own)])
     received: list[list[Any]] = map_tensors(gathered, lambda tensor: tensor.to(device))
     return received
 

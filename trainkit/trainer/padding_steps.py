@@ -1,4 +1,4 @@
-"""Steps that count for nothing: a process that has no micro-batch takes part in what the others wait for."""
+"""Padding micro-batches: a rank without data takes part in the collectives of the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainkit.metrics.store import MetricResults, MetricStore
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["fill_evaluation", "fill_manual_step", "fill_nothing", "fill_step", "unnoticed"]
+__all__ = ["pad_evaluation", "pad_manual_step", "pad_training_step", "pad_without_forward", "without_effects"]
 
 
 @contextmanager
-def unnoticed(trainer: Trainer, batch: Any) -> Iterator[None]:
-    """Within it what is logged is lost, and afterwards the module's buffers are as they were."""
+def without_effects(trainer: Trainer, batch: Any) -> Iterator[None]:
+    """Within it logged values are dropped; afterwards the module's buffers have their values from before."""
     outer = trainer._metrics
     trainer._metrics = MetricStore(lambda metrics, for_step: None, MetricResults())
     trainer._metrics.scope, trainer._metrics.batch = outer.scope, batch
@@ -32,27 +32,27 @@ def unnoticed(trainer: Trainer, batch: Any) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def fill_nothing(trainer: Trainer, batch: Any, batch_idx: int) -> None:
-    """Where gradients are reduced without a forward: they are zero here."""
+def pad_without_forward(trainer: Trainer, batch: Any, batch_idx: int) -> None:
+    """Take part with zero gradients, for a strategy that can average them without a forward."""
     trainer._fit_plan.backward(None)
 
 
-def fill_manual_step(trainer: Trainer, batch: Any, batch_idx: int) -> None:
-    """Under manual optimization only the module's code tells what others wait for."""
-    with unnoticed(trainer, batch):
+def pad_manual_step(trainer: Trainer, batch: Any, batch_idx: int) -> None:
+    """Run the training step: under manual optimization only the module's code knows the collectives of a step."""
+    with without_effects(trainer, batch):
         trainer._fit_plan.training_step(batch, batch_idx)
 
 
-def fill_step(trainer: Trainer, batch: Any, batch_idx: int) -> None:
-    """Where a forward has collectives: it is run, and its gradients are zero."""
-    with unnoticed(trainer, batch):
+def pad_training_step(trainer: Trainer, batch: Any, batch_idx: int) -> None:
+    """Run the training step with zero gradients, for a strategy whose forward has collectives."""
+    with without_effects(trainer, batch):
         outputs = trainer._fit_plan.training_step(batch, batch_idx)
         trainer._fit_plan.backward(outputs["loss"] if isinstance(outputs, dict) else outputs)
 
 
-def fill_evaluation(trainer: Trainer, batch: Any, batch_idx: int, index: int) -> None:
-    """The same in an evaluation, whose outputs are dropped."""
+def pad_evaluation(trainer: Trainer, batch: Any, batch_idx: int, index: int) -> None:
+    """Run the step of an evaluation and drop its outputs."""
     plan = trainer._active_plan
     assert plan is not None
-    with unnoticed(trainer, batch):
+    with without_effects(trainer, batch):
         plan.step(batch, batch_idx, index)

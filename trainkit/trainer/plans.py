@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import EmptyLoaderError
 from trainkit.metrics.store import MetricStore
+from trainkit.micro_batch import MicroBatch
 from trainkit.optim.optimizer_config import SchedulerConfig
 from trainkit.trainer.profiler import Profiler
 
@@ -27,7 +28,7 @@ class FitPlan:
         training_step: called with (batch, batch_idx).
         automatic: the loop does backward and step.
         several: there are other processes.
-        fill: called instead of ``training_step`` in a window in which this process has no micro-batch, and others have.
+        pad: called instead of ``training_step`` for a micro-batch without data on this rank.
         without_optimizer: there is none: windows are counted, nothing is learnt.
         optimizer: the only one, under automatic optimization.
         backward: of a loss.
@@ -48,7 +49,7 @@ class FitPlan:
     schedulers: list[SchedulerConfig]
     profiler: Profiler | None
     several: bool = False
-    fill: Callable[..., Any] = lambda batch, batch_idx: None
+    pad: Callable[..., Any] = lambda batch, batch_idx: None
     validate_every: int | None = None
 
     @property
@@ -56,10 +57,10 @@ class FitPlan:
         """Micro-batches of an epoch, ``None`` if only its end tells."""
         return self.loader.length
 
-    def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """The batches of an epoch, from the micro-batch ``start`` on."""
-        batches = self.loader.iterate(epoch, start)
-        return batches if self.profiler is None else self.profiler.iterated("next training batch", batches)
+    def micro_batches(self, epoch: int, start: int) -> Iterator[MicroBatch]:
+        """The micro-batches of an epoch, from index ``start`` on."""
+        found = self.loader.iterate(epoch, start)
+        return found if self.profiler is None else self.profiler.iterated("next training batch", found)
 
     def is_last(self, batch_idx: int) -> bool:
         """Whether this is known to be the last micro-batch of the epoch."""

@@ -18,7 +18,7 @@ from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.optim.prepared_optimizer import clear_gradients
 from trainkit.rng import Purpose, Stage, mix, seed_generators
 from trainkit.trainer.arguments import limited
-from trainkit.trainer.padding_steps import fill_manual_step, fill_nothing, fill_step
+from trainkit.trainer.padding_steps import pad_manual_step, pad_training_step, pad_without_forward
 from trainkit.trainer.plans import EvaluationPlan, FitPlan
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
         )
     source = trainer.train_dataloader = training_source(source)
     trainer.accumulate_grad_batches = _accumulation(trainer, source)
-    trainer.accelerator.window.size = trainer.accumulate_grad_batches
+    trainer.accelerator.gradient_accumulation_steps = trainer.accumulate_grad_batches
     trainer.strategy.check_batches(batch_size_of(source), trainer.accumulate_grad_batches)
     weighed = overrides(module, "batch_weight")
     loader = trainer.accelerator.prepare_loader(
@@ -86,7 +86,7 @@ def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
         window=True,
         weigh=module.batch_weight if weighed else None,
         sequential=bool(arguments.overfit_batches),
-        repeat_filler=not module.automatic_optimization or trainer.strategy.shards_parameters,
+        pads=not module.automatic_optimization or trainer.strategy.shards_parameters,
         **_transfer(trainer, Stage.TRAIN, 0),
     )
     if loader.samples is not None:
@@ -210,10 +210,10 @@ def finish_fit_plan(trainer: Trainer, plan: FitPlan) -> None:
         _refuse_under_manual(trainer)
         engine.before_step = trainer._before_manual_step
         engine.averages_in_step = plan.several
-        plan.fill = partial(fill_manual_step, trainer)
+        plan.pad = partial(pad_manual_step, trainer)
         return
     plan.schedulers = configs
-    plan.fill = partial(fill_step if trainer.strategy.shards_parameters else fill_nothing, trainer)
+    plan.pad = partial(pad_training_step if trainer.strategy.shards_parameters else pad_without_forward, trainer)
     if not optimizers:
         plan.automatic, plan.without_optimizer = False, True
         return
@@ -312,7 +312,7 @@ def evaluation_plan(
             stage=own,
             index=index,
             sequential=overfitting,
-            repeat_filler=trainer.strategy.shards_parameters,
+            pads=trainer.strategy.shards_parameters,
             **_transfer(trainer, own, index),
         )
         _refuse_empty(loader, source, name)

@@ -2,37 +2,25 @@
 
 ::
 
-    fit(trainer):
-        on_train_start
-        for epoch:
-            train_epoch
-        on_train_end
-
-    train_epoch(trainer):
-        on_train_epoch_start
-        what a resumed step had left to do
-        for batch in loader:                       # on the device, the generators seeded for it
-            on_train_batch_start
-            if first of its window: on_before_zero_grad; zero_grad
-            loss = training_step(batch)
-            on_before_backward; backward; on_after_backward
-            if last of its window: on_before_optimizer_step; step; schedulers
-            on_train_batch_end
-            if due: log; validate; save; stop
-        on_train_epoch_end
-        if due: save
+    train_epoch:            on_train_epoch_start
+        run_micro_batch:    on_train_batch_start; forward; backward            for each micro-batch of the loader
+        close_window:       on_before_optimizer_step; clip; optimizer step; schedulers      after the last of a window
+        end_micro_batch:    on_train_batch_end
+        safe_point:         log; validate; save; obey signals                  after the last of a window
+    finish_epoch:           on_train_epoch_end; save
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainkit.console import warn
 from trainkit.errors import LossError, MissingMetricError
 from trainkit.metrics.store import Scope
+from trainkit.micro_batch import MicroBatch, MicroBatchKind
 from trainkit.module.monitors import not_logged
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.progress import Phase, Stop
@@ -41,13 +29,30 @@ if TYPE_CHECKING:
     from trainkit.optim.optimizer_config import SchedulerConfig
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["fit", "train_epoch"]
+__all__ = ["close_window", "epochs", "finish_epoch", "run_micro_batch", "safe_point", "train_epoch"]
 
 _LONG = 1000  # batches without an optimizer step since a fit began: no accumulation is as long
 
 
-def fit(trainer: Trainer) -> None:
-    """Train until an end is reached: ``max_epochs``, ``max_steps``, or ``should_stop``."""
+_SKIP_EPOCH = object()  # on_train_batch_start returned -1
+
+
+class OpenWindow:
+    """What the loop keeps of the accumulation window between its first and its last micro-batch.
+
+    Attributes:
+        had_loss: ``training_step`` has returned a loss in it, on this rank.
+        updates: the accelerator's number of optimizer steps before ``training_step`` was called last.
+    """
+
+    __slots__ = ("had_loss", "updates")
+
+    def __init__(self) -> None:
+        self.had_loss, self.updates = False, 0
+
+
+def epochs(trainer: Trainer) -> Iterator[int]:
+    """The epochs to train, until an end is reached: ``max_epochs``, ``max_steps``, or ``should_stop``."""
     hooks, metrics, progress = trainer._hooks, trainer._metrics, trainer._progress
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_start")
@@ -56,86 +61,122 @@ def fit(trainer: Trainer) -> None:
         metrics.stamp = -1
     progress.first_step = progress.global_step
     progress.safe_point_due = True  # at the first safe point, when there may be workers
-    while progress.phase is not Phase.STEP or not trainer._due.training_ends:  # what a resumed step has left to do comes first
+    while progress.phase is not Phase.STEP or not trainer._due.training_ends:  # the rest of a resumed step comes first
         trainer._refresh_loaders()
-        train_epoch(trainer)
+        yield progress.current_epoch
     progress.end_training()
     metrics.scope = Scope.NOWHERE  # nothing is left that could be given to the loggers
     hooks.run("on_train_end")
 
 
 def train_epoch(trainer: Trainer) -> None:
-    """One epoch: the only training loop there is."""
-    plan, engine, hooks, metrics = trainer._fit_plan, trainer.accelerator, trainer._hooks, trainer._metrics
-    progress = trainer._progress
-    window, training_step, optimizer = engine.window, plan.training_step, plan.optimizer
+    """Train one epoch: the only training loop there is."""
+    plan, hooks, metrics, progress = trainer._fit_plan, trainer._hooks, trainer._metrics, trainer._progress
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_start")
     metrics.scope = Scope.TRAIN_BATCH
     if progress.phase is not Phase.STEP and finish_step(trainer):
         return
-    has_loss = complete = exhausted = False
-    for batch_idx, batch in enumerate(plan.batches(progress.current_epoch, progress.epoch_start), progress.epoch_start):
-        progress.batch_idx, metrics.batch = batch_idx, batch
-        if window.first:
-            progress.should_log = trainer._due.logs(progress.global_step + 1)
-        working, skip = not window.filler, None
-        if working:
-            metrics.stamp = batch_idx
-            for hook in hooks.on_train_batch_start:
-                skip = hook if hook(batch, batch_idx) == -1 else skip
-        if skip is not None:
-            engine.collective_checks.end_epoch(skip)
-            complete, engine.skip_asked = True, False  # the user is done with this epoch
+    window, complete, exhausted = OpenWindow(), False, False
+    for micro in plan.micro_batches(progress.current_epoch, progress.epoch_start):
+        outputs = run_micro_batch(trainer, micro, window)
+        if outputs is _SKIP_EPOCH:
+            complete = True  # the user skips the rest of this epoch
             break
-        if optimizer is not None and window.first:
-            begin_window(trainer, optimizer)
-            has_loss = False
-        updates = engine.updates
-        outputs = training_step(batch, batch_idx) if working else plan.fill(batch, batch_idx)
-        if plan.automatic:
-            loss = outputs if outputs is None or isinstance(outputs, Tensor) else _loss_in(outputs)
-            if loss is not None:
-                if loss.ndim or not loss.requires_grad:
-                    _check_loss(loss)
-                has_loss = progress.tried_to_learn = True
-                for hook in hooks.on_before_backward:
-                    hook(loss)
-                plan.backward(loss)
-                for hook in hooks.on_after_backward:
-                    hook()
-            elif plan.several and working:
-                plan.backward(None)  # nothing, but the others wait for it
-            if optimizer is not None and window.full and (has_loss or (plan.several and engine.any_loss())):
-                if hooks.on_before_optimizer_step:
-                    engine.unscale_gradients(optimizer)  # what they look at are the true gradients
-                    for hook in hooks.on_before_optimizer_step:
-                        hook(optimizer)
-                plan.step(optimizer)
-        updated = engine.updates != updates or (plan.without_optimizer and window.full)
-        if updated:
-            count_update(trainer)
-        if hooks.on_train_batch_end and working:
-            detached = _detached(outputs)
-            for hook in hooks.on_train_batch_end:
-                hook(detached, batch, batch_idx)
-        if window.full and after_window(trainer, batch_idx, updated):
-            complete = plan.is_last(progress.batch_idx)
-            break
+        updated = micro.last and close_window(trainer, window)
+        if hooks.on_train_batch_end and micro.kind is MicroBatchKind.DATA:
+            end_micro_batch(trainer, micro, outputs)
+        if micro.last:
+            if micro.uneven:
+                progress.batch_idx = plan.loader.given - 1  # of the rank that has the most micro-batches in this window
+            if safe_point(trainer, progress.batch_idx, updated):
+                complete = plan.is_last(progress.batch_idx)
+                break
     else:
         complete = exhausted = True
-    end_of_epoch(trainer, complete, exhausted)
+        trainer.accelerator.end_micro_batches()
+    finish_epoch(trainer, complete, exhausted)
 
 
-def begin_window(trainer: Trainer, optimizer: Optimizer) -> None:
-    """Set the gradients to zero."""
-    for hook in trainer._hooks.on_before_zero_grad:
-        hook(optimizer)
-    trainer._fit_plan.zero_grad()
+def run_micro_batch(trainer: Trainer, micro: MicroBatch, window: OpenWindow) -> Any:
+    """Run the hooks, the forward and the backward of one micro-batch; returns the outputs of ``training_step``."""
+    plan, engine, metrics, progress = trainer._fit_plan, trainer.accelerator, trainer._metrics, trainer._progress
+    progress.batch_idx, metrics.batch = micro.index, micro.batch
+    engine.begin_micro_batch(micro)
+    if micro.first:
+        progress.should_log = trainer._due.logs(progress.global_step + 1)
+    has_data, skip = micro.kind is MicroBatchKind.DATA, None
+    if has_data:
+        metrics.stamp = micro.index
+        for hook in trainer._hooks.on_train_batch_start:
+            skip = hook if hook(micro.batch, micro.index) == -1 else skip
+    if skip is not None:
+        engine.collective_checks.end_epoch(skip)
+        engine.skip_asked = False
+        return _SKIP_EPOCH
+    if micro.first and plan.optimizer is not None:
+        for hook in trainer._hooks.on_before_zero_grad:
+            hook(plan.optimizer)
+        plan.zero_grad()
+        window.had_loss = False
+    window.updates = engine.updates
+    if not has_data:
+        return plan.pad(micro.batch, micro.index)
+    outputs = plan.training_step(micro.batch, micro.index)
+    if plan.automatic:
+        loss = outputs if outputs is None or isinstance(outputs, Tensor) else _loss_in(outputs)
+        if loss is not None:
+            window.had_loss = progress.tried_to_learn = True
+            run_backward(trainer, loss)
+        elif plan.several:
+            plan.backward(None)  # there is no gradient, but the other ranks wait in a collective
+    return outputs
+
+
+def run_backward(trainer: Trainer, loss: Tensor) -> None:
+    """Run the backward pass of a loss with its hooks."""
+    hooks = trainer._hooks
+    if loss.ndim or not loss.requires_grad:
+        _check_loss(loss)
+    for hook in hooks.on_before_backward:
+        hook(loss)
+    trainer._fit_plan.backward(loss)
+    for hook in hooks.on_after_backward:
+        hook()
+
+
+def close_window(trainer: Trainer, window: OpenWindow) -> bool:
+    """Step the optimizer and the schedulers at the end of an accumulation window; returns whether there was a step.
+
+    Under manual optimization ``training_step`` has stepped the optimizers already.
+    """
+    plan, engine, hooks = trainer._fit_plan, trainer.accelerator, trainer._hooks
+    optimizer = plan.optimizer
+    if optimizer is not None:
+        had_loss = window.had_loss
+        if plan.several:  # the same on all ranks
+            had_loss = engine.any_rank_had_loss(had_loss)
+        if had_loss:
+            if hooks.on_before_optimizer_step:
+                engine.unscale_gradients(optimizer)  # the hooks see the true gradients
+                for hook in hooks.on_before_optimizer_step:
+                    hook(optimizer)
+            plan.step(optimizer)
+    updated = engine.updates != window.updates or plan.without_optimizer
+    if updated:
+        count_update(trainer)
+    return updated
+
+
+def end_micro_batch(trainer: Trainer, micro: MicroBatch, outputs: Any) -> None:
+    """Run the hooks at the end of a micro-batch."""
+    detached = _detached(outputs)
+    for hook in trainer._hooks.on_train_batch_end:
+        hook(detached, micro.batch, micro.index)
 
 
 def count_update(trainer: Trainer) -> None:
-    """An optimizer step has been made."""
+    """Count an optimizer step and advance the schedulers."""
     progress = trainer._progress
     progress.global_step += 1
     if trainer._fit_plan.without_optimizer:
@@ -146,39 +187,36 @@ def count_update(trainer: Trainer) -> None:
 
 
 def finish_step(trainer: Trainer) -> bool:
-    """What the step of the checkpoint that training goes on from had left to do; returns whether that ends the epoch."""
+    """Complete the step in which the loaded checkpoint was saved; returns whether that ends the epoch."""
     plan, progress = trainer._fit_plan, trainer._progress
-    phase = progress.phase
-    progress.phase = Phase.STEP
+    phase, progress.phase = progress.phase, Phase.STEP
     if phase is Phase.EPOCH_END:
-        end_of_epoch(trainer, progress.epoch_complete, exhausted=False)
+        finish_epoch(trainer, progress.epoch_complete, exhausted=False)
         return True
     last = progress.epoch_start - 1
     if phase is Phase.UPDATED:
         progress.should_log = trainer._due.logs(progress.global_step)
-        stop = after_window(trainer, last, True)
+        stop = safe_point(trainer, last, True)
     else:
         validate(trainer)
         stop = end_step(trainer, last, validated=True)
     if stop:
-        end_of_epoch(trainer, plan.is_last(last), False)
+        finish_epoch(trainer, plan.is_last(last), False)
     return stop
 
 
-def after_window(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
-    """Log and validate if they are due; returns whether training ends here."""
-    plan, metrics, progress = trainer._fit_plan, trainer._metrics, trainer._progress
-    if trainer.accelerator.window.uneven:
-        batch_idx = progress.batch_idx = plan.loader.given - 1  # where the process is that has most of this window
+def safe_point(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
+    """Log, validate, save and obey signals if they are due; returns whether training ends here."""
+    plan, progress = trainer._fit_plan, trainer._progress
     if plan.profiler is not None:
         plan.profiler.step()
     trainer.accelerator.skip_asked = False  # asked for in a window that had no loss
     if updated and progress.should_log:
-        metrics.flush_step()
+        trainer._metrics.flush_step()
     elif not updated and batch_idx >= _LONG and progress.global_step == progress.first_step:
         warn_without_step(trainer)  # the epoch may be an endless one
     if trainer._control is not None:
-        trainer._control.turn()  # what the step before this one asked for, on any process
+        trainer._control.turn()  # what the step before this one requested, on any rank
     if progress.stop is Stop.REQUESTED and trainer._due.may_stop:  # requested in the step before this one
         progress.begin_stopping()
     if trainer._control is None:
@@ -203,13 +241,13 @@ def end_step(trainer: Trainer, batch_idx: int, validated: bool) -> bool:
     ends = progress.stop is Stop.STOPPING or trainer._due.max_steps_reached
     if progress.safe_point_due or progress.global_step >= progress.next_save_step:
         if ends:
-            progress.safe_point_due = True  # when the epoch's end is done too: a run that has ended does not come back to it
+            progress.safe_point_due = True  # after the end of the epoch: a run that has ended does not come back to it
         else:
             trainer._checkpointing.attend()
     return ends
 
 
-def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
+def finish_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
     """The hooks, metrics and schedulers at the end of an epoch.
 
     Args:
@@ -222,8 +260,8 @@ def end_of_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
         plan.refuse_empty()
     if exhausted and progress.batch_idx >= progress.epoch_start and progress.global_step == progress.first_step:
         warn_without_step(trainer)
-    at_end = trainer._val_plan is not None and trainer._due.validates_at_end(plan.validate_every)
-    if at_end and exhausted and not trainer._due.max_steps_reached:
+    validates = trainer._val_plan is not None and trainer._due.validates_at_end(plan.validate_every)
+    if validates and exhausted and not trainer._due.max_steps_reached:
         validate(trainer, at_end=True)
     progress.phase, progress.epoch_complete = Phase.EPOCH_END, complete
     metrics.batch = None

@@ -297,7 +297,8 @@ class Trainer:
             self._hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(self, val_dataloaders)
-            loop.fit(self)
+            for _ in loop.epochs(self):
+                loop.train_epoch(self)
             self._hooks.run("on_fit_end")
             agree_on_signals(self)
         notice(" ".join(filter(None, (why_it_ended(self), where_it_is(self)))))

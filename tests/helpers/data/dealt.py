@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from helpers.data.samples import CPU, draw, ids, same
 
 from trainkit.data import PreparedLoader
-from trainkit.data.window import NOTHING, Window
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.launch.joining import join
+from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.nested import map_tensors
 from trainkit.rng import Stage
 
@@ -57,7 +57,7 @@ class Given(NamedTuple):
     share: float
     empty: bool
     uneven: bool
-    filler: bool
+    padding: bool
     given: int
 
 
@@ -81,8 +81,7 @@ def joined() -> World:
 
 def prepared(source: Any, world: World, window: int | None = 1, **options: Any) -> PreparedLoader:
     """The source as a loader of one process; for training with a window, else for evaluation."""
-    own = None if window is None else Window(window)
-    return PreparedLoader(source, seed=7, device=CPU, world=world, **{"stage": Stage.TRAIN, "window": own, **options})
+    return PreparedLoader(source, seed=7, device=CPU, world=world, **{"stage": Stage.TRAIN, "window": window, **options})
 
 
 def read(loader: PreparedLoader, epoch: int = 0, start: int = 0) -> Iterator[Given]:
@@ -90,27 +89,13 @@ def read(loader: PreparedLoader, epoch: int = 0, start: int = 0) -> Iterator[Giv
     return observed(loader, loader.iterate(epoch, start))
 
 
-def observed(loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Given]:
+def observed(loader: PreparedLoader, micro_batches: Iterator[MicroBatch]) -> Iterator[Given]:
     """Batches of a loader with what is known of each when it is given."""
-    window = loader._window
-    for batch in batches:
-        numbers = None if batch is NOTHING else _numbers(batch)
+    for micro in micro_batches:
+        numbers = None if micro.batch is NO_BATCH else _numbers(micro.batch)
         drawn = draw()
-        if window is None:
-            yield Given(batch, numbers, drawn, True, True, 1.0, False, False, False, 0)
-        else:
-            yield Given(
-                batch,
-                numbers,
-                drawn,
-                window.first,
-                window.full,
-                window.share,
-                window.empty,
-                window.uneven,
-                window.filler,
-                loader.given,
-            )
+        padding, given = micro.kind is not MicroBatchKind.DATA, 0 if loader.window is None else loader.given
+        yield Given(micro.batch, numbers, drawn, *micro[2:5], micro.empty, micro.uneven, padding, given)
 
 
 def _numbers(batch: Any) -> Any:
@@ -135,23 +120,23 @@ def dealt(make: Callable[[], Any], size: int, window: int | None = 1, epoch: int
 def assert_shared_out(by_rank: list[list[Given]], alone: list[Given], kind: str) -> None:
     """Each process was given its batches of those that one process is given, and drew the same when it worked on them."""
     for rank, own in enumerate(by_rank):
-        batches, expected = [one for one in own if not one.filler], alone[rank :: len(by_rank)]
+        batches, expected = [one for one in own if not one.padding], alone[rank :: len(by_rank)]
         assert same([one.batch for one in batches], [one.batch for one in expected]), kind
         assert [one.drawn for one in batches] == [one.drawn for one in expected], kind
 
 
 def global_windows(by_rank: list[list[Given]]) -> list[list[Given]]:
-    """The windows of an epoch, each with its micro-batches in the order of one process, fillers left out."""
+    """The windows of an epoch, each with its micro-batches in the order of one process, paddings left out."""
     parts = [list(_windows(own)) for own in by_rank]
     assert len({len(own) for own in parts}) == 1, "all have as many windows"
     found = []
     for pieces in zip(*parts, strict=True):
-        counts = [sum(not piece.filler for piece in own) for own in pieces]
+        counts = [sum(not piece.padding for piece in own) for own in pieces]
         assert [own[0].uneven for own in pieces] == [len(set(counts)) > 1] * len(pieces)
         assert [own[0].empty for own in pieces] == [pieces[0][0].empty] * len(pieces)
         assert len({own[-1].given for own in pieces}) == 1, "they agree on the rows that are done"
-        assert all(len(own) == 1 and own[0].share == 0.0 for own in pieces if own[0].filler)
-        found.append([own[row] for row in range(max(counts)) for own in pieces if row < len(own) and not own[row].filler])
+        assert all(len(own) == 1 and own[0].share == 0.0 for own in pieces if own[0].padding)
+        found.append([own[row] for row in range(max(counts)) for own in pieces if row < len(own) and not own[row].padding])
     return found
 
 

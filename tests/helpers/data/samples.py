@@ -84,7 +84,7 @@ def prepare(source: Any, seed: int = 7, **options: Any) -> PreparedLoader:
 
 def whole_epoch(loader: PreparedLoader, epoch: int = 0, start: int = 0) -> list[Any]:
     """The batches of an epoch, from ``start`` on."""
-    return list(loader.iterate(epoch, start))
+    return [micro.batch for micro in loader.iterate(epoch, start)]
 
 
 def ids(batches: list[Any]) -> list[list[int]]:

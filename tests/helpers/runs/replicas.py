@@ -11,8 +11,8 @@ import torch
 from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 
-from trainkit.data.window import NOTHING, Window
 from trainkit.distributed.requested_devices import RequestedDevices
+from trainkit.micro_batch import NO_BATCH, WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.strategies import DDPStrategy
 
 __all__ = ["Net", "NoLoss", "Plan", "by_hand", "flat", "joined", "over_strategy", "own_loop"]
@@ -78,11 +78,10 @@ def flat(module: nn.Module) -> list[float]:
     return [x for p in values for x in (torch.view_as_real(p) if p.is_complex() else p).double().flatten().tolist()]
 
 
-def joined(accumulation: int = 1, **options: Any) -> DDPStrategy:
+def joined(**options: Any) -> DDPStrategy:
     """A strategy in this process, which is one of several."""
     strategy = DDPStrategy(**{"timeout": timedelta(seconds=60), **options})
     strategy.join(RequestedDevices("cpu"))
-    strategy.window = Window(accumulation)
     return strategy
 
 
@@ -115,16 +114,15 @@ def by_hand(
     return module
 
 
-def dealt(window: Window, items: Sequence[Any], rank: int, size: int) -> Iterator[Any]:
-    """This process's micro-batches of a window, which is told of each as a loader does."""
+def micro_batches(items: Sequence[Any], rank: int, size: int) -> Iterator[MicroBatch]:
+    """This rank's micro-batches of a window, as a loader yields them."""
     mine, total = items[rank::size], sum(map(weight, items))
-    state = {"empty": total == 0, "uneven": len(items) % size != 0, "filler": not mine}
+    facts = {"empty": total == 0, "uneven": len(items) % size != 0}
     if not mine:
-        window.deal(True, True, 0.0, **state)
-        yield NOTHING
+        yield MicroBatch(NO_BATCH, 0, True, True, 0.0, MicroBatchKind.NONE, **facts)
     for i, item in enumerate(mine):
-        window.deal(i == 0, i == len(mine) - 1, size * weight(item) / total if total else 0.0, **state)
-        yield item
+        share = size * weight(item) / total if total else 0.0
+        yield MicroBatch(item, i, i == 0, i == len(mine) - 1, share, **facts)
 
 
 def over_strategy(
@@ -136,24 +134,24 @@ def over_strategy(
     compiler: Any = None,
 ) -> nn.Module:
     """As the ``Trainer`` does it: ``training_step`` in the strategy's hands."""
-    window, rank, size = strategy.window, strategy.rank, strategy.world_size
-    assert window is not None
+    rank, size = strategy.rank, strategy.world_size
     step = strategy.step_function(strategy.prepare_module(module), module, "training_step", compiler)
     optimizer = make(module)
     for number, items in enumerate(plan):
         before(module, number)
         optimizer.zero_grad()
         had_loss = False
-        for item in dealt(window, items, rank, size):
-            loss = None if item is NOTHING else step(item, 0)
-            if loss is None or window.share == 0.0:
-                strategy.skip_backward(loss)
+        for micro in micro_batches(items, rank, size):
+            strategy.begin_micro_batch(micro)
+            loss = None if micro.batch is NO_BATCH else step(micro.batch, 0)
+            if loss is None or micro.share == 0.0:
+                strategy.skip_backward(loss, micro)
             else:
-                strategy.backward(loss * window.share)
+                strategy.backward(loss * micro.share, micro)
             had_loss = had_loss or loss is not None
-        if window.uneven:
-            strategy.reduce_gradients(module.parameters())
-        if not window.empty and strategy.any_loss(had_loss):
+        if micro.uneven:
+            strategy.reduce_gradients(module.parameters(), micro)
+        if not micro.empty and strategy.any_loss(had_loss):
             strategy.optimizer_step(optimizer)
     return module
 
@@ -174,21 +172,22 @@ def own_loop(
         make: its optimizer.
         hold: keep the gradients in by ``no_sync`` inside windows, of which the strategy knows nothing.
     """
-    window, rank, size = Window(1) if hold else strategy.window, strategy.rank, strategy.world_size
-    assert window is not None
+    rank, size = strategy.rank, strategy.world_size
     model: Any = strategy.wrap(strategy.prepare_module(module))
     optimizer = make(model)
     for items in plan:
         optimizer.zero_grad()
-        for given in dealt(window, items, rank, size):
-            item = 1 if given is NOTHING else abs(given)
-            with model.no_sync() if hold and not window.full else nullcontext():
+        for micro in micro_batches(items, rank, size):
+            item = 1 if micro.batch is NO_BATCH else abs(micro.batch)
+            told = WHOLE_WINDOW if hold else micro
+            strategy.begin_micro_batch(told)
+            with model.no_sync() if hold and not micro.last else nullcontext():
                 loss = model(inputs(item, module.first.weight.dtype)).square().mean()
-                if window.share == 0.0:
-                    strategy.skip_backward(torch.zeros(()))
+                if micro.share == 0.0:
+                    strategy.skip_backward(torch.zeros(()), told)
                 else:
-                    strategy.backward(loss * window.share)
-        if window.uneven:
-            strategy.reduce_gradients(model.parameters())
+                    strategy.backward(loss * micro.share, told)
+        if micro.uneven:
+            strategy.reduce_gradients(model.parameters(), told)
         strategy.optimizer_step(optimizer)
     return module

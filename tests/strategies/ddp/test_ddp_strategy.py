@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainkit import Precision, strategies
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, ModuleError, UnknownNameError
+from trainkit.micro_batch import MicroBatch
 from trainkit.strategies import DDPStrategy
 
 EXACT = 1e-11
@@ -59,7 +60,7 @@ def all_alike(results: list[list[float]]) -> list[float]:
 
 
 def train(plan: Plan, options: dict[str, Any]) -> list[float]:
-    strategy = joined(2, **options)
+    strategy = joined(**options)
     module = over_strategy(strategy, plan, double(seed=1 + strategy.rank))
     strategy.teardown()
     return flat(module)
@@ -119,15 +120,15 @@ def test_gradients_travel_with_the_last_micro_batch_only() -> None:
         future.set_result(bucket.buffer())
         return future
 
-    strategy = joined(3, comm_hook=hook, comm_state=sent)
+    strategy = joined(comm_hook=hook, comm_state=sent)
     module = Net()
     step = strategy.step_function(strategy.prepare_module(module), module, "training_step")
-    assert strategy.window is not None
     for uneven in (False, True, False):
         for i in range(3):
             before = len(sent)
-            strategy.window.deal(i == 0, i == 2, 1.0, empty=False, uneven=uneven, filler=False)
-            strategy.backward(step(i, i))
+            micro = MicroBatch(i, i, i == 0, i == 2, 1.0, uneven=uneven)
+            strategy.begin_micro_batch(micro)
+            strategy.backward(step(i, i), micro)
             assert len(sent) - before == (1 if i == 2 and not uneven else 0)
     assert sent == [sum(p.numel() for p in module.parameters()) + 1] * 2
 
@@ -136,7 +137,7 @@ def test_gradients_travel_with_the_last_micro_batch_only() -> None:
 
 
 def train_by_myself(plan: Plan, options: dict[str, Any], hold: bool = False) -> list[float]:
-    strategy = joined(2, **options)
+    strategy = joined(**options)
     return flat(own_loop(strategy, plan, double(seed=1 + strategy.rank), hold=hold))
 
 

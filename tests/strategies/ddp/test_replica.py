@@ -34,7 +34,7 @@ def fine_tune(module: nn.Module, window: int) -> None:
 
 
 def tuned(options: dict[str, Any]) -> list[float]:
-    return flat(over_strategy(joined(2, **options), PLAN, Net().double(), before=fine_tune))
+    return flat(over_strategy(joined(**options), PLAN, Net().double(), before=fine_tune))
 
 
 def test_freezing_and_unfreezing() -> None:
@@ -46,7 +46,7 @@ def test_freezing_and_unfreezing() -> None:
 
 @pytest.mark.world_size(2)
 def test_freezing_under_a_static_graph() -> None:
-    module = over_strategy(joined(2, static_graph=True), PLAN[:-1], Net().double(), before=fine_tune)
+    module = over_strategy(joined(static_graph=True), PLAN[:-1], Net().double(), before=fine_tune)
     same(flat(module), flat(by_hand(PLAN[:-1], Net().double(), before=fine_tune)))
 
 
@@ -67,7 +67,6 @@ def test_a_module_with_nothing_to_train() -> None:
     strategy = joined()
     module = Net().requires_grad_(False)
     step = strategy.step_function(strategy.prepare_module(module), module, "training_step")
-    strategy.window.deal(True, True, 1.0, empty=False, uneven=False, filler=False)  # type: ignore[union-attr]
     loss = step(3, 0)
     assert not loss.requires_grad
     strategy.skip_backward(torch.zeros(()))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from helpers.runs.replicas import inputs, joined
 from torch import nn
 
+from trainkit.micro_batch import WHOLE_WINDOW
 from trainkit.strategies.ddp.sync_batchnorm import SyncedBatchNorms
 
 
@@ -67,8 +68,7 @@ def test_in_a_loop_of_ones_own() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).requires_grad_(False)
     model = strategy.wrap(strategy.prepare_module(module)).eval()
     for uneven, size in ((True, 1), (False, 2)):
-        assert strategy.window is not None
-        strategy.window.deal(True, True, 1.0, empty=False, uneven=uneven, filler=False)
+        strategy.begin_micro_batch(WHOLE_WINDOW._replace(uneven=uneven))
         model(inputs(1))
         assert isinstance(module[1], nn.SyncBatchNorm)
         assert dist.get_world_size(module[1].process_group) == size

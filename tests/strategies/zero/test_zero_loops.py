@@ -20,6 +20,7 @@ from trainkit import Accelerator, Trainer, TrainModule
 from trainkit.callbacks import NonFiniteGuard
 from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import ConfigurationError, NonFiniteError
+from trainkit.micro_batch import MicroBatchKind
 
 pytestmark = pytest.mark.zero  # they take long
 
@@ -43,7 +44,7 @@ def own_loop(kind: str, precision: str, clip: bool) -> list[float]:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 prepared.step()
                 prepared.zero_grad()
-            if not accelerator.window.filler:
+            if accelerator.micro_batch.kind is MicroBatchKind.DATA:
                 losses.append(float(loss))
     return losses
 
