@@ -55,7 +55,7 @@ class StrategyInfo:
         distributed_type: Accelerate's ``DistributedType`` that it reports; ``None``: by device and number of processes.
         file_types: values of ``distributed_type`` in Accelerate's configuration files that mean it, each with the short name.
         file_aliases: other spellings of these values, in lower case, each with the value.
-        plugin: path of the class whose ``of_file(path, **options)`` reads their section for it into a
+        plugin: path of the function that reads their section for it, as ``(file, **options)``, into a
             :class:`trainkit.config.values.Plugin`; ``None``: they have no section for it.
         footprints: what ``trainer.plan`` compares, the fastest first: paths, each with the options to call it with. The
             result has ``footprint`` and ``supported_precisions``.

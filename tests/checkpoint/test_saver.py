@@ -310,7 +310,7 @@ def after_the_main_thread(held):
     held.files = waiting
     return held
 
-saver = Saver(attention=lambda: None)
+saver = Saver(notify=lambda: None)
 held = after_the_main_thread(draft(3, size=12_000_000))
 """
 

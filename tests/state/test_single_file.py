@@ -195,8 +195,8 @@ def test_a_kill_leaves_what_was() -> None:
 @pytest.mark.parametrize(
     "data, said",
     [
-        (b"", "no JSON"),
-        (b"hello, world", "no JSON"),
+        (b"", "not JSON"),
+        (b"hello, world", "not JSON"),
         (b"PK\x03\x04" + bytes(30), "looks like a pickle.*torch.load"),
         (b"\x80\x02}q\x00.", "looks like a pickle"),
         ((99).to_bytes(8, "little") + b"{}", "a header of 99 bytes in a file of 10 bytes"),

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import Callback, DataModule
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint
-from trainkit.checkpoint import open_checkpoint, register, registered
+from trainkit.checkpoint import open_checkpoint, register
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -29,6 +29,7 @@ from trainkit.errors import (
     UnsavableError,
 )
 from trainkit.loggers import JSONLLogger
+from trainkit.tagged_json import registered
 from trainkit.trainer.resume import PARTS
 
 # ------------------------------------------------------------------------------------------------------------- which one

@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 
-__all__ = ["DeepSpeedPlugin"]
+__all__ = ["DeepSpeedPlugin", "plugin_of_file"]
 
 _PLACES = ("none", "cpu", "nvme")
 _NOTHING = (None, "none")
@@ -133,11 +133,6 @@ class DeepSpeedPlugin:
                 "DeepSpeedPlugin(enable_msamp=True): FP8 is not offered. Use mixed_precision='bf16'."
             )
 
-    @classmethod
-    def of_file(cls, path: str | None, **options: Any) -> DeepSpeedPlugin:
-        """The plugin of a DeepSpeed configuration, if there is one, and the other arguments."""
-        return cls(hf_ds_config=path, **options)
-
     @property
     def strategy(self) -> str:
         """The short name of the strategy: ``"zero1"``, ``"zero2"`` or ``"zero3"``."""
@@ -223,3 +218,8 @@ def _found(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
             return None
         value = value[key]
     return value
+
+
+def plugin_of_file(path: str | None, **options: Any) -> DeepSpeedPlugin:
+    """The plugin of a DeepSpeed configuration file, if there is one, and other arguments of it."""
+    return DeepSpeedPlugin(hf_ds_config=path, **options)

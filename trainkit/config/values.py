@@ -169,7 +169,7 @@ class Settings:
         file, steps = self.backend.get(CONFIG_FILE), self.values.get("gradient_accumulation_steps")
         if file is None and steps != "auto":
             told["gradient_accumulation_steps"] = steps
-        plugin: Plugin = load(self.info.plugin).of_file(file, **told)
+        plugin: Plugin = load(self.info.plugin)(file, **told)
         return plugin
 
 
