@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.resume.disturbed import wait_until
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trackers import PLAIN, comet_records, mlflow_records, needs
 
@@ -30,6 +31,8 @@ class Mortal(TinyModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if self.killed and self.trainer.global_step == 7:
+            saved = Path(self.trainer.checkpoint_callback.dirpath) / "step-00000006"
+            wait_until(saved.exists, lambda: f"{saved} was not written")  # in the background: the run resumes from it
             for logger in self.trainer.loggers:
                 logger.save()  # what it has logged by now is there, beyond the checkpoint
             os.kill(os.getpid(), signal.SIGKILL)

@@ -255,7 +255,7 @@ def _speak_to(log: str) -> None:
 
 def find(file: str, module: str, name: str) -> Any:
     """A function of a test module, which pytest imports under names of its own."""
-    loaded: Any = sys.modules.get(module)
+    loaded: Any = importlib.import_module(module) if module.startswith("helpers.") else sys.modules.get(module)
     if loaded is None:
         spec = importlib.util.spec_from_file_location(module, file)
         assert spec is not None

@@ -42,15 +42,18 @@ def assert_update(kinds: list[str], precision: str, size: int) -> None:
 
 def assert_peak(kinds: list[str], precision: str, size: int, **options: Any) -> None:
     """What torch allocates in a whole update is what the plan says of its largest moment."""
-    by_rank = together(size, {"held": (_peaks, kinds, precision, options)})["held"]
-    wrong = {}
-    for kind in kinds:
-        footprint = memory(kind, **options).footprint(contents(precision), size)
-        said = max((moment.device + moment.host).total for moment in footprint.moments.values())
-        held = max(found[kind] for found in by_rank)
-        if held != pytest.approx(said, rel=0.1):
-            wrong[kind] = f"{held:,} bytes, and the plan says {said:,}: {held / said:.3f}"
-    assert not wrong
+    for _ in range(3):  # a tensor that a thread of gloo happens to free is never noted as freed: that adds to some measurements
+        by_rank = together(size, {"held": (_peaks, kinds, precision, options)})["held"]
+        wrong = {}
+        for kind in kinds:
+            footprint = memory(kind, **options).footprint(contents(precision), size)
+            said = max((moment.device + moment.host).total for moment in footprint.moments.values())
+            held = max(found[kind] for found in by_rank)
+            if held != pytest.approx(said, rel=0.1):
+                wrong[kind] = f"{held:,} bytes, and the plan says {said:,}: {held / said:.3f}"
+        if not wrong:
+            return
+    raise AssertionError(wrong)
 
 
 def _peaks(kinds: list[str], precision: str, options: dict[str, Any]) -> dict[str, int]:

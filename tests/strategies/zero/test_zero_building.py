@@ -87,7 +87,7 @@ def divided() -> tuple[int, list[int], bool]:
 def test_what_stays_divided_is_for_stage_3() -> None:
     """Another strategy would train nothing."""
     for said in run_world(2, elsewhere):
-        assert said.startswith("4 parameters are sharded by ZeRO-3: configure_model has made them in an earlier run")
+        assert said.startswith("4 parameters are sharded by ZeRO-3: configure_model created them in an earlier run")
         assert said.endswith("Continue with strategy='zero3', or start from a checkpoint: Built.load_from_checkpoint(path)")
 
 
