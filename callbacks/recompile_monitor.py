@@ -116,7 +116,7 @@ class RecompileMonitor(Callback):
         if self._total is None:
             return
         self._look_between_steps(trainer)
-        micro, updates = trainer.accelerator.micro_batch, trainer.global_step - self._first_update
+        micro, updates = trainer.accelerator.accumulation.current, trainer.global_step - self._first_update
         self._late = updates >= self.warmup_steps
         place = (micro.first, micro.last, micro.uneven)
         self._step = {"shapes": inputs_of_batch(batch), "place": place, "log": trainer.should_log, "begun": updates > 0}

@@ -106,17 +106,17 @@ class Strategy:
 
     @property
     def world_size(self) -> int:
-        """The number of devices that the data is dealt out to: of processes, unless each of them drives several."""
+        """The number of devices over which the data is sharded: of processes, unless each of them drives several."""
         return self.data_world.width
 
     @property
     def where(self) -> str:
-        """What this process works on, for people."""
+        """What this process works on, human-readable."""
         return str(self.device)
 
     @property
     def data_world(self) -> World:
-        """The processes that the data is dealt out to, and whose metrics are reduced; not :attr:`world` where all read all."""
+        """The processes over which data is sharded and metrics are reduced; not :attr:`world` where all read all."""
         return self.world
 
     @property
@@ -290,10 +290,7 @@ class Strategy:
         """Called instead of :meth:`backward` if there is no loss (``None``) or its weight is 0. Other ranks may be waiting."""
 
     def any_loss(self, had_loss: bool) -> bool:
-        """Whether any process has had a loss in the window, given whether this one has.
-
-        Asked when the gradients of the window have been averaged, by those processes that want to know.
-        """
+        """Whether any rank had a loss in the window, given whether this one had; called after its gradients are averaged."""
         return had_loss
 
     def unscale(self, optimizer: Optimizer) -> None:

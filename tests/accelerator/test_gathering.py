@@ -213,7 +213,7 @@ class Batch:
     """Three processes read one epoch: the last batch of rank 1 is short, and rank 2 has padding."""
 
     def __init__(self, rank: int) -> None:
-        self.samples, self.filler = (2, 1, 2)[rank], rank == 2
+        self.samples, self.padding = (2, 1, 2)[rank], rank == 2
 
     def cut(self, tensor: Tensor) -> Tensor:
         return tensor[: self.samples]

@@ -35,19 +35,19 @@ def test_nothing() -> None:
 def test_what_is_planned() -> None:
     """7 micro-batches of 4 samples, the last of 1, in windows of 2 rows on 3 processes, from micro-batch 0 on."""
     found = [list(planned(iter("abc"), Alike(rank, 3), 2, 0, 7, (4, 1))) for rank in range(3)]
-    assert [[(p.batch, p.m, p.row, p.first, p.last, p.weight) for p in own] for own in found] == [
+    assert [[(p.batch, p.m, p.index, p.first, p.last, p.weight) for p in own] for own in found] == [
         [("a", 0, 0, True, False, 4), ("b", 3, 1, False, True, 4), ("c", 6, 2, True, True, 1)],
         [("a", 1, 0, True, False, 4), ("b", 4, 1, False, True, 4), (NO_BATCH, 7, 2, True, True, 0)],
         [("a", 2, 0, True, False, 4), ("b", 5, 1, False, True, 4), (NO_BATCH, 8, 2, True, True, 0)],
     ]
     for own in found:
-        assert [(p.shared.total, p.shared.rows, p.shared.uneven) for p in own] == [(24, 2, False)] * 2 + [(1, 1, True)]
+        assert [(p.shared.total, p.shared.per_rank, p.shared.uneven) for p in own] == [(24, 2, False)] * 2 + [(1, 1, True)]
 
 
 def test_a_window_that_begins_with_a_row_that_is_not_full() -> None:
     """5 micro-batches from number 2 on, 2 rows on 2 processes: 2 and 1 of them."""
     found = [list(planned(iter("ab"), Alike(rank, 2), 2, 2, 5, (4, 4))) for rank in range(2)]
-    assert [[(p.m, p.row, p.last) for p in own] for own in found] == [[(2, 0, False), (4, 1, True)], [(3, 0, True)]]
+    assert [[(p.m, p.index, p.last) for p in own] for own in found] == [[(2, 0, False), (4, 1, True)], [(3, 0, True)]]
     assert found[0][0].shared.uneven
 
 
@@ -55,8 +55,8 @@ def entries(pieces: list[Piece]) -> list[tuple[Any, ...]]:
     """Of one of two ranks: index, last, share, and the facts with which your own training loop enters a window."""
     found = []
     for piece in pieces:
-        begin = next(p.row for p in pieces if p.shared is piece.shared)
-        micro = piece.shared.micro_batch(None, MicroBatchKind.DATA, (begin, piece.row), piece.weight, piece.last, 2)
+        begin = next(p.index for p in pieces if p.shared is piece.shared)
+        micro = piece.shared.micro_batch(None, MicroBatchKind.DATA, (begin, piece.index), piece.weight, piece.last, 2)
         assert micro.entry is not None
         found.append((micro.index, micro.last, micro.share, *micro.entry[1:]))
     return found
@@ -71,7 +71,9 @@ def test_rows_of_an_own_loop(way: str) -> None:
         if way == "planned":
             pieces = list(planned(iter(sizes), Alike(rank, 2), 3, 0, 6, (4, 2), 2))
         else:
-            pieces = list(collected(iter(sizes), Alike(rank, 2), 3, 0, rows=3, count=lambda size: size, weigh=None, taken=2))
+            pieces = list(
+                collected(iter(sizes), Alike(rank, 2), 3, 0, per_rank=3, count=lambda size: size, weigh=None, taken=2)
+            )
             others = Telling([[4, 1, 4], [8, 2, 4, 4, 0] if rank else [6, 2, 4, 2, 0]])
             assert [piece.shared.weights for piece in pieces[:2]] == [[4], [*sizes[1:], 0.0]]
             for piece in pieces:
@@ -100,16 +102,16 @@ def test_a_loader_that_ends_too_early() -> None:
 
 
 def test_what_is_collected() -> None:
-    pieces = collected(iter("abc"), Alike(1, 3), 2, 6, rows=None, count=lambda batch: 5, weigh=None)
+    pieces = collected(iter("abc"), Alike(1, 3), 2, 6, per_rank=None, count=lambda batch: 5, weigh=None)
     found = [next(pieces) for _ in range(5)]
-    assert [(p.batch, p.m, p.row, p.first, p.last, p.weight, p.absent) for p in found] == [
+    assert [(p.batch, p.m, p.index, p.first, p.last, p.weight, p.absent) for p in found] == [
         ("a", 7, 0, True, False, 5, False),
         ("b", 10, 1, False, True, 5, False),
         ("c", 13, 2, True, True, 5, False),
         (NO_BATCH, 19, 4, True, True, 0, True),
         (NO_BATCH, 25, 6, True, True, 0, True),
     ]
-    assert len(list(collected(iter("abc"), Alike(1, 3), 2, 6, rows=5, count=len, weigh=None))) == 4, "three windows"
+    assert len(list(collected(iter("abc"), Alike(1, 3), 2, 6, per_rank=5, count=len, weigh=None))) == 4, "three windows"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ def test_what_others_have(other: list[float], expected: tuple[float, int, bool])
     shared, world = SharedWindow(4.0, 2, False, settled=False), Telling([other])
     for _ in range(2):
         shared.settle(world)  # once
-    assert (shared.total, shared.rows, shared.uneven) == expected
-    assert isinstance(shared.rows, int)
+    assert (shared.total, shared.per_rank, shared.uneven) == expected
+    assert isinstance(shared.per_rank, int)
 
 
 def test_a_micro_batch_of_a_shared_window() -> None:

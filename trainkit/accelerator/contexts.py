@@ -10,20 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.accelerator.accumulation import AccumulationState
-from trainkit.accelerator.options import Options
+from trainkit.accelerator.preparing import PrepareVerbs
 from trainkit.config.kwargs_handlers import AutocastKwargs, ProfileKwargs
-from trainkit.strategy import Strategy
 
 __all__ = ["ContextVerbs"]
 
 
-class ContextVerbs:
+class ContextVerbs(PrepareVerbs):
     """The verbs of :class:`trainkit.Accelerator` for ``with``."""
-
-    strategy: Strategy
-    accumulation: AccumulationState
-    options: Options
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Within it the forward is computed in the accelerator's precision.
@@ -47,9 +41,6 @@ class ContextVerbs:
             self._check_prepared("no_sync", model)
         with self.accumulation.held():
             yield
-
-    def _check_prepared(self, verb: str, model: Any) -> None:
-        raise NotImplementedError
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.accumulation import AccumulationState
@@ -17,19 +17,14 @@ from trainkit.accelerator.checkpointing import Prepared
 from trainkit.accelerator.contexts import ContextVerbs
 from trainkit.accelerator.current import remember
 from trainkit.accelerator.facts import no_attribute
-from trainkit.accelerator.gradients import GradientVerbs
 from trainkit.accelerator.options import Options, check_steps, resolve
-from trainkit.accelerator.preparing import PrepareVerbs
 from trainkit.accelerator.process_verbs import ProcessVerbs
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.stepping import StepVerbs
 from trainkit.accelerator.tracking import ByTracker, Trackers
 from trainkit.accelerator.weighing import Weighing
-from trainkit.console import notice, warn
 from trainkit.data.assembling import Filled
 from trainkit.data.loader import PreparedLoader
-from trainkit.errors import ConfigurationError
-from trainkit.micro_batch import MicroBatch
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
 from trainkit.strategy import Strategy
@@ -39,7 +34,7 @@ __all__ = ["Accelerator"]
 _NULL = nullcontext()
 
 
-class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
+class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
     """The verbs of a training loop, for those who write their own; ``Trainer`` uses the same ones.
 
     Its arguments are Accelerate's; those after ``fsdp_plugin`` are given by name. What is not given is as
@@ -167,20 +162,12 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         self._watched = ExitStack()  # the optimizers that were given to prepare
         self._building = ExitStack()  # what models of transformers are made in
 
-    def _accelerator(self) -> Accelerator:
-        return self
-
     def _begin_building(self) -> None:
         """Let models of ``transformers`` be divided as they are made, where a user has asked for that."""
         plugin = self.options.plugin
         if plugin is not None and plugin.divides_at_once:
             self._building.enter_context(self.strategy.building(pretrained=True))
             weakref.finalize(self, self._building.close)
-
-    def _enter(self) -> None:
-        if self._watchdog is not None and not self._watches:
-            self._watchdog.entered()  # from here on this process does not outlive a failure of another one
-            self._watches = True
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(type(self), name)
@@ -224,22 +211,9 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
         return self.accumulation.current.last
 
     @property
-    def micro_batch(self) -> MicroBatch:
-        """The current micro-batch, with its place in its accumulation window."""
-        return self.accumulation.current
-
-    @property
     def clears_gradients(self) -> bool:
         """Whether ``zero_grad`` of a prepared optimizer acts now."""
         return self.accumulation.clears
-
-    def begin_micro_batch(self, micro: MicroBatch) -> None:
-        """Make a micro-batch of a loader the current one, before its forward. In your own training loop the loader does it."""
-        self.accumulation.begin(micro)
-
-    def end_micro_batches(self) -> None:
-        """There are no more micro-batches in this epoch."""
-        self.accumulation.end_loader()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Work on one micro-batch within it. With a loader that was not prepared, it counts the micro-batches itself.
@@ -261,102 +235,6 @@ class Accelerator(ProcessVerbs, PrepareVerbs, GradientVerbs, StepVerbs, ContextV
             state.count()
         state.start_body()
         return _NULL
-
-    def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
-        """Add the gradient of a micro-batch's mean loss, scaled to its share of the window.
-
-        A micro-batch of weight 0 adds nothing; its loss may be NaN, as a mean over nothing is.
-
-        Args:
-            loss: a scalar; ``None``: this micro-batch has nothing to learn from, its gradient counts as zero.
-            weight: how much it counts among the micro-batches of its window, on all processes: a number ≥ 0, such as that of
-                the tokens that ``loss`` is the mean of. Default: the number of its samples, or what ``batch_weight`` says.
-            **kwargs: for ``Tensor.backward``.
-
-        Raises:
-            ConfigurationError: nothing has been prepared; or a weight is no number, or given for a part of a window only.
-        """
-        if self._averaged:
-            self._averaged.clear()  # of gradients that were not used
-        if self._own:
-            self._begin_own_backward(loss)
-        micro = self.accumulation.current
-        share = micro.share
-        if self._own and (weight is not None or self._weighing is not None):
-            share = self._weighed(weight)
-        if loss is None or share == 0.0:
-            self.strategy.skip_backward(loss, micro)
-        else:
-            if self._filled is not None:
-                self._filled.note_backward()
-            if share != 1.0:
-                loss = loss * share
-            self.strategy.backward(loss, micro, **kwargs)
-        self.unspent = micro.last
-        if self._weighing is not None and micro.last:
-            self._weighing.settle(self._bare, self.optimizers)
-
-    def _begin_own_backward(self, loss: Tensor | None) -> None:
-        """In your own training loop, what must be right before a backward pass."""
-        state = self.accumulation
-        if state.size > 1 and (state.pending is not None or state.by_hand is not False):
-            self._by_hand()
-        state.note_backward()
-        if state.current.first:
-            self.skip_asked = False  # of a window that is over
-        if not self._begun:  # asked here: at every step, a call counts
-            self._check_begun("backward")
-        if self.unspent:
-            self._check_spent()
-        self.reading.working()
-        self._backwards += 1
-        if not self.strategy.precision.entered:
-            self._check_precision()
-        if self._compares and state.current.last:
-            self._compare("backward", None if loss is None else [loss])
-
-    def _by_hand(self) -> None:
-        """``backward`` outside of ``accumulate``: as in Accelerate its loss is divided all the same, and each step updates."""
-        steps = self.accumulation.size
-        if self.accumulation.note_by_hand():
-            notice(
-                f"gradient_accumulation_steps={steps}, and backward is called outside of accumulate(): as in Accelerate "
-                f"each loss is divided by {steps}, and each optimizer.step() is an update. To accumulate gradients: with "
-                "accelerator.accumulate(model): around the body of the loop."
-            )
-
-    def _check_precision(self) -> None:
-        """Whoever calls his own model, and not what ``prepare`` returned, computes in float32."""
-        precision = self.strategy.precision
-        precision.entered = True  # it is said once
-        if self._models and precision.autocast_dtype is not None:
-            warn(
-                f"the loss was not computed in {precision.name}: no prepared model has been called. Call what prepare "
-                "returned: model, optimizer = accelerator.prepare(model, optimizer); or compute within accelerator.autocast()."
-            )
-
-    def _weighed(self, weight: float | Tensor | None) -> float:
-        if self._weighing is None:
-            if any(loader.weighs for loader in self._loaders):
-                raise ConfigurationError("backward(weight=) and prepare(batch_weight=) say the same thing. Give one of them.")
-            self._weighing = Weighing(self.accumulation, self.world, self.strategy, self.collective_checks)
-        return self._weighing.share(weight)
-
-    def _check_begun(self, verb: str) -> None:
-        if self._begun or not self._own:
-            return
-        if not (self._models or self._optimizers):
-            raise ConfigurationError(
-                f"{verb} before prepare: there is no model yet. First: model, optimizer, loader = "
-                "accelerator.prepare(model, optimizer, loader)"
-            )
-        if self.world.size > 1 and not self._models:
-            raise ConfigurationError(
-                f"{verb}: an optimizer has been prepared and no model has, so nobody would average the gradients over the "
-                "processes. Give the model too: model, optimizer = accelerator.prepare(model, optimizer)"
-            )
-        self._numbered.check()
-        self._begun = True
 
     @property
     def trackers(self) -> list[Any]:

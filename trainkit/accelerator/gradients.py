@@ -1,4 +1,4 @@
-"""The gradients of a window, before the update: complete on all processes, unscaled, clipped."""
+"""The gradients of an accumulation window, before the optimizer step: computed, averaged over all ranks, unscaled, clipped."""
 
 from __future__ import annotations
 
@@ -9,29 +9,68 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainkit.accelerator.accumulation import AccumulationState
-from trainkit.accelerator.collective_checks import CollectiveChecks, described
-from trainkit.console import with_article
+from trainkit.accelerator.collective_checks import described
+from trainkit.accelerator.naming import NumberedCheckpoints
+from trainkit.accelerator.preparing import PrepareVerbs
+from trainkit.accelerator.weighing import Weighing
+from trainkit.console import notice, warn, with_article
 from trainkit.errors import ConfigurationError
-from trainkit.strategy import Strategy
 
 __all__ = ["GradientVerbs"]
 
 
-class GradientVerbs:
-    """The verbs of :class:`trainkit.Accelerator` that work on gradients."""
+class GradientVerbs(PrepareVerbs):
+    """The verbs of :class:`trainkit.Accelerator` that work on gradients.
 
-    strategy: Strategy
-    accumulation: AccumulationState
+    Attributes:
+        skip_asked: the optimizer step of the current window is to be skipped.
+        unspent: gradients of a whole window wait for a step.
+    """
+
     averages_in_step: bool
-    collective_checks: CollectiveChecks
+    skip_asked: bool
+    unspent: bool
     _averaged: set[int]
+    _backwards: int
+    _begun: bool
     _compares: bool
+    _numbered: NumberedCheckpoints
+    _own: bool
+    _weighing: Weighing | None
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The prepared optimizers, as torch's own objects."""
-        raise NotImplementedError
+    def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
+        """Add the gradient of a micro-batch's mean loss, scaled to its share of the window.
+
+        A micro-batch of weight 0 adds nothing; its loss may be NaN, as a mean over nothing is.
+
+        Args:
+            loss: a scalar; ``None``: this micro-batch has nothing to learn from, its gradient counts as zero.
+            weight: how much it counts among the micro-batches of its window, on all processes: a number ≥ 0, such as that of
+                the tokens that ``loss`` is the mean of. Default: the number of its samples, or what ``batch_weight`` says.
+            **kwargs: for ``Tensor.backward``.
+
+        Raises:
+            ConfigurationError: nothing has been prepared; or a weight is no number, or given for a part of a window only.
+        """
+        if self._averaged:
+            self._averaged.clear()  # of gradients that were not used
+        if self._own:
+            self._begin_own_backward(loss)
+        micro = self.accumulation.current
+        share = micro.share
+        if self._own and (weight is not None or self._weighing is not None):
+            share = self._weighed(weight)
+        if loss is None or share == 0.0:
+            self.strategy.skip_backward(loss, micro)
+        else:
+            if self._filled is not None:
+                self._filled.note_backward()
+            if share != 1.0:
+                loss = loss * share
+            self.strategy.backward(loss, micro, **kwargs)
+        self.unspent = micro.last
+        if self._weighing is not None and micro.last:
+            self._weighing.settle(self._bare, self.optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Take the loss scale of ``16-mixed`` out of the gradients, before they are looked at; clipping does it by itself.
@@ -89,8 +128,76 @@ class GradientVerbs:
             self.strategy.sync_buffers()  # no update does it
         return found
 
+    def _begin_own_backward(self, loss: Tensor | None) -> None:
+        """In your own training loop, what must be right before a backward pass."""
+        state = self.accumulation
+        if state.size > 1 and (state.pending is not None or state.by_hand is not False):
+            self._by_hand()
+        state.note_backward()
+        if state.current.first:
+            self.skip_asked = False  # of a window that is over
+        if not self._begun:  # asked here: at every step, a call counts
+            self._check_begun("backward")
+        if self.unspent:
+            self._check_spent()
+        self.reading.working()
+        self._backwards += 1
+        if not self.strategy.precision.entered:
+            self._check_precision()
+        if self._compares and state.current.last:
+            self._compare("backward", None if loss is None else [loss])
+
+    def _by_hand(self) -> None:
+        """``backward`` outside of ``accumulate``: as in Accelerate its loss is divided all the same, and each step updates."""
+        steps = self.accumulation.size
+        if self.accumulation.note_by_hand():
+            notice(
+                f"gradient_accumulation_steps={steps}, and backward is called outside of accumulate(): as in Accelerate "
+                f"each loss is divided by {steps}, and each optimizer.step() is an update. To accumulate gradients: with "
+                "accelerator.accumulate(model): around the body of the loop."
+            )
+
+    def _check_precision(self) -> None:
+        """Warn once if no prepared model has been called: the user's own model computes in float32."""
+        precision = self.strategy.precision
+        precision.entered = True  # warn once
+        if self._models and precision.autocast_dtype is not None:
+            warn(
+                f"the loss was not computed in {precision.name}: no prepared model has been called. Call what prepare "
+                "returned: model, optimizer = accelerator.prepare(model, optimizer); or compute within accelerator.autocast()."
+            )
+
+    def _weighed(self, weight: float | Tensor | None) -> float:
+        if self._weighing is None:
+            if any(loader.weighs for loader in self._loaders):
+                raise ConfigurationError("backward(weight=) and prepare(batch_weight=) say the same thing. Give one of them.")
+            self._weighing = Weighing(self.accumulation, self.strategy.world, self.strategy, self.collective_checks)
+        return self._weighing.share(weight)
+
     def _check_begun(self, verb: str) -> None:
-        raise NotImplementedError
+        if self._begun or not self._own:
+            return
+        if not (self._models or self._optimizers):
+            raise ConfigurationError(
+                f"{verb} before prepare: there is no model yet. First: model, optimizer, loader = "
+                "accelerator.prepare(model, optimizer, loader)"
+            )
+        if self.strategy.world.size > 1 and not self._models:
+            raise ConfigurationError(
+                f"{verb}: an optimizer has been prepared and no model has, so nobody would average the gradients over the "
+                "processes. Give the model too: model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        self._numbered.check()
+        self._begun = True
+
+    def _check_spent(self) -> None:
+        """ZeRO drops the gradients of a window that had no step when the next one begins: refuse that."""
+        if self.accumulation.current.first and self.strategy.accumulates_in_engine and len(self._optimizers) == 1:
+            raise ConfigurationError(
+                "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "
+                "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "
+                "all but the last; of two losses make one: accelerator.backward(loss1 + loss2)."
+            )
 
     def _compare(self, verb: str, tensors: Iterable[Tensor] | None) -> None:
         """In debug mode: that all processes have called it in the same place, with the same tensors."""

@@ -24,6 +24,7 @@ from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of
 from trainkit.data.splitting import split_batches
+from trainkit.distributed.watchdog import Watchdog
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
@@ -55,6 +56,8 @@ class PrepareVerbs:
     _schedulers: list[PreparedScheduler]
     _loaders: list[PreparedLoader]
     _even: bool
+    _watchdog: Watchdog | None
+    _watches: bool
 
     @property
     def seed(self) -> int:
@@ -125,7 +128,9 @@ class PrepareVerbs:
             if isinstance(item, nn.Module) and not placed[place]:
                 self._check_place(item)
         self.collective_checks.wait("prepare")  # what is wrong with the arguments has been said, and nothing has been done
-        self._enter()
+        if self._watchdog is not None and not self._watches:
+            self._watchdog.entered()  # from here on this process does not outlive a failure of another one
+            self._watches = True
         prepared: dict[int, Any] = {}
         # models first: an optimizer is prepared for a model that is on its device
         prepared |= {place: self._prepare_model(o, evaluation) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
@@ -137,10 +142,6 @@ class PrepareVerbs:
             if place not in prepared:
                 prepared[place] = None if item is None else self._prepare_scheduler(item)
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
-
-    def _enter(self) -> None:
-        """From here on this process does not outlive a failure of another one."""
-        raise NotImplementedError
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """:meth:`prepare` for a model.
@@ -245,18 +246,15 @@ class PrepareVerbs:
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         ours = self.strategy.prepare_optimizer(optimizer, self._models[-1] if self._models else None)
-        accelerator = self._accelerator()
+        accelerator = cast("Accelerator", self)
         prepared = PreparedOptimizer(ours, accelerator)
         self._optimizers.append(prepared)
         accelerator._watch_steps(optimizer)
         self.strategy.precision.several_optimizers = len(self._optimizers) > 1
         return prepared
 
-    def _accelerator(self) -> Accelerator:
-        raise NotImplementedError
-
     def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        prepared = PreparedScheduler(scheduler, self._accelerator())
+        prepared = PreparedScheduler(scheduler, cast("Accelerator", self))
         self._schedulers.append(prepared)
         return prepared
 

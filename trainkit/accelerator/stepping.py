@@ -3,49 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from trainkit.accelerator.accumulation import AccumulationState
-from trainkit.distributed.world import World
+from trainkit.accelerator.gradients import GradientVerbs
 from trainkit.errors import ConfigurationError
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
-from trainkit.strategy import Strategy
 
 __all__ = ["StepVerbs"]
 
 
-class StepVerbs:
+class StepVerbs(GradientVerbs):
     """The verbs of :class:`trainkit.Accelerator` that update parameters.
 
     Attributes:
         before_step: called with the optimizer before an update.
         optimizer_step_was_skipped: whether the last step of any optimizer was no update, though the window was full.
-        skip_asked: the update of the current window is to be skipped.
-        unspent: gradients of a whole window wait for a step.
         updates: so many were made.
         updating: one is being made.
     """
 
-    strategy: Strategy
-    accumulation: AccumulationState
-    averages_in_step: bool
     before_step: Callable[[Optimizer], None] | None
     optimizer_step_was_skipped: bool
-    skip_asked: bool
-    unspent: bool
     updates: int
     updating: bool
-    _averaged: set[int]
-    _compares: bool
-    _optimizers: list[PreparedOptimizer]
-    _own: bool
     _watched: ExitStack
 
     def _begin_stepping(self) -> None:
@@ -55,11 +41,6 @@ class StepVerbs:
         self._updated: dict[int, bool] = {}  # of each optimizer, by its id, whether its last step was an update
         self._backwards = 0  # backward passes
         self._spent: dict[int, int] = {}  # so many there had been at the last step of each optimizer
-
-    @property
-    def world(self) -> World:
-        """The processes of the run."""
-        raise NotImplementedError
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters if the window is full.
@@ -86,7 +67,7 @@ class StepVerbs:
             self._compare("step", [p for group in own.param_groups for p in group["params"]])
         if closure is None:
             self._average([own])
-        elif self.world.size > 1:
+        elif self.strategy.world.size > 1:
             closure = partial(self._averaged_closure, own, closure)
         if self.before_step is not None:
             self.before_step(own)
@@ -120,15 +101,6 @@ class StepVerbs:
         """
         self.skip_asked = True
 
-    def _compare(self, verb: str, tensors: Iterable[Tensor] | None) -> None:
-        raise NotImplementedError
-
-    def _average(self, optimizers: Iterable[Optimizer]) -> None:
-        raise NotImplementedError
-
-    def _averaged_closure(self, own: Optimizer, closure: Callable[[], Any]) -> Any:
-        raise NotImplementedError
-
     # ------------------------------------------------------------------------------- what would go wrong without a word
 
     @property
@@ -141,15 +113,6 @@ class StepVerbs:
             or strategy.accumulates_in_engine
             or self.averages_in_step  # by the step
         )
-
-    def _check_spent(self) -> None:
-        """ZeRO drops the gradients of a window that had no step when the next one begins: refuse that."""
-        if self.accumulation.current.first and self.strategy.accumulates_in_engine and len(self._optimizers) == 1:
-            raise ConfigurationError(
-                "under ZeRO the gradients of several backward passes are added up within a window only, and there has been no "
-                "step since the last one. Use Accelerator(gradient_accumulation_steps=n), or accelerator.no_sync(model) around "
-                "all but the last; of two losses make one: accelerator.backward(loss1 + loss2)."
-            )
 
     def _check_backward(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
         """Gradients of ``loss.backward()`` are not scaled to their share of the window, and ZeRO does not see them."""

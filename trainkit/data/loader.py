@@ -224,7 +224,7 @@ class PreparedLoader(Positions):
 
     def _side_by_side(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
         """An epoch of which a process takes a micro-batch for each of its devices at a time."""
-        self._begin_rows(epoch, start)
+        self._begin_epoch(epoch, start)
         devices, begin, end = self._world.devices, self._micro_batch(epoch, start), self.micro_batches
         raw = side_by_side(iter(self._stream.batches(epoch, begin, self._end)), devices, self._join)
         sizes = self._stream.sizes
@@ -240,7 +240,7 @@ class PreparedLoader(Positions):
 
         return self._of_one_process(raw, lambda index: keys(first(index)), start, sizes, transfer, taken)
 
-    def _begin_rows(self, epoch: int, start: int) -> None:
+    def _begin_epoch(self, epoch: int, start: int) -> None:
         self._epoch = epoch
         if self._resumed[0] == epoch and start < self._resumed[1]:
             self._resumed = (-1, 0, 0)  # the epoch starts again
@@ -272,18 +272,18 @@ class PreparedLoader(Positions):
             items = self._ahead(items, load, start=start)
         for m, micro in enumerate(items, start):
             batch = micro.batch if ahead else transfer(micro.batch, m)
-            self._note(micro, m if micro.first else self._window_start, m + 1)
+            self._note(micro.last, m if micro.first else self._window_start, m + 1)
             seed_generators(keys(m), self._generators)
             yield micro._replace(batch=batch if finish is None else finish(batch))
 
-    def _note(self, micro: MicroBatch, begin: int, given: int) -> None:
+    def _note(self, last: bool, begin: int, given: int) -> None:
         """Note the position for a checkpoint."""
-        self._window_start, self._inside_window, self.given = begin, not micro.last, given
+        self._window_start, self._inside_window, self.given = begin, not last, given
 
     def _shared_by_processes(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
         """This process's part of an epoch."""
         world = self._world
-        self._begin_rows(epoch, start)
+        self._begin_epoch(epoch, start)
         begin = self._micro_batch(epoch, start)
         raw = iter(self._stream.batches(epoch, begin, self._end, world.rank, world.size))
         if self.window is not None:
@@ -315,18 +315,17 @@ class PreparedLoader(Positions):
         for piece in items:
             shared = piece.shared
             shared.settle(world)
-            if shared.rows == 0:
+            if shared.per_rank == 0:
                 break
-            index = start + piece.row
+            index = start + piece.index
             if piece.first:
                 begun = index
-            end = begun + shared.rows
+            end = begun + shared.per_rank
             # padded, all ranks have the same number: users gather at each of them, and so does a forward that is sharded
             later = range(index + 1, end) if piece.last else range(0)
             last = piece.last and not (later and self.pads)
             kind = MicroBatchKind.DATA if not piece.absent else self._kind_without_data
-            micro = shared.micro_batch(NO_BATCH, kind, (begun, index), piece.weight, last, world.size)
-            self._note(micro, begun, end if last else index + 1)
+            self._note(last, begun, end if last else index + 1)
             batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
             seed_generators(keys(piece.m), self._generators)
             if piece.absent:
@@ -335,14 +334,14 @@ class PreparedLoader(Positions):
                 batch = self._finish(batch)
             if self.pads:
                 self._last = copied(batch)
-            yield micro._replace(batch=batch)
+            yield shared.micro_batch(batch, kind, (begun, index), piece.weight, last, world.size)
             # your own training loop decides if it takes part without padding: it may step after each micro-batch
             for index in later if self.pads or self._reader is not None else range(0):
                 place, final = (begun, index), index == end - 1
-                micro = shared.micro_batch(NO_BATCH, self._kind_without_data, place, 0.0, final, world.size)
-                self._note(micro, begun, index + 1)
+                self._note(final, begun, index + 1)
                 seed_generators(keys(begin + (index - start) * world.size + world.rank), self._generators)
-                yield micro._replace(batch=self._batch_without_data())
+                batch = self._batch_without_data()
+                yield shared.micro_batch(batch, self._kind_without_data, place, 0.0, final, world.size)
 
     @property
     def _kind_without_data(self) -> MicroBatchKind:
@@ -358,9 +357,9 @@ class PreparedLoader(Positions):
             if length != self._stream.length:
                 sizes = (sizes[0], sizes[0])  # the limit leaves the short last micro-batch out
             return planned(raw, world, size, begin, length, sizes, taken)
-        rows = self.length if self.exact else None
-        left = None if rows is None else max(0, rows - start)
-        return collected(raw, world, size, begin, rows=left, count=self._count, weigh=self._weigh, taken=taken)
+        length = self.length if self.exact else None
+        left = None if length is None else max(0, length - start)
+        return collected(raw, world, size, begin, per_rank=left, count=self._count, weigh=self._weigh, taken=taken)
 
     def padding(self) -> Any:
         """A batch for a padding micro-batch: this rank's last one again, or the first of the epoch.

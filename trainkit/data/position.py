@@ -73,7 +73,7 @@ class Positions:
 
     @property
     def total_batch_size(self) -> int:
-        """The samples of a full row: those of a batch, of all processes together.
+        """The samples of a batch of all ranks together, unless it is short.
 
         Raises:
             AttributeError: the loader does not say how many a batch has.
@@ -100,8 +100,8 @@ class Positions:
         length = self.micro_batches
         if length is None or self._world.width == 1:
             return length
-        row, begin = self._resumed[1:] if self._resumed[0] == self._epoch else (0, 0)
-        return row + -(-max(0, length - begin) // self._world.width)
+        index, begin = self._resumed[1:] if self._resumed[0] == self._epoch else (0, 0)
+        return index + -(-max(0, length - begin) // self._world.width)
 
     @property
     def _end(self) -> int | None:
@@ -125,9 +125,9 @@ class Positions:
             self._next_start = 0
         self._next_epoch, self._begun = epoch, False
 
-    def begin_at(self, row: int) -> None:
-        """The next iteration gives its epoch from a row on."""
-        self._next_start, self._begun = row, False
+    def begin_at(self, index: int) -> None:
+        """The next iteration yields its epoch from index ``index`` on."""
+        self._next_start, self._begun = index, False
 
     def state_dict(self) -> dict[str, Any]:
         """The position of a loop that reads this loader: the epoch, and the samples and micro-batches whose windows are full.
@@ -173,29 +173,29 @@ class Positions:
         if not position["batches"]:
             self.go_on(position, 0)
             return
-        rows = None
+        index = None
         with suppress(StateMismatchError):
-            rows = -(-self._start_in(position) // self._world.width)
+            index = -(-self._start_in(position) // self._world.width)
         if position["complete"]:
-            self.resume(position, rows or 0)  # an iterable may have a state that its next epoch begins with
+            self.resume(position, index or 0)  # an iterable may have a state that its next epoch begins with
         else:
-            self.left_off = position, rows
+            self.left_off = position, index
         self._next_epoch = self._epoch = int(position["epoch"]) + bool(position["complete"])
         self._next_start, self._begun, self._resumed = 0, False, (-1, 0, 0)
 
-    def position(self, epoch: int, rows: int) -> dict[str, Any]:
-        """What a checkpoint keeps of a position: after ``rows`` rows of ``epoch``.
+    def position(self, epoch: int, index: int) -> dict[str, Any]:
+        """What a checkpoint keeps of a position: after ``index`` micro-batches of each rank in ``epoch``.
 
         Returns:
             ``epoch``; ``batches``: micro-batches of all processes; ``samples`` (``None`` where only the batches themselves tell
             their sizes); ``complete``: those were all batches of the epoch; ``dataset``: the number of samples there are;
             ``iterable``: the state of an iterable that has one. Of several devices also ``processes`` (so many micro-batches
-            are a row), ``rank`` (whose ``iterable`` it is) and ``splits`` (each has a stream of its own); see :meth:`gathered`.
+            have the same index), ``rank`` (whose ``iterable`` it is) and ``splits`` (each has a stream of its own); see :meth:`gathered`.
         """
         sizes, length, world = self._stream.sizes, self._stream.length, self._world
-        batches = whole = self._micro_batch(epoch, rows)
+        batches = whole = self._micro_batch(epoch, index)
         if length is not None and self._stream.exact:
-            batches = min(batches, length)  # the last row may have fewer
+            batches = min(batches, length)  # not all ranks may have one at the last index
         if self.micro_limit is not None:
             batches = min(batches, self.micro_limit)
         samples = None
@@ -224,7 +224,7 @@ class Positions:
         return {**position, "iterable": kept, "rank": None}
 
     def start_of(self, position: Mapping[str, Any]) -> int:
-        """The row that follows a position, in micro-batches of the size that this loader's have.
+        """The index at which a position continues, in micro-batches of the size that this loader's have.
 
         Raises:
             StateMismatchError: the position lies inside a micro-batch.
@@ -273,9 +273,9 @@ class Positions:
             for trail in self._stream.trails():
                 trail.resume(micro_batch, state)
 
-    def _micro_batch(self, epoch: int, row: int) -> int:
-        """The number of the micro-batch that a row begins with. The first row after a resume begins where that was."""
+    def _micro_batch(self, epoch: int, index: int) -> int:
+        """The first rank's micro-batch at an index. The first index after a resume begins where that was."""
         resumed, first, begin = self._resumed
-        if epoch == resumed and row >= first:
-            return begin + (row - first) * self._world.width
-        return row * self._world.width
+        if epoch == resumed and index >= first:
+            return begin + (index - first) * self._world.width
+        return index * self._world.width

@@ -1,6 +1,6 @@
 """Accumulation windows over several ranks: which micro-batches of a window each rank has, and their weights.
 
-Rank r of W has the micro-batches start + r, start + r + W, … of an epoch. ``row`` numbers them for each rank. If the number and
+Rank r of W has the micro-batches start + r, start + r + W, … of an epoch. ``index`` numbers them for each rank. If the number and
 the sizes of the micro-batches are known, each rank computes the windows alone (:func:`planned`). If not, it fetches its
 micro-batches of a window first, and the ranks exchange their weights (:func:`collected` and :meth:`SharedWindow.settle`).
 """
@@ -25,7 +25,7 @@ class SharedWindow:
     """What all ranks know of one window.
 
     Attributes:
-        rows: micro-batches of the rank that has most of them; 0: the epoch has ended.
+        per_rank: micro-batches of the rank that has most of them; 0: the epoch has ended.
         total: the weight of all micro-batches of the window.
         uneven: the ranks have different numbers of micro-batches.
         alike: it is certain that they have the same number, all of one size.
@@ -33,18 +33,18 @@ class SharedWindow:
             that of this rank's.
     """
 
-    __slots__ = ("alike", "rows", "settled", "total", "uneven", "weights")
+    __slots__ = ("alike", "per_rank", "settled", "total", "uneven", "weights")
 
     def __init__(
         self,
         total: float,
-        rows: int,
+        per_rank: int,
         uneven: bool,
         settled: bool,
         alike: bool = False,
         weights: list[float] | None = None,
     ) -> None:
-        self.total, self.rows, self.uneven, self.settled, self.alike = total, rows, uneven, settled, alike
+        self.total, self.per_rank, self.uneven, self.settled, self.alike = total, per_rank, uneven, settled, alike
         self.weights = weights
 
     def settle(self, world: World) -> None:
@@ -54,10 +54,10 @@ class SharedWindow:
         """
         if self.settled:
             return
-        weights, counts, *rows = zip(*world.rows([self.total, self.rows, *(self.weights or ())]), strict=True)
-        self.total, self.rows, self.uneven = sum(weights), int(max(counts)), min(counts) != max(counts)
+        weights, counts, *by_index = zip(*world.rows([self.total, self.per_rank, *(self.weights or ())]), strict=True)
+        self.total, self.per_rank, self.uneven = sum(weights), int(max(counts)), min(counts) != max(counts)
         if self.weights is not None:
-            self.weights = [sum(row) for row in rows]
+            self.weights = [sum(weights) for weights in by_index]
         self.settled = True
 
     def micro_batch(
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
 
     batch: Any
     m: int  # its number in the epoch
-    row: int  # number of the rank's micro-batch since the start
+    index: int  # type: ignore[assignment]  # of the rank's micro-batch since the start; hides tuple.index
     first: bool
     last: bool  # this process has no more of the window
     weight: float
@@ -132,10 +132,10 @@ def planned(
     """
     common, last = sizes
     begin = start
-    for rows in _rows_of_windows(size, taken):
+    for per_rank in _window_sizes(size, taken):
         if begin >= length:
             return
-        count = min(rows * world.size, length - begin)
+        count = min(per_rank * world.size, length - begin)
         short = common - last if begin + count == length else 0
         total = count * common - short
         uneven = count % world.size != 0
@@ -143,22 +143,22 @@ def planned(
             total, -(-count // world.size), uneven, settled=True, alike=not uneven and total == count * common
         )
         if taken is not None:
-            shared.weights = [float(world.size * common)] * shared.rows
+            shared.weights = [float(world.size * common)] * shared.per_rank
             shared.weights[-1] = float((count - 1) % world.size * common + common - short)
-        row, end = (begin - start) // world.size, begin + count
+        index, end = (begin - start) // world.size, begin + count
         for m in range(begin + world.rank, end, world.size):
             batch = next(batches, _END)
             if batch is _END:
                 raise DataError(f"the loader ended before micro-batch {m} of {length}, which the other processes count on.")
             final = m + world.size >= end
-            yield Piece(batch, m, row, m < begin + world.size, final, last if m == length - 1 else common, shared)
-            row += 1
+            yield Piece(batch, m, index, m < begin + world.size, final, last if m == length - 1 else common, shared)
+            index += 1
         if world.rank >= count:
-            yield Piece(NO_BATCH, begin + world.rank, row, True, True, 0.0, shared)
+            yield Piece(NO_BATCH, begin + world.rank, index, True, True, 0.0, shared)
         begin = end
 
 
-def _rows_of_windows(size: int, taken: int | None) -> Iterator[int]:
+def _window_sizes(size: int, taken: int | None) -> Iterator[int]:
     yield max(1, size - (taken or 0))
     while True:
         yield size
@@ -170,37 +170,37 @@ def collected(
     size: int,
     start: int,
     *,
-    rows: int | None,
+    per_rank: int | None,
     count: Callable[[Any], int],
     weigh: Callable[[Any], float] | None,
     taken: int | None = None,
 ) -> Iterator[Piece]:
-    """The pieces of an epoch of which only fetching tells what there is; without an end if ``rows`` is not known.
+    """The pieces of an epoch of which only fetching tells what there is; without an end if ``per_rank`` is not known.
 
     Args:
         batches: this process's micro-batches from ``start`` on.
         world: the processes; nothing is exchanged here.
         size: micro-batches of a rank in a window.
         start: the micro-batch of the epoch that rank 0 begins with.
-        rows: number of a rank's micro-batches from ``start`` on.
+        per_rank: number of a rank's micro-batches from ``start`` on.
         count: the number of samples of a batch.
         weigh: the user's ``batch_weight``; without it a micro-batch counts by the number of its samples.
         taken: as of :func:`planned`.
     """
-    row = 0
-    for wanted in _rows_of_windows(size, taken):
-        if rows is not None and row >= rows:
+    index = 0
+    for wanted in _window_sizes(size, taken):
+        if per_rank is not None and index >= per_rank:
             return
         window = list(islice(batches, wanted))
         weights = [float(count(batch)) if weigh is None else weight_of(weigh, batch) for batch in window]
         shared = SharedWindow(sum(weights), len(window), False, settled=False)
         if taken is not None:
             shared.weights = weights + [0.0] * (wanted - len(weights))
-        m = start + row * world.size + world.rank
+        m = start + index * world.size + world.rank
         for place, (batch, weight) in enumerate(zip(window, weights, strict=True)):
             final = place == len(window) - 1
-            yield Piece(batch, m + place * world.size, row + place, place == 0, final, weight, shared)
+            yield Piece(batch, m + place * world.size, index + place, place == 0, final, weight, shared)
         if not window:
-            yield Piece(NO_BATCH, m, row, True, True, 0.0, shared)
+            yield Piece(NO_BATCH, m, index, True, True, 0.0, shared)
         del window, weights
-        row += wanted
+        index += wanted

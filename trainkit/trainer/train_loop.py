@@ -94,7 +94,7 @@ def train_epoch(trainer: Trainer) -> None:
                 break
     else:
         complete = exhausted = True
-        trainer.accelerator.end_micro_batches()
+        trainer.accelerator.accumulation.end_loader()
     finish_epoch(trainer, complete, exhausted)
 
 
@@ -102,7 +102,7 @@ def run_micro_batch(trainer: Trainer, micro: MicroBatch, window: OpenWindow) -> 
     """Run the hooks, the forward and the backward of one micro-batch; returns the outputs of ``training_step``."""
     plan, engine, metrics, progress = trainer._fit_plan, trainer.accelerator, trainer._metrics, trainer._progress
     progress.batch_idx, metrics.batch = micro.index, micro.batch
-    engine.begin_micro_batch(micro)
+    engine.accumulation.begin(micro)
     if micro.first:
         progress.should_log = trainer._due.logs(progress.global_step + 1)
     has_data, skip = micro.kind is MicroBatchKind.DATA, None
@@ -215,18 +215,24 @@ def safe_point(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
         trainer._metrics.flush_step()
     elif not updated and batch_idx >= _LONG and progress.global_step == progress.first_step:
         warn_without_step(trainer)  # the epoch may be an endless one
-    if trainer._control is not None:
-        trainer._control.turn()  # what the step before this one requested, on any rank
-    if progress.stop is Stop.REQUESTED and trainer._due.may_stop:  # requested in the step before this one
-        progress.begin_stopping()
-    if trainer._control is None:
-        progress.agree_on_stop(progress.should_stop)
+    agree_on_stop(trainer)
     validated = trainer._val_plan is not None and trainer._due.validates(batch_idx, updated, plan.validate_every)
     if validated:
         validate(trainer)
     elif updated and plan.schedulers and trainer._val_plan is None:
         advance_plateaus(trainer)
     return end_step(trainer, batch_idx, validated)
+
+
+def agree_on_stop(trainer: Trainer) -> None:
+    """Begin stopping if a stop was requested in the step before, and pass on a request of this step."""
+    control, progress = trainer._control, trainer._progress
+    if control is not None:
+        control.turn()  # what the step before requested, on any rank
+    if progress.stop is Stop.REQUESTED and trainer._due.may_stop:
+        progress.begin_stopping()
+    if control is None and (progress.should_stop or progress.stop is Stop.REQUESTED):
+        progress.agree_on_stop(progress.should_stop)
 
 
 def end_step(trainer: Trainer, batch_idx: int, validated: bool) -> bool:

@@ -216,6 +216,7 @@ class Trainer:
         self._displaced_callbacks: list[Callback] = []  # by those
         self._evaluation_sources: dict[str, list[Any]] = {}
         self._plan: FitPlan | None = None
+        self._fit_plan: FitPlan  # the same, for those that run in a fit
         self._val_plan: EvaluationPlan | None = None
         self._active_plan: EvaluationPlan | None = None
         self._plans: dict[str, EvaluationPlan | None] = {}
@@ -281,7 +282,7 @@ class Trainer:
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
-            plan = self._plan = fit_plan(self, loader)
+            plan = self._plan = self._fit_plan = fit_plan(self, loader)
             self._val_plan = plan_evaluation(self, "validation", val_dataloaders)
             plan.validate_every = validate_every(self, loader)
             build_hooks(self)
@@ -747,12 +748,6 @@ class Trainer:
         return updates if self.max_steps == -1 else min(updates, self.max_steps)
 
     # ------------------------------------------------------------------------------------------------------- its own room
-
-    @property
-    def _fit_plan(self) -> FitPlan:
-        """The plan of the fit, which there is from its set-up on."""
-        assert self._plan is not None
-        return self._plan
 
     @property
     def _checkpointing(self) -> Checkpointing:
