@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trainkit import Accelerator, DataLoaderConfiguration, Strategy, set_seed
+from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.checkpointing import Checkpointing, Prepared
 from trainkit.accelerator.naming import NumberedCheckpoints
 from trainkit.checkpoint import open_checkpoint
@@ -502,15 +503,17 @@ def test_the_part_needs_no_accelerator() -> None:
         numbered = NumberedCheckpoints(ProjectConfiguration("project", automatic_checkpoint_naming=True), strategy.world)
         made = Checkpointing(strategy, numbered, Prepared([model], [], [], []))
         made.register(counter)
-        window = SimpleNamespace(counted=updates, rows=0)
-        return made, model, counter, SimpleNamespace(updates=updates, seed=1, window=window, reading=SimpleNamespace())
+        accumulation = AccumulationState(1, lambda micro: None)
+        accumulation.restore_count(updates)
+        loop = SimpleNamespace(updates=updates, seed=1, accumulation=accumulation, reading=SimpleNamespace())
+        return made, model, counter, loop
 
     first, _, _, loop = part(5)
     path = first.save(loop)
     second, model, counter, loop = part(0)
     second.load(loop)
     assert path.name == "checkpoint_0"
-    assert (model.weight.item(), counter.count, loop.updates, loop.window.counted) == (5.0, 5, 5, 5)
+    assert (model.weight.item(), counter.count, loop.updates, loop.accumulation.counted) == (5.0, 5, 5, 5)
     assert (second.run_id, second.save(loop).name) == (first.run_id, "checkpoint_1")
     third, model, counter, loop = part(7)
     third.load(loop, path, wanted=["model"])

@@ -189,8 +189,9 @@ class Positions:
         Returns:
             ``epoch``; ``batches``: micro-batches of all processes; ``samples`` (``None`` where only the batches themselves tell
             their sizes); ``complete``: those were all batches of the epoch; ``dataset``: the number of samples there are;
-            ``iterable``: the state of an iterable that has one. Of several devices also ``processes`` (so many micro-batches
-            have the same index), ``rank`` (whose ``iterable`` it is) and ``splits`` (each has a stream of its own); see :meth:`gathered`.
+            ``iterable``: the state of an iterable that has one. Of several devices also ``processes`` (the
+            number of micro-batches with the same index), ``rank`` (whose ``iterable`` it is) and ``splits`` (each has a stream
+            of its own); see :meth:`gathered`.
         """
         sizes, length, world = self._stream.sizes, self._stream.length, self._world
         batches = whole = self._micro_batch(epoch, index)

@@ -1,8 +1,8 @@
 """Accumulation windows over several ranks: which micro-batches of a window each rank has, and their weights.
 
-Rank r of W has the micro-batches start + r, start + r + W, … of an epoch. ``index`` numbers them for each rank. If the number and
-the sizes of the micro-batches are known, each rank computes the windows alone (:func:`planned`). If not, it fetches its
-micro-batches of a window first, and the ranks exchange their weights (:func:`collected` and :meth:`SharedWindow.settle`).
+Rank r of W has the micro-batches start + r, start + r + W, … of an epoch. ``index`` numbers them for each rank. If the number
+and the sizes of the micro-batches are known, each rank computes the windows alone (:func:`planned`). If not, it fetches
+its micro-batches of a window first, and the ranks exchange their weights (:func:`collected` and :meth:`SharedWindow.settle`).
 """
 
 from __future__ import annotations
