@@ -222,9 +222,9 @@ class ModelCheckpoint(CheckpointHistory):
         checkpointing = trainer._checkpointing
         self._begun, self._saved = True, checkpointing.position  # nothing has changed yet
         if self.every_n_train_steps:
-            checkpointing.every_n_steps(self.every_n_train_steps, partial(self._due, trainer, "steps"))
+            checkpointing.safe_points.every_n_steps(self.every_n_train_steps, partial(self._due, trainer, "steps"))
         if self.train_time_interval is not None:
-            checkpointing.every(self.train_time_interval, partial(self._due, trainer, "time"))
+            checkpointing.safe_points.every(self.train_time_interval, partial(self._due, trainer, "time"))
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._epoch = trainer.current_epoch
@@ -257,7 +257,7 @@ class ModelCheckpoint(CheckpointHistory):
         if self._at_train_epoch_end and self._counts(trainer):
             why = "epoch"
         if why is not None:
-            trainer._checkpointing.request(partial(self._save, trainer, why))
+            trainer._checkpointing.safe_points.request(partial(self._save, trainer, why))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.fast_dev_run:
@@ -300,7 +300,7 @@ class ModelCheckpoint(CheckpointHistory):
         if trainer.is_last_batch:
             self._postponed = why
         else:
-            trainer._checkpointing.request(partial(self._save, trainer, why))
+            trainer._checkpointing.safe_points.request(partial(self._save, trainer, why))
 
     def _counts(self, trainer: Trainer) -> bool:
         """Whether the epoch is one of every ``every_n_epochs``."""

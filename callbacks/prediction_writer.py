@@ -227,7 +227,7 @@ class PredictionWriter(Callback):
 
 def _sources(trainer: Trainer) -> list[Any]:
     """The loaders that are predicted on, as the user gave them."""
-    return trainer._evaluation_sources["predict"]
+    return trainer._run.evaluation_sources["predict"]
 
 
 def _writes(trainer: Trainer) -> bool:

@@ -217,7 +217,7 @@ class TQDMProgressBar(Callback):
         total: float = trainer.num_training_batches
         if trainer.max_steps >= 0:  # the run may end inside this epoch
             left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-            total = min(total, trainer._progress.epoch_start + left)
+            total = min(total, trainer._run.progress.epoch_start + left)
         self._train = self._stage(f"Epoch {trainer.current_epoch}{of}", total, 0, leave=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -226,7 +226,7 @@ class TQDMProgressBar(Callback):
         self._loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         due = self._train.advance(batch_idx + 1, self.refresh_rate)
         if due or self._logs_loss is None:
-            self._logs_loss = self._logs_loss or any("loss" in name.lower() for name in trainer._train_metrics.in_bar())
+            self._logs_loss = self._logs_loss or any("loss" in name.lower() for name in trainer._run.train_metrics.in_bar())
         if due:
             self._train.show(self._train_values(trainer))
 
@@ -286,7 +286,7 @@ class TQDMProgressBar(Callback):
         """What stands next to the training bar, by one wait for the device."""
         values: dict[str, Any] = trainer.progress_bar_metrics
         if not trainer.strategy.lazy_tensors:  # to read one there would run a part of the step by itself
-            values = {**values, **trainer._train_metrics.in_bar()}
+            values = {**values, **trainer._run.train_metrics.in_bar()}
             if not self._logs_loss and isinstance(self._loss, Tensor) and self._loss.numel() == 1:
                 values = {"loss": self._loss, **values}
         return dict(zip(values, read(list(values.values())), strict=True))

@@ -132,7 +132,8 @@ class ThroughputMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         if self._batch_ended is not None:
             self._waited += time.monotonic() - self._batch_ended
-        counted = trainer._fit_plan.loader.samples if self.batch_size_fn is batch_size else None
+        loader = trainer._run.train_loader
+        counted = loader.samples if loader is not None and self.batch_size_fn is batch_size else None
         samples = self.batch_size_fn(batch) if counted is None else counted  # those that it was filled up with count nothing
         self._batches += 1
         self._batch_samples = samples

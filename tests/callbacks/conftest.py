@@ -76,7 +76,6 @@ def trainer() -> Any:
         loggers=[object()],
         lr_scheduler_configs=[],
         accumulate_grad_batches=1,
-        _fit_plan=SimpleNamespace(loader=SimpleNamespace(samples=None)),
         max_epochs=2,
         max_steps=-1,
         num_predict_batches=[3],
@@ -99,7 +98,9 @@ def trainer() -> Any:
             shards_parameters=False,
             world=World(),
         ),
-        _train_metrics=SimpleNamespace(in_bar=dict),
+        _run=SimpleNamespace(
+            train_metrics=SimpleNamespace(in_bar=dict), train_loader=None, progress=SimpleNamespace(epoch_start=0)
+        ),
         world_size=1,
     )
 

@@ -364,7 +364,7 @@ def test_each_stage_of_real_runs(make_trainer) -> None:
         assert abs(grown(callback.stages[stage]) - size) < SLACK / MB, stage
     logged = trainer.loggers[0].of("memory/host_peak")
     assert len(logged) == 2
-    assert logged[trainer._fitted.trainer.global_step] > 200
+    assert logged[trainer._run.fitted.trainer.global_step] > 200
 
 
 @resets

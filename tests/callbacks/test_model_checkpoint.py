@@ -47,6 +47,10 @@ class Checkpointing:
     def places(self) -> Checkpointing:
         return self
 
+    @property
+    def safe_points(self) -> Checkpointing:
+        return self
+
     def use_of_run(self, placed: Callable[[Path], None]) -> None:
         folder = Path("runs", "version_0", "checkpoints").absolute()
         self.use_folder(folder)

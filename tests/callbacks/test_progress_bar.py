@@ -493,7 +493,7 @@ def test_the_device_is_read_when_the_bar_is_drawn_only(make_trainer, terminal, c
 def test_on_a_device_of_lazy_tensors_the_step_is_not_read(trainer, module, clock, terminal) -> None:
     """There a value would make a part of the step run by itself."""
     trainer.strategy.lazy_tensors = True
-    trainer._train_metrics.in_bar = lambda: {"train_loss": 1.0}
+    trainer._run.train_metrics.in_bar = lambda: {"train_loss": 1.0}
     callback = TQDMProgressBar()
     callback.setup(trainer, module, "fit")
     train_epoch(callback, trainer, module, clock, 3, seconds=1.0)
@@ -595,7 +595,7 @@ def test_an_epoch_that_max_steps_will_cut_short(terminal: Any, trainer: Any, mod
     bar = TQDMProgressBar()
     bar.setup(trainer, module, "fit")
     for start, total in ((0, 6), (3, 9)):  # of a run that goes on in the middle of the epoch
-        trainer._progress = SimpleNamespace(epoch_start=start)
+        trainer._run.progress = SimpleNamespace(epoch_start=start)
         bar.on_train_epoch_start(trainer, module)
         assert bar._train is not None
         assert bar._train.total == total

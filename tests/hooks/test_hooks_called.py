@@ -18,9 +18,9 @@ def test_an_idle_callback_is_in_no_tuple() -> None:
     trainer, bare = make_trainer(*(Callback() for _ in range(10))), make_trainer()
     trainer.fit(TinyModule(), tiny_loader(4))
     bare.fit(TinyModule(), tiny_loader(4))
-    assert not any(trainer._hooks.owners.values())
+    assert not any(trainer._run.hooks.owners.values())
     for name in HOOKS:
-        assert len(getattr(trainer._hooks, name)) == len(getattr(bare._hooks, name)), name
+        assert len(getattr(trainer._run.hooks, name)) == len(getattr(bare._run.hooks, name)), name
 
 
 def test_callbacks_come_in_their_order_those_that_run_last_after_the_module() -> None:

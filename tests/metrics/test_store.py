@@ -108,7 +108,7 @@ def test_an_epoch_holds_a_bounded_number_of_values() -> None:
 
     def step(module: TinyModule, i: int) -> None:
         module.log("x", torch.ones(()))
-        held.extend(len(metric.values) for metric in module.trainer._metrics._metrics.values())
+        held.extend(len(metric.values) for metric in module.trainer._run.metrics._metrics.values())
 
     validated(step, [1] * 200)
     assert max(held) < 64

@@ -79,7 +79,7 @@ def limited() -> list[Any]:
     for limit in (2, 0.5, 1.0, 1):
         module, trainer = Watches(), trainer_of(limit_val_batches=limit)
         trainer.validate(module, tiny_loader(24), verbose=False)
-        found.append((len(module.seen), trainer.num_val_batches, trainer._plans["validation"].count))
+        found.append((len(module.seen), trainer.num_val_batches, trainer._run.plans["validation"].count))
     return found
 
 
@@ -177,7 +177,7 @@ def streamed(splits: list[Any]) -> list[Any]:
         module, trainer = Watches(), trainer_of()
         (result,) = trainer.validate(module, DataLoader(Stream(counts), batch_size=2), verbose=False)
         del result["first"]  # where a batch ends decides which values the function is given
-        found.append((result, [sample for _, _, sample in module.seen], trainer._plans["validation"].count))
+        found.append((result, [sample for _, _, sample in module.seen], trainer._run.plans["validation"].count))
     return found
 
 
@@ -210,7 +210,7 @@ def predicted() -> list[Any]:
         found.append((rows, [prediction["numbers"] for prediction in got]))
     trainer = trainer_of()
     nothing = trainer.predict(Watches(), tiny_loader(21), return_predictions=False)
-    return [*found, nothing, trainer._plans["predict"].outputs]
+    return [*found, nothing, trainer._run.plans["predict"].outputs]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -154,11 +154,11 @@ def test_steps_are_compiled(configured: Any) -> None:
     configured("distributed_type: NO\nuse_cpu: true\ndynamo_config: {dynamo_backend: eager, dynamo_use_fullgraph: false}")
     trainer, module = bare(max_steps=1), TinyModule()
     trainer.fit(module, tiny_loader())
-    assert trainer._compiler is not None
+    assert trainer._run.compiler is not None
     assert trainer.lightning_module is module
     own = torch.compile(TinyModule(), backend="eager")
     trainer.fit(own, tiny_loader())
-    assert trainer._compiler is own.dynamo_ctx
+    assert trainer._run.compiler is own.dynamo_ctx
     with pytest.raises(Exception, match="expected a TrainModule, received Linear"):
         trainer.fit(torch.nn.Linear(1, 1), tiny_loader())
     torch.compiler.reset()

@@ -310,7 +310,7 @@ class Told(ModelCheckpoint):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         end = time.monotonic() + 30
-        while trainer.global_step == 3 and trainer.is_global_zero and not trainer._checkpointing._alerts:
+        while trainer.global_step == 3 and trainer.is_global_zero and not trainer._checkpointing.safe_points._alerts:
             assert time.monotonic() < end
             time.sleep(0.01)
 

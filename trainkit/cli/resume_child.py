@@ -91,7 +91,7 @@ class _Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         if self.task.save_at:
-            trainer._checkpointing.every_n_steps(self.task.save_at, functools.partial(self._save, trainer))
+            trainer._checkpointing.safe_points.every_n_steps(self.task.save_at, functools.partial(self._save, trainer))
 
     def _save(self, trainer: Trainer) -> None:
         if trainer.global_step == self.task.save_at:

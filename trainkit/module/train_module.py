@@ -194,7 +194,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
             return
         if sync_dist_group is not None:
             check_group(name, sync_dist_group)
-        self._trainer._metrics.log(
+        self._trainer._run.metrics.log(
             name,
             value,
             prog_bar,
@@ -238,7 +238,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         Raises:
             ConfigurationError: torch's own objects, for manual optimization on several processes.
         """
-        prepared = self.trainer._prepared_optimizers
+        prepared = self.trainer._run.optimizers
         if not (use_pl_optimizer or self.automatic_optimization) and self.trainer.strategy.data_world.size > 1:
             raise ConfigurationError(
                 "self.optimizers(use_pl_optimizer=False): torch's own step would not average the gradients over "
@@ -281,7 +281,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
                 "manual_backward needs manual optimization. Set self.automatic_optimization = False in __init__, or return the "
                 "loss from training_step and leave the backward pass to the Trainer."
             )
-        self.trainer._manual_backward(loss, **kwargs)
+        self.trainer._run.manual_backward(loss, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
         """Let gradients flow only into this optimizer's parameters, until :meth:`untoggle_optimizer` or another is toggled."""
@@ -351,7 +351,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
                 f"all_gather: expected group=None, got {group!r}: a run gathers over all its processes. Leave it out: "
                 "self.all_gather(data)"
             )
-        plan = self.trainer._active_plan
+        plan = self.trainer._run.evaluation
         if plan is not None and plan.uneven:
             raise ConfigurationError(
                 f"all_gather in {plan.name}, batch by batch: not every process has as many batches, and the others would wait. "

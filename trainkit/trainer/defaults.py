@@ -18,6 +18,7 @@ from trainkit.trainer.setup import overrides
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
     from trainkit.module.train_module import TrainModule
+    from trainkit.trainer.run import Run
     from trainkit.trainer.trainer import Trainer
 
 __all__ = [
@@ -155,29 +156,29 @@ def renew_loggers(trainer: Trainer) -> None:
         attach_again(trainer.loggers, trainer.default_root_dir, trainer.strategy.rank)
 
 
-def share_log_folders(trainer: Trainer, saved: Sequence[Mapping[str, Any]] = ()) -> None:
+def share_log_folders(run: Run, saved: Sequence[Mapping[str, Any]] = ()) -> None:
     """Let ``trainer.log_dir`` be the main process's on all of them, before the first hook of a run can ask. Collective.
 
     Args:
-        trainer: the trainer.
+        run: the run.
         saved: the states of the loggers in the checkpoint, if the run will go on in their files.
 
     Raises:
         ConfigurationError: a folder cannot be made.
     """
-    if trainer.strategy.world.size > 1 and trainer.loggers:
+    if run.several and run.loggers:
         from trainkit.loggers.attach import share_folders
 
-        share_folders(trainer.loggers, trainer.strategy.world, saved)
+        share_folders(run.loggers, run.strategy.world, saved)
 
 
-def start_loggers(trainer: Trainer) -> None:
+def start_loggers(run: Run) -> None:
     """Give the loggers their folders and the hyper-parameters.
 
     Raises:
         ConfigurationError: the data module and the module contradict each other, or a folder cannot be written.
     """
-    owners = [o for o in (trainer.datamodule, trainer.lightning_module) if o is not None and o._log_hyperparams]
+    owners = [o for o in (run.datamodule, run.module) if o is not None and o._log_hyperparams]
     values = {name: value for owner in owners for name, value in owner.hparams.items()}
     differing = [str(n) for owner in owners for n, value in owner.hparams.items() if repr(value) != repr(values[n])]
     if differing:
@@ -185,10 +186,10 @@ def start_loggers(trainer: Trainer) -> None:
             f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "
             "Rename one, or leave it out: save_hyperparameters(logger=False)"
         )
-    _make_log_folders(trainer.loggers)
-    if values and trainer.loggers:
+    _make_log_folders(run.loggers)
+    if values and run.loggers:
         kept = {name: value for owner in owners for name, value in logged(owner).items()}
-        for logger in trainer.loggers:
+        for logger in run.loggers:
             logger.log_hyperparams(kept)
 
 

@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from trainkit.distributed.world import World
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.plans import EvaluationPlan
-    from trainkit.trainer.trainer import Trainer
+    from trainkit.trainer.run import Run
 
 __all__ = ["evaluate", "gather_predictions"]
 
 _NO_DATA = MicroBatch(NO_BATCH, 0, True, True, 0.0, MicroBatchKind.NONE)
 
 
-def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
+def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
     """Validation, test or prediction over all loaders; the metrics of each loader."""
     name, metrics = plan.name, plan.metrics
-    hooks, module = trainer._hooks, trainer.lightning_module
+    hooks, module = run.hooks, run.module
     metrics.discard()
     metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
-    with _active(trainer, plan), _eval_mode(module, name), _no_gradients(trainer):
+    with _active(run, plan), _eval_mode(module, name), _no_gradients(run):
         hooks.run(f"on_{name}_start")
         hooks.run(f"on_{name}_epoch_start")
         count = 0
         for index, loader in enumerate(plan.loaders):
             plan.begin_loader(index)
             plan.uneven = not loader.even
-            count = evaluate_loader(trainer, plan, index, loader.iterate(trainer.current_epoch), count)
+            count = evaluate_loader(run, plan, index, loader.iterate(run.progress.current_epoch), count)
         plan.uneven = False
         metrics.suffix, metrics.batch = "", None
         metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
@@ -53,24 +53,26 @@ def evaluate(trainer: Trainer, plan: EvaluationPlan) -> list[dict[str, float]]:
         hooks.run(f"on_{name}_epoch_end")
         plan.finish()
         metrics.scope = Scope.NOWHERE  # the evaluation's metrics are complete
-        trainer._evaluated(plan)
+        run.signals.follow_workers()
+        if not run.progress.sanity_checking:
+            run.progress.computed.update(dict.fromkeys(plan.results, run.progress.global_step))
         hooks.run(f"on_{name}_end")
     return plan.by_loader()
 
 
-def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch], count: int) -> int:
+def evaluate_loader(run: Run, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch], count: int) -> int:
     """Evaluate this rank's batches of one loader; ``count`` and the result are numbers of micro-batches before and after it."""
-    hooks, metrics, step, signals = trainer._hooks, plan.metrics, plan.step, trainer._signals
+    hooks, metrics, step, signals = run.hooks, plan.metrics, plan.step, run.signals
     before: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_start")
     after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_end")
     if plan.logs:
         metrics.scope = Scope.EVAL_BATCH
-    alone = trainer.strategy.world.size == 1
+    alone = run.strategy.world.size == 1
     batch_idx = -1
-    for batch_idx, micro in enumerate(micro_batches if alone else _together(trainer, plan, index, micro_batches)):
+    for batch_idx, micro in enumerate(micro_batches if alone else _together(run, plan, index, micro_batches)):
         if micro.kind is MicroBatchKind.NONE:
-            if trainer.strategy.shards_parameters:
-                pad_evaluation(trainer, plan.loaders[index].padding(), batch_idx, index)
+            if run.strategy.shards_parameters:
+                pad_evaluation(run, plan, plan.loaders[index].padding(), batch_idx, index)
             continue
         batch = micro.batch
         metrics.stamp, metrics.batch = count + batch_idx, batch
@@ -86,7 +88,7 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, micro_ba
         if metrics.pending:
             metrics.flush_step()
         if signals.received is not None:
-            raise signals.ending(f"at step {trainer.global_step}, in the {plan.name}")
+            raise signals.ending(f"at step {run.progress.global_step}, in the {plan.name}")
     if batch_idx < 0:
         plan.refuse_empty(index)
     metrics.end_loader(index, count)
@@ -96,52 +98,52 @@ def evaluate_loader(trainer: Trainer, plan: EvaluationPlan, index: int, micro_ba
     return count
 
 
-def _together(trainer: Trainer, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+def _together(run: Run, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """This rank's micro-batches, one for each exchange; of kind ``NONE`` where only other ranks have a batch."""
     loader = plan.loaders[index]
     if loader.length is None or not loader.exact:
-        return _together_to_the_end(trainer, plan, micro_batches)
-    return _together_of_length(trainer, plan, micro_batches, loader.length)
+        return _together_to_the_end(run, plan, micro_batches)
+    return _together_of_length(run, plan, micro_batches, loader.length)
 
 
 def _together_of_length(
-    trainer: Trainer, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch], length: int
+    run: Run, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch], length: int
 ) -> Iterator[MicroBatch]:
     """``length`` micro-batches: the exchange of one runs while the next is fetched."""
-    world, metrics, signals = trainer.strategy.world, plan.metrics, trainer._signals
+    world, metrics, signals = run.strategy.world, plan.metrics, run.signals
     pending, had = None, False
     for _ in range(length):
         micro = next(micro_batches, _NO_DATA)
         if pending is not None:
-            _end_exchange(trainer, plan, had, *pending.wait())
+            _end_exchange(run, plan, had, *pending.wait())
         yield micro
         had = micro.kind is not MicroBatchKind.NONE
-        place = trainer.strategy.data_world.rank + 1 if had else 0  # the first ranks have the last batches
+        place = run.strategy.data_world.rank + 1 if had else 0  # the first ranks have the last batches
         pending = world.begin_largest([place, signals.received or 0, metrics.pending])
     if pending is not None:
-        _end_exchange(trainer, plan, had, *pending.wait())
+        _end_exchange(run, plan, had, *pending.wait())
 
 
-def _together_to_the_end(trainer: Trainer, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+def _together_to_the_end(run: Run, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """Micro-batches until no rank has one: each begins with an exchange of whether there is one."""
-    world, metrics, signals = trainer.strategy.world, plan.metrics, trainer._signals
+    world, metrics, signals = run.strategy.world, plan.metrics, run.signals
     had, count = False, 0
     while True:
         micro = next(micro_batches, _NO_DATA)
         has = micro.kind is not MicroBatchKind.NONE
         there, numbers, waiting = zip(*world.rows([has, signals.received or 0, metrics.pending]), strict=True)
-        _end_exchange(trainer, plan, had, count, int(max(numbers)), int(max(waiting)))
+        _end_exchange(run, plan, had, count, int(max(numbers)), int(max(waiting)))
         if not any(there):
             return
         yield micro
-        had, count = has, min(int(sum(there)), trainer.strategy.data_world.size)  # or all of them read all
+        had, count = has, min(int(sum(there)), run.strategy.data_world.size)  # or all of them read all
 
 
-def _end_exchange(trainer: Trainer, plan: EvaluationPlan, had: bool, count: int, signal: int, waiting: int) -> None:
+def _end_exchange(run: Run, plan: EvaluationPlan, had: bool, count: int, signal: int, waiting: int) -> None:
     """Act on what the ranks exchanged, the same on all of them.
 
     Args:
-        trainer: the trainer.
+        run: the run.
         plan: of the evaluation.
         had: this rank had a batch.
         count: number of ranks that had one.
@@ -150,10 +152,10 @@ def _end_exchange(trainer: Trainer, plan: EvaluationPlan, had: bool, count: int,
     """
     plan.count += count
     if waiting:
-        plan.metrics.flush_row(trainer.strategy.world, had, plan.count)
+        plan.metrics.flush_row(run.strategy.world, had, plan.count)
     if signal:
-        trainer._signals.received = signal
-        raise trainer._signals.ending(f"at step {trainer.global_step}, in the {plan.name}")
+        run.signals.received = signal
+        raise run.signals.ending(f"at step {run.progress.global_step}, in the {plan.name}")
 
 
 def gather_predictions(world: World, outputs: list[list[Any]], device: torch.device) -> list[list[Any]]:
@@ -194,15 +196,15 @@ def _to_send(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _active(trainer: Trainer, plan: EvaluationPlan) -> Iterator[None]:
+def _active(run: Run, plan: EvaluationPlan) -> Iterator[None]:
     """What is logged goes to the evaluation's metrics."""
-    outer = trainer._metrics, trainer._active_plan
-    trainer._results.add(trainer._metrics.agreed_step_values())  # monitors see what training has logged by step
-    trainer._metrics, trainer._active_plan = plan.metrics, plan
+    outer = run.metrics, run.evaluation
+    run.results.add(run.metrics.agreed_step_values())  # monitors see what training has logged by step
+    run.metrics, run.evaluation = plan.metrics, plan
     try:
         yield
     finally:
-        trainer._metrics, trainer._active_plan = outer
+        run.metrics, run.evaluation = outer
 
 
 @contextmanager
@@ -225,8 +227,8 @@ def _eval_mode(module: TrainModule, name: str) -> Iterator[None]:
             part.training = training
 
 
-def _no_gradients(trainer: Trainer) -> AbstractContextManager[Any]:
+def _no_gradients(run: Run) -> AbstractContextManager[Any]:
     # parameters that are gathered under inference_mode could not be trained afterwards, and XLA has no inference tensors
-    strategy = trainer.strategy
-    plain = trainer.inference_mode and not (strategy.shards_parameters or strategy.lazy_tensors)
+    strategy = run.strategy
+    plain = run.inference_mode and not (strategy.shards_parameters or strategy.lazy_tensors)
     return torch.inference_mode() if plain else torch.no_grad()

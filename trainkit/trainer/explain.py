@@ -33,7 +33,7 @@ def _where(trainer: Trainer) -> list[str]:
         f"  seed           {trainer.seed}",
         f"  folder         {trainer._arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",
-        f"  checkpoints    {', '.join(shown_folders(trainer)) or 'none'}",
+        f"  checkpoints    {', '.join(shown_folders(trainer._run)) or 'none'}",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ from trainkit.errors import (
 )
 from trainkit.hooks.checks import check_datamodule, check_module
 from trainkit.hooks.table import HookTable
-from trainkit.metrics.store import MetricResults, MetricStore, Scope
+from trainkit.metrics.store import MetricResults, Scope
 from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import DataHooks
 from trainkit.module.train_module import TrainModule
@@ -33,11 +34,11 @@ from trainkit.trainer.defaults import merge_module_callbacks, renew_loggers, sha
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.from_config import compiled
 from trainkit.trainer.metric_notices import check_monitors
-from trainkit.trainer.plans import EvaluationPlan
-from trainkit.trainer.save_policy import Checkpointing
+from trainkit.trainer.progress import RunProgress
+from trainkit.trainer.run import Run
+from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import evaluation_plan, overrides, refuse_incomplete
 from trainkit.trainer.signals import Signals, requeue
-from trainkit.trainer.step_flags import Control
 from trainkit.trainer.torch_flags import torch_flags
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ __all__ = [
     "build_hooks",
     "check_sanity",
     "interruptible",
-    "plan_evaluation",
     "refuse_evaluation",
     "running",
     "set_up",
@@ -68,15 +68,15 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._notices = trainer, each_once()
+        self._signals = Signals(lambda: trainer._run.wake())
 
-    def __enter__(self) -> None:
-        trainer = self._trainer
+    def __enter__(self) -> Signals:
         self._notices.__enter__()
-        self._outer, trainer._signals = trainer._signals, Signals(trainer._look)
-        trainer._signals.__enter__()
+        self._signals.__enter__()
+        return self._signals
 
     def __exit__(self, kind: Any, ending: BaseException | None, trace: TracebackType | None) -> None:
-        trainer, signals = self._trainer, self._trainer._signals
+        signals = self._signals
         signals.__exit__()
         try:
             if ending is None and signals.received is not None:  # it came when there was no step left to be finished
@@ -88,12 +88,12 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
             if sys.version_info < (3, 11) and isinstance(ending, KeyboardInterrupt) and ending.__traceback__ is not trace:
                 raise ending  # else Python puts the traceback back
         finally:
-            trainer._signals = self._outer
             self._notices.__exit__(None, None, None)
 
     def _explain(self, ending: BaseException) -> None:
         trainer = self._trainer
-        newest = None if trainer._save_policy is None else trainer._checkpointing.newest
+        saves = trainer._run.saves
+        newest = None if saves is None else saves.newest
         fit = f"trainer.fit(..., ckpt_path={str(newest)!r}), or ckpt_path='auto' for the newest."
         if isinstance(ending, Preempted):
             if newest is not None:
@@ -104,7 +104,7 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
             if not ending.args:
                 step = f"stopped after {counted(trainer.global_step, 'optimizer step')}"
                 ending.args = (f"{step}; " + ("no checkpoint was saved." if newest is None else f"to go on: {fit}"),)
-            if trainer._signals.received is not None and not trainer._signals.twice:
+            if self._signals.received is not None and not self._signals.twice:
                 ending.__cause__, ending.__suppress_context__ = None, True
                 ending.__traceback__ = users_frames(ending.__traceback__)
 
@@ -116,67 +116,79 @@ def running(
     module: TrainModule,
     datamodule: DataModule | None,
     *given: Any,
-) -> Iterator[None]:
-    """Within it the module is this trainer's and its callbacks are attached; afterwards all that the run took is released.
+    signals: Signals | None = None,
+) -> Iterator[Run]:
+    """Within it the trainer has a new run, with the module and its callbacks; afterwards all that the run took is released.
 
     The order: ``configure_callbacks``, the body, ``teardown``. The body begins with :func:`set_up`; a fit finds the checkpoint
     that it resumes from before that.
+
+    Args:
+        trainer: whose run it is.
+        stage: "fit", "validate", "test" or "predict".
+        module: the user's.
+        datamodule: the user's.
+        *given: the loaders that the user passed.
+        signals: of :class:`interruptible`; default: signals are not noted.
     """
     if trainer.stage is not None:
         raise ConfigurationError(
             f"this Trainer is in the middle of {trainer.stage!r}, and another run would take its state. Use a second one: "
             f"Trainer(...).{stage}(module, ...)"
         )
-    random_state = RandomState(trainer.strategy.generators())
+    strategy, checks = trainer.strategy, trainer.accelerator.collective_checks
+    random_state = RandomState(strategy.generators())
     outer: Trainer | None = None
-    status, ending = "none", None  # there is nothing yet to be given back
-    watchdog = trainer.strategy.world.watchdog
+    run, status, ending = None, "failed", None
+    watchdog = strategy.world.watchdog
     if watchdog is not None:
         watchdog.folder = trainer.default_root_dir
-        trainer.accelerator.collective_checks.enter_run(stage, watchdog.entered)
+        checks.enter_run(stage, watchdog.entered)
     try:
-        trainer.accelerator.collective_checks.begin_run(stage)
-        module, trainer._compiler = _uncompiled(compiled(module))
+        checks.begin_run(stage)
+        module, compiler = _uncompiled(compiled(module))
         _check_inputs(module, datamodule, given)
-        refuse_incomplete(module, stage, trainer.strategy.has_optimizer)
-        outer, status = module._trainer, "failed"
-        _begin(trainer, stage, module, datamodule)
+        refuse_incomplete(module, stage, strategy.has_optimizer)
+        outer = module._trainer
+        run = trainer._run = _new_run(trainer, stage, module, datamodule, compiler, signals or Signals(lambda: None))
+        _attach(trainer, module, datamodule)
         merge_module_callbacks(trainer, module)
-        build_hooks(trainer)
+        run.callbacks = trainer.callbacks
+        build_hooks(trainer, run)
         with torch_flags(*trainer._flags):
-            yield
+            yield run
         status = "success"
     except BaseException as exception:
-        trainer.strategy.broken = trainer.strategy.world.size > 1
-        ending = report_failure(trainer.strategy.world.channel, _cause(trainer, exception))
-        if status != "none":
-            _report(trainer, ending)
+        strategy.broken = strategy.world.size > 1
+        ending = report_failure(strategy.world.channel, exception if run is None else _cause(run, exception))
+        if run is not None:
+            _report(run, ending)
         if ending is exception:
             raise
         raise ending from exception
     finally:
         try:
-            if status != "none":
-                _tear_down(trainer, stage, status, ending)
+            if run is not None:
+                _tear_down(trainer, run, stage, status, ending)
         finally:
-            trainer._progress.end()
+            if run is not None:
+                run.progress.end()
             if outer is not None and outer.stage is not None:
-                module._trainer = outer  # whose run goes on
+                module._trainer = outer  # whose run continues
             random_state.restore()
             if watchdog is not None:
                 watchdog.left()
 
 
-def agree_on_signals(trainer: Trainer) -> None:
+def agree_on_signals(run: Run) -> None:
     """A signal that has come to one process by now has come to all."""
-    world = trainer.strategy.world
-    if world.size > 1:
-        trainer._signals.received = world.largest([trainer._signals.received or 0])[0] or None
+    if run.several:
+        run.signals.received = run.strategy.world.largest([run.signals.received or 0])[0] or None
 
 
-def _log_folders(trainer: Trainer) -> Any:
+def _log_folders(run: Run) -> Any:
     """What the checkpoint says of them. A function of its own, so that no frame of the run's holds the checkpoint in memory."""
-    found = trainer._found
+    found = run.found
     return found.loaded.state["loggers"] if found is not None and "loggers" in found.wanted else ()
 
 
@@ -205,55 +217,78 @@ def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) ->
         raise ConfigurationError("loaders and a datamodule were both given. Give one of them.")
 
 
-def _begin(trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None) -> None:
-    """The trainer's state as it is before a run; first what the tear-down needs, whatever fails here."""
-    trainer._hooks, trainer.strategy.broken = HookTable.nothing(), False
-    trainer.accelerator = Accelerator.of_trainer(trainer.strategy)
-    trainer.accelerator.seed = trainer.seed
-    trainer._attach(module, datamodule)
+def _new_run(
+    trainer: Trainer,
+    stage: str,
+    module: TrainModule,
+    datamodule: DataModule | None,
+    compiler: Callable[..., Any] | None,
+    signals: Signals,
+) -> Run:
+    """A run that begins: a fit from step 0, an evaluation with the progress of the fit before it."""
+    trainer.strategy.broken = False
+    before = trainer._run
+    run = replace(
+        before,
+        engine=Accelerator.of_trainer(trainer.strategy),
+        inference_mode=trainer.inference_mode,
+        callbacks=trainer.callbacks,
+        loggers=trainer.loggers,
+        profiler=trainer.profiler,
+        signals=signals,
+        hooks=HookTable.nothing(),
+        results=MetricResults(),
+        given_module=module,
+        datamodule=datamodule,
+        compiler=compiler,
+        validation=None,
+        evaluation=None,
+        plans={},
+        found=None,
+    )
+    run.engine.seed = run.seed
     if stage == "fit":
-        trainer._new_progress()
-    trainer._progress.begin(stage)
-    trainer._active_plan = trainer._val_plan = None
-    trainer._plans = {}
-    trainer._results = MetricResults()
-    compiled, world = trainer._compiler is not None, trainer.strategy.data_world
-    trainer._metrics = MetricStore(trainer._emit, trainer._results, compiled=compiled, world=world)
-    trainer._train_metrics = trainer._metrics
-    if stage == "fit":
-        if trainer._save_policy is not None:
+        run = replace(run, progress=RunProgress(), fitted=module, optimizers=[], schedulers=[], train_loader=None)
+        if before.saves is not None:
             renew_loggers(trainer)
-        trainer._save_policy = Checkpointing(trainer)
-        trainer._control = Control(trainer) if trainer.strategy.world.size > 1 else None
-        trainer._fitted = module
-        trainer._prepared_optimizers, trainer.lr_scheduler_configs = [], []
-        trainer._plan = None  # what is asked of it before there is a new one must not be the old one's
+        run.saves = SavePolicy(run)
         trainer.precision.reset()
+    elif run.saves is not None:
+        run.saves.continue_in(run)
+    run.progress.begin(stage)
+    return run
 
 
-def set_up(trainer: Trainer) -> None:
+def _attach(trainer: Trainer, module: TrainModule, datamodule: DataModule | None) -> None:
+    """Make the module, and the data module, this trainer's."""
+    module._trainer = trainer
+    if datamodule is not None:
+        datamodule.trainer = trainer
+
+
+def set_up(trainer: Trainer, run: Run) -> None:
     """Set up the run: log folders, ``prepare_data``, ``setup``, ``configure_model``, the module on its device."""
-    stage, module = trainer.stage, trainer.lightning_module
+    stage, module, strategy = run.progress.stage, run.module, run.strategy
     assert stage is not None
-    share_log_folders(trainer, _log_folders(trainer))
-    if trainer.profiler is not None:
-        trainer.profiler.start(Path(trainer.log_dir or "."))
-    seed_generators(mix(trainer.seed, Stage.TRAIN, Purpose.INIT), trainer.strategy.generators())
-    _prepare_data(trainer, module)
-    if trainer.datamodule is not None and overrides(trainer.datamodule, "setup", DataModule):
-        trainer.datamodule.setup(stage)
-    trainer._hooks.run("setup", stage)
+    share_log_folders(run, _log_folders(run))
+    if run.profiler is not None:
+        run.profiler.start(Path(trainer.log_dir or "."))
+    seed_generators(mix(run.seed, Stage.TRAIN, Purpose.INIT), strategy.generators())
+    _prepare_data(run)
+    if run.datamodule is not None and overrides(run.datamodule, "setup", DataModule):
+        run.datamodule.setup(stage)
+    run.hooks.run("setup", stage)
     built = module.__dict__.pop("_built", False)  # by load_from_checkpoint
     if not built and overrides(module, "configure_model"):
-        with trainer.strategy.building(), trainer.precision.init_context():
+        with strategy.building(), strategy.precision.init_context():
             module.configure_model()
-    trainer._wrapped_module = trainer.strategy.prepare_module(module)
+    run.wrapped_module = strategy.prepare_module(module)
 
 
-def _prepare_data(trainer: Trainer, module: TrainModule) -> None:
+def _prepare_data(run: Run) -> None:
     """In one process of each machine, or in one of all; the others wait, however long it takes."""
-    world = trainer.strategy.world
-    for owner in (trainer.datamodule, module):
+    world = run.strategy.world
+    for owner in (run.datamodule, run.module):
         if owner is None or not overrides(owner, "prepare_data", DataHooks):
             continue
         if (world.local_rank if owner.prepare_data_per_node else world.rank) == 0:
@@ -261,70 +296,60 @@ def _prepare_data(trainer: Trainer, module: TrainModule) -> None:
     world.team("prepare_data").exchange(None)
 
 
-def build_hooks(trainer: Trainer) -> None:
-    """Who is called for which hook, now that callbacks and loaders are known."""
-    trainer._hooks = HookTable(
+def build_hooks(trainer: Trainer, run: Run) -> None:
+    """Find what is called for which hook, now that callbacks and loaders are known."""
+    run.hooks = HookTable(
         trainer,
-        trainer.lightning_module,
-        trainer.callbacks,
-        inserted={f"on_{name}_epoch_end": trainer._finish_metrics for name in ("train", "validation", "test")},
-        several_loaders=any(plan is not None and len(plan.loaders) > 1 for plan in trainer._plans.values()),
-        timed=None if trainer.profiler is None else trainer.profiler.wrapped,
+        run.module,
+        run.callbacks,
+        inserted={f"on_{name}_epoch_end": run.finish_metrics for name in ("train", "validation", "test")},
+        several_loaders=any(plan is not None and len(plan.loaders) > 1 for plan in run.plans.values()),
+        timed=None if run.profiler is None else run.profiler.wrapped,
     )
 
 
-def plan_evaluation(trainer: Trainer, name: str, given: Any, *, sanity: bool = False) -> EvaluationPlan | None:
-    """The plan of an evaluation, also kept for ``num_val_batches`` and the like; ``None`` if there is nothing to run."""
-    results = MetricResults() if sanity else trainer._results
-    compiled, world = trainer._compiler is not None, trainer.strategy.data_world
-    store = MetricStore(trainer._emit, results, compiled=compiled, world=world)
-    plan = evaluation_plan(trainer, name, given, store, sanity=sanity)
-    trainer._plans["sanity" if sanity else name] = plan
-    return plan
-
-
-def refuse_evaluation(trainer: Trainer, stage: str, name: str) -> None:
+def refuse_evaluation(run: Run, stage: str, name: str) -> None:
     """An evaluation that was asked for and cannot be is an error; one that a limit turned off is a notice."""
-    if name not in trainer._evaluation_sources:
+    if name not in run.evaluation_sources:
         raise MissingMethodError(
             f"{stage} needs data: trainer.{stage}(module, DataLoader(...)), or define the loader in "
-            f"{type(trainer.lightning_module).__name__} or in a DataModule."
+            f"{type(run.module).__name__} or in a DataModule."
         )
     notice(f"nothing to {stage}: the limit of batches is 0.")
 
 
-def check_sanity(trainer: Trainer, given: Any) -> None:
-    """A few validation batches before training; what they log is thrown away, the names are compared with monitors."""
-    if trainer._val_plan is None:
-        check_monitors(trainer, None)
-    if trainer._val_plan is None or trainer._arguments.num_sanity_val_steps == 0:
+def check_sanity(run: Run) -> None:
+    """A few validation batches before training; what they log is dropped, the names are compared with monitors."""
+    if run.validation is None:
+        check_monitors(run, None)
+    if run.validation is None or run.arguments.num_sanity_val_steps == 0:
         return
-    plan = plan_evaluation(trainer, "validation", given, sanity=True)
+    plan = evaluation_plan(run, "validation", run.given_loaders[1], sanity=True)
     if plan is None:
         return
-    trainer._progress.sanity_checking = trainer._progress.validating = True
-    results, trainer._results = trainer._results, plan.metrics.results
+    run.progress.sanity_checking = run.progress.validating = True
+    results, run.results = run.results, plan.metrics.results
     try:
-        trainer._hooks.run("on_sanity_check_start")
-        evaluate(trainer, plan)
-        trainer._hooks.run("on_sanity_check_end")
+        run.hooks.run("on_sanity_check_start")
+        evaluate(run, plan)
+        run.hooks.run("on_sanity_check_end")
     finally:
-        trainer._progress.sanity_checking = trainer._progress.validating = False
-        trainer._results = results
+        run.progress.sanity_checking = run.progress.validating = False
+        run.results = results
         for loader in plan.loaders:
             loader.close()
-    check_monitors(trainer, plan.metrics.results.evaluated)
+    check_monitors(run, plan.metrics.results.evaluated)
 
 
-def _cause(trainer: Trainer, exception: BaseException) -> BaseException:
+def _cause(run: Run, exception: BaseException) -> BaseException:
     """What the run ends with: a signal to the whole process group ends the loader's workers too, and is the reason then."""
-    workers = trainer.stage == "fit" and isinstance(exception, RuntimeError) and "DataLoader worker" in str(exception)
-    return trainer._signals.ending(f"at step {trainer.global_step}") if workers and trainer._signals.soon() else exception
+    workers = run.progress.stage == "fit" and isinstance(exception, RuntimeError) and "DataLoader worker" in str(exception)
+    return run.signals.ending(f"at step {run.progress.global_step}") if workers and run.signals.soon() else exception
 
 
-def _report(trainer: Trainer, exception: BaseException) -> None:
+def _report(run: Run, exception: BaseException) -> None:
     """Tell the callbacks; an error of theirs must not hide the first."""
-    for hook in trainer._hooks.on_exception:
+    for hook in run.hooks.on_exception:
         try:
             hook(exception)
         except ProcessFailedError:
@@ -340,19 +365,19 @@ def _same(error: BaseException, exception: BaseException | None) -> bool:
     return saves or error is exception or (type(error) is type(exception) and str(error) == str(exception))
 
 
-def _tear_down(trainer: Trainer, stage: str, status: str, exception: BaseException | None) -> None:
+def _tear_down(trainer: Trainer, run: Run, stage: str, status: str, exception: BaseException | None) -> None:
     """All of it, whatever fails on the way; an error here must not hide the one that ended the run."""
-    trainer._metrics.scope = Scope.NOWHERE
-    trainer._metrics.batch = None
+    run.metrics.scope = Scope.NOWHERE
+    run.metrics.batch = None
     errors: list[BaseException] = []
-    for part in _parts_to_release(trainer, stage, status):
+    for part in _parts_to_release(trainer, run, stage, status):
         try:
             part()
         except BaseException as error:  # an interrupt too: what comes after it releases locks and threads
             errors.append(error)
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         callback._module = None
-    trainer._found = None
+    run.found = None
     interrupts = [error for error in errors if not isinstance(error, Exception)]
     if errors and (status == "success" or interrupts):
         raise (interrupts or errors)[0]
@@ -362,19 +387,19 @@ def _tear_down(trainer: Trainer, stage: str, status: str, exception: BaseExcepti
         notice(f"the tear-down failed too: {failure!r}", everywhere=True)
 
 
-def _parts_to_release(trainer: Trainer, stage: str, status: str) -> Iterator[Callable[[], Any]]:
+def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> Iterator[Callable[[], Any]]:
     """What a run took, in the order in which it is released."""
-    for hook in trainer._hooks.teardown:
+    for hook in run.hooks.teardown:
         yield partial(hook, stage)
-    if trainer.datamodule is not None and overrides(trainer.datamodule, "teardown", DataModule):
-        yield partial(trainer.datamodule.teardown, stage)
-    if stage == "fit" and trainer._save_policy is not None:
-        yield trainer._checkpointing.close
-    for logger in trainer.loggers:
+    if run.datamodule is not None and overrides(run.datamodule, "teardown", DataModule):
+        yield partial(run.datamodule.teardown, stage)
+    if stage == "fit" and run.saves is not None:
+        yield run.saves.close
+    for logger in run.loggers:
         yield partial(logger.finalize, status)
-    yield trainer.accelerator.free_memory
-    yield trainer.strategy.teardown
-    profiler = trainer.profiler
+    yield run.engine.free_memory
+    yield run.strategy.teardown
+    profiler = run.profiler
     if profiler is not None:
         yield profiler.stop
         yield lambda: trainer.print(profiler.summary())

@@ -11,7 +11,7 @@ from trainkit.console import notice, warn
 from trainkit.module.monitors import of_validation, why_no_validation
 
 if TYPE_CHECKING:
-    from trainkit.trainer.trainer import Trainer
+    from trainkit.trainer.run import Run
 
 __all__ = ["check_monitors", "tell_rare_logs", "tell_shared_names"]
 
@@ -19,18 +19,18 @@ _LIKELY = 0.85  # similarity (difflib's ratio) of a misspelled name to the right
 _DATALOADER = "/dataloader_idx_"
 
 
-def check_monitors(trainer: Trainer, logged: Collection[str] | None) -> None:
+def check_monitors(run: Run, logged: Collection[str] | None) -> None:
     """Warn about monitors that will likely never be logged, before time is spent on training.
 
     A name that validation did not log may still be one of training, so there is a warning only for a name that is almost one
     that validation logged, or that begins with "val".
 
     Args:
-        trainer: the trainer.
+        run: the run.
         logged: what validation logged in the sanity check; ``None``: this fit has no validation.
     """
-    reason = why_no_validation(trainer) if logged is None else None
-    for owner, monitor in _monitors(trainer):
+    reason = why_no_validation(run.module.trainer) if logged is None else None
+    for owner, monitor in _monitors(run):
         if reason is not None and of_validation(monitor):
             warn(
                 f"{owner} monitors {monitor!r}, but this fit has no validation: {reason}. Ignore this if training logs "
@@ -44,38 +44,38 @@ def check_monitors(trainer: Trainer, logged: Collection[str] | None) -> None:
             )
 
 
-def tell_shared_names(trainer: Trainer, trained: Collection[str]) -> None:
+def tell_shared_names(run: Run, trained: Collection[str]) -> None:
     """Tell once that a monitored metric is logged both in training and in validation.
 
     Args:
-        trainer: the trainer.
+        run: the run.
         trained: what training logged in this epoch.
     """
-    for owner, monitor in _monitors(trainer):
-        if monitor in trained and monitor in trainer._results.evaluated:
+    for owner, monitor in _monitors(run):
+        if monitor in trained and monitor in run.results.evaluated:
             notice(
                 f"{monitor!r} is logged in training and in validation; {owner} monitors the value of validation. Use two "
                 f"names to tell them apart: self.log('train_{monitor}', value)"
             )
 
 
-def tell_rare_logs(trainer: Trainer) -> None:
+def tell_rare_logs(run: Run) -> None:
     """Tell that an epoch has fewer optimizer steps than there are from one log boundary to the next."""
-    every, steps = trainer.log_every_n_steps, trainer.num_training_batches / trainer.accumulate_grad_batches
-    if trainer.loggers and steps < every:
+    every, steps = run.arguments.log_every_n_steps, run.max_batches / run.accumulation
+    if run.loggers and every is not None and steps < every:
         notice(
             f"an epoch has {math.ceil(steps)} optimizer steps, fewer than log_every_n_steps={every}: what is logged by step "
             f"reaches the loggers at every {every}th step only. To log more often: Trainer(log_every_n_steps=1)"
         )
 
 
-def _monitors(trainer: Trainer) -> Iterator[tuple[str, str]]:
+def _monitors(run: Run) -> Iterator[tuple[str, str]]:
     """Who monitors, and what."""
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str):
             yield type(callback).__name__, monitor
-    for config in trainer._fit_plan.schedulers:
+    for config in run.schedulers:
         if config.reduce_on_plateau and config.monitor is not None:
             yield type(config.scheduler).__name__, config.monitor
 

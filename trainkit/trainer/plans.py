@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.data.loader import PreparedLoader
@@ -16,41 +15,48 @@ from trainkit.micro_batch import MicroBatch
 from trainkit.optim.optimizer_config import SchedulerConfig
 from trainkit.trainer.profiler import Profiler
 
+if TYPE_CHECKING:
+    from trainkit.trainer.run import Run
+    from trainkit.trainer.safe_points import SafePoints
+
 __all__ = ["EvaluationPlan", "FitPlan"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class FitPlan:
-    """Of a fit.
+    """What the training loop calls.
 
     Attributes:
         loader: the training batches.
+        safe_points: where saves and signals are handled.
         training_step: called with (batch, batch_idx).
-        automatic: the loop does backward and step.
-        several: there are other processes.
-        pad: called instead of ``training_step`` for a micro-batch without data on this rank.
-        without_optimizer: there is none: windows are counted, nothing is learnt.
+        automatic: the loop runs backward and optimizer step.
+        several: there are other ranks with data of their own.
+        without_optimizer: there is none: windows are counted, nothing is trained.
         optimizer: the only one, under automatic optimization.
         backward: of a loss.
         step: of the optimizer.
         zero_grad: of the optimizer.
+        pad: called instead of ``training_step`` for a micro-batch without data on this rank.
         schedulers: those that the loop advances.
+        profiler: measures the steps; ``None``: there is none.
         validate_every: validate after this many micro-batches; ``None``: at the end of an epoch.
     """
 
     loader: PreparedLoader
+    safe_points: SafePoints
     training_step: Callable[..., Any]
     automatic: bool
+    several: bool
     without_optimizer: bool
     optimizer: Optimizer | None
-    backward: Callable[[Tensor | None], None]
+    backward: Callable[..., None]
     step: Callable[[Optimizer], bool]
     zero_grad: Callable[[], None]
-    schedulers: list[SchedulerConfig]
+    pad: Callable[[Run, FitPlan, Any, int], None]
+    schedulers: Sequence[SchedulerConfig]
     profiler: Profiler | None
-    several: bool = False
-    pad: Callable[..., Any] = lambda batch, batch_idx: None
-    validate_every: int | None = None
+    validate_every: int | None
 
     @property
     def length(self) -> int | None:

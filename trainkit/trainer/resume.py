@@ -25,7 +25,9 @@ from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
-    from trainkit.trainer.trainer import Trainer
+    from trainkit.trainer.plans import FitPlan
+    from trainkit.trainer.run import Run
+    from trainkit.trainer.save_policy import SavePolicy
 
 __all__ = ["PARTS", "Found", "begin_resume", "check_restore", "load_weights", "restore_fit"]
 
@@ -71,79 +73,89 @@ def _check_path(ckpt_path: Any) -> None:
 
 
 def begin_resume(
-    trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], chosen: bool, strict: bool = True
+    run: Run,
+    saves: SavePolicy,
+    ckpt_path: str | os.PathLike[str] | None,
+    wanted: set[str],
+    chosen: bool,
+    strict: bool = True,
 ) -> None:
     """Read the checkpoint that a fit goes on from, before anything is set up: data may be split under its seed.
 
     Args:
-        trainer: the trainer.
+        run: the fit.
+        saves: its saves.
         ckpt_path: which one; ``None``: a fresh start.
         wanted: the parts to be restored; what cannot be is taken out.
         chosen: the user has named the parts.
         strict: as of :func:`restore_fit`.
     """
-    world, key = trainer.strategy.world, f"run/{next(_FITS)}"
-    trainer._found = None
-    _agree(trainer, ckpt_path, wanted, strict)
+    world, key = run.strategy.world, f"run/{next(_FITS)}"
+    run.found = None
+    _agree(run, ckpt_path, wanted, strict)
     before = world.recall(key) if world.restarts else None
     if ckpt_path is not None or before is not None:
-        _find(trainer, ckpt_path, before, wanted, chosen)
-    saves = trainer._checkpointing
-    if trainer._found is None:
+        _find(run, saves, ckpt_path, before, wanted, chosen)
+    if run.found is None:
         world.remember(key, saves.run_id)
-    elif not trainer._found.restart:  # of a resumed run, what was there before is not what this job has saved
+    elif not run.found.restart:  # of a resumed run, what was there before is not what this job has saved
         world.remember(key, f"{saves.run_id} {saves.last_counter()}")
 
 
 def _find(
-    trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, before: str | None, wanted: set[str], chosen: bool
+    run: Run,
+    saves: SavePolicy,
+    ckpt_path: str | os.PathLike[str] | None,
+    before: str | None,
+    wanted: set[str],
+    chosen: bool,
 ) -> None:
     """Read the checkpoint, of the restarted job or the one that was asked for, and continue in the folder of its run."""
-    places = checkpoint_places(trainer)
-    enter = _use_folders(trainer, places)
+    places = checkpoint_places(run)
+    enter = _use_folders(run, saves, places)
     found: Found | None = None
-    if trainer.fast_dev_run and wanted - {"model"}:
+    if run.arguments.fast_dev_run and wanted - {"model"}:
         wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
     elif before is not None:
-        found = _restarted(trainer.strategy, before, places, enter)
+        found = _restarted(run.strategy, before, places, enter)
     if found is not None:
         wanted |= set(PARTS)
     elif ckpt_path is not None:
         continues = enter if wanted >= set(PARTS) else None  # with some parts only it is another run
         weights_only = wanted <= {"model"}
-        found = find_checkpoint(_searcher(trainer), ckpt_path, places, whole=not weights_only, enter=continues)
+        found = find_checkpoint(_searcher(run), ckpt_path, places, whole=not weights_only, enter=continues)
         if found is None:
-            trainer._checkpointing.places.remove_abandoned(places.runs)
+            saves.places.remove_abandoned(places.runs)
     if found is not None:
-        trainer._found, found.wanted = found, wanted
-        _take_over(trainer, found, wanted, chosen and not found.restart)
+        run.found, found.wanted = found, wanted
+        _take_over(run, saves, found, wanted, chosen and not found.restart)
         if enter is not None:
-            _find_folder(trainer, found, places, enter)
+            _find_folder(run, saves, found, places, enter)
 
 
-def _use_folders(trainer: Trainer, places: Places) -> Enter | None:
+def _use_folders(run: Run, saves: SavePolicy, places: Places) -> Enter | None:
     """Lock the folders that callbacks were given, so that no other run removes what is being read.
 
     Returns:
         What continues in the folder of a run; ``None`` if all callbacks were given folders, or there are none.
     """
-    callbacks: list[Any] = [] if trainer.fast_dev_run else list(trainer.checkpoint_callbacks)
+    callbacks: list[Any] = [] if run.arguments.fast_dev_run else list(run.checkpoint_callbacks)
     if callbacks:
         for folder in places.told:
-            trainer._checkpointing.use_folder(folder)
-    return None if all(own.given_dirpath for own in callbacks) else trainer._checkpointing.places.continue_in
+            saves.use_folder(folder)
+    return None if all(own.given_dirpath for own in callbacks) else saves.places.continue_in
 
 
-def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], strict: bool) -> None:
+def _agree(run: Run, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], strict: bool) -> None:
     """What is looked for and what is saved must be the same on all processes, or they would wait for each other for ever.
 
     Raises:
         ConfigurationError: it is not.
     """
     which = str(ckpt_path) if ckpt_path is None or ckpt_path in WORDS else "a path"  # of which the main process's counts
-    saving = [callback.state_key for callback in trainer.checkpoint_callbacks]
+    saving = [callback.state_key for callback in run.checkpoint_callbacks]
     own = [f"ckpt_path={which}", f"restore={sorted(wanted)}", f"strict={strict}", f"callbacks={saving}"]
-    said = trainer.strategy.world.exchange(own)
+    said = run.strategy.world.exchange(own)
     for rank, own in enumerate(said):
         for first, other in zip(said[0], own, strict=True):
             if first != other:
@@ -154,11 +166,10 @@ def _agree(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, wanted: s
                 )
 
 
-def _find_folder(trainer: Trainer, found: Found, places: Places, enter: Enter) -> None:
+def _find_folder(run: Run, saves: SavePolicy, found: Found, places: Places, enter: Enter) -> None:
     """Continue in the run's own folder also where the checkpoint was in one that a callback was told."""
-    checkpointing = trainer._checkpointing
-    if checkpointing.places.of_run is None and checkpointing.run_id == found.loaded.manifest.run_id:
-        folder = folder_of_run(trainer.strategy.world, places.runs, checkpointing.run_id)
+    if saves.places.of_run is None and saves.run_id == found.loaded.manifest.run_id:
+        folder = folder_of_run(run.strategy.world, places.runs, saves.run_id)
         if folder is not None:
             enter(folder)
 
@@ -178,16 +189,17 @@ def _restarted(strategy: Strategy, before: str, places: Places, enter: Enter | N
     return found
 
 
-def _take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -> None:
+def _take_over(run: Run, saves: SavePolicy, found: Found, wanted: set[str], chosen: bool) -> None:
     """What has to be known of the checkpoint before loaders and optimizers are made: seed and run.
 
     Args:
-        trainer: the trainer.
+        run: the fit.
+        saves: its saves.
         found: the checkpoint.
         wanted: the parts to be restored; without the loggers afterwards if this is another run.
         chosen: the user has named the parts.
     """
-    manifest, checkpointing = found.loaded.manifest, trainer._checkpointing
+    manifest = found.loaded.manifest
     if wanted - {"model", "optimizer", "scheduler", "scaler"} and "loop" not in found.loaded.state:
         raise CheckpointError(
             f"{found.path} was written by an own loop, whose position a Trainer cannot take over. Take what both have: "
@@ -197,28 +209,28 @@ def _take_over(trainer: Trainer, found: Found, wanted: set[str], chosen: bool) -
     if not wanted >= set(PARTS):
         left = [part for part in PARTS if part not in wanted]
         notice(f"restored: {', '.join(p for p in PARTS if p in wanted) or 'nothing'}. Not restored: {', '.join(left)}.")
-    elif found.path.absolute().parent in checkpointing.folders:
-        checkpointing.run_id = manifest.run_id
-    elif trainer.loggers and not chosen:
+    elif found.path.absolute().parent in saves.folders:
+        saves.run_id = manifest.run_id
+    elif run.loggers and not chosen:
         wanted.discard("loggers")  # going on in its files would cut off what the other run has logged since
         notice("this is another run than the one that wrote it, so it logs to files of its own.")
-    checkpointing.resumed_from = found.path
+    saves.resumed_from = found.path
     if "loop" not in wanted:
         return
     # what is asked for before the loop is restored: loaders, which belong to the epoch that they were last asked for in
-    every = trainer._arguments.reload_dataloaders_every_n_epochs
-    trainer._progress.current_epoch = manifest.epoch - (manifest.epoch % every if every else 0)
-    trainer._progress.global_step = manifest.step
-    _take_seed(trainer, manifest)
+    every = run.arguments.reload_dataloaders_every_n_epochs
+    run.progress.current_epoch = manifest.epoch - (manifest.epoch % every if every else 0)
+    run.progress.global_step = manifest.step
+    _take_seed(run, manifest)
 
 
-def _take_seed(trainer: Trainer, manifest: Manifest) -> None:
+def _take_seed(run: Run, manifest: Manifest) -> None:
     """Draw the random numbers of the checkpoint's run, or warn that they are others from here on."""
-    if not trainer._seed_given:
-        trainer.seed = trainer.accelerator.seed = manifest.seed
-    elif trainer.seed != manifest.seed:
+    if not run.seed_given:
+        run.seed = run.engine.seed = manifest.seed
+    elif run.seed != manifest.seed:
         warn(
-            f"seed={trainer.seed}, and the checkpoint's run had {manifest.seed}: from here on order, augmentation and dropout "
+            f"seed={run.seed}, and the checkpoint's run had {manifest.seed}: from here on order, augmentation and dropout "
             "are those of another run. Leave seed out to go on as before."
         )
     for name, saved, ours in (
@@ -232,11 +244,12 @@ def _take_seed(trainer: Trainer, manifest: Manifest) -> None:
             )
 
 
-def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any], strict: bool = True) -> bool:
+def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[str, Any], strict: bool = True) -> bool:
     """Put the checkpoint's state into the run, which is set up; returns whether there is a checkpoint.
 
     Args:
-        trainer: the trainer.
+        run: the fit.
+        plan: what its loop calls.
         wanted: the parts to be restored.
         overrides: options of the optimizers.
         strict: names that are missing or not expected in the model are an error.
@@ -244,53 +257,54 @@ def restore_fit(trainer: Trainer, wanted: set[str], overrides: Mapping[str, Any]
     Raises:
         StateMismatchError: it does not fit; nothing has been trained.
     """
-    found, trainer._found = trainer._found, None  # whose memory is given back with the end of this function
+    found, run.found = run.found, None  # whose memory is given back with the end of this function
     if found is None:
         return False
     loaded = found.loaded
     state = loaded.state
     # the position first: that it does not fit is found before anything has changed
     if "loop" in wanted:
-        restore_loop(trainer, state["loop"])
-    seen = _ask_hooks(trainer, loaded)
+        restore_loop(run, plan, state["loop"])
+    seen = _ask_hooks(run, loaded)
     tensors = {**loaded.tensors, "model": seen["state_dict"]}
-    parts = parts_of(trainer)
+    parts = parts_of(run)
     aliases, what = loaded.manifest.aliases, str(found.path)
     restore(parts, tensors, state, aliases, wanted=wanted, what=what, strict=strict, keep=True)
-    restore_run(trainer, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
+    restore_run(run, {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state, wanted)
     if overrides and not found.restart:  # of the first start: the run has them
         _override(parts, overrides)
-    if "loop" in wanted and trainer._due.training_ends and not trainer.should_stop:
+    if "loop" in wanted and run.due.training_ends and not run.progress.should_stop:
         notice(
-            f"the checkpoint is of step {trainer.global_step}, {counted(trainer.current_epoch, 'epoch')} complete, and "
-            f"nothing is left to train: max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}. Raise them to go on."
+            f"the checkpoint is of step {run.progress.global_step}, {counted(run.progress.current_epoch, 'epoch')} complete, "
+            f"and nothing is left to train: max_epochs={run.arguments.max_epochs}, max_steps={run.arguments.max_steps}. Raise "
+            "them to go on."
         )
     return True
 
 
-def _ask_hooks(trainer: Trainer, loaded: Loaded) -> dict[str, Any]:
+def _ask_hooks(run: Run, loaded: Loaded) -> dict[str, Any]:
     """Show the checkpoint to the hooks before it is loaded; they may change ``state_dict``."""
     manifest = loaded.manifest
     seen = shown(manifest.epoch, manifest.step, dict(loaded.tensors["model"]), loaded.state)
-    trainer._hooks.run("on_load_checkpoint", seen)
+    run.hooks.run("on_load_checkpoint", seen)
     return seen
 
 
-def load_weights(trainer: Trainer, ckpt_path: str | os.PathLike[str], strict: bool = True) -> None:
+def load_weights(run: Run, ckpt_path: str | os.PathLike[str], strict: bool = True) -> None:
     """The model's weights only, for an evaluation; ``strict`` as of :func:`restore_fit`."""
-    found = find_checkpoint(_searcher(trainer), ckpt_path, checkpoint_places(trainer), whole=False)
+    found = find_checkpoint(_searcher(run), ckpt_path, checkpoint_places(run), whole=False)
     if found is None:
         return
     loaded = found.loaded
-    seen = _ask_hooks(trainer, loaded)
-    parts = Parts([trainer.lightning_module], [], [], trainer.precision, trainer.strategy)
+    seen = _ask_hooks(run, loaded)
+    parts = Parts([run.module], [], [], run.strategy.precision, run.strategy)
     tensors, aliases, what = {"model": seen["state_dict"]}, loaded.manifest.aliases, str(found.path)
     restore(parts, tensors, loaded.state, aliases, wanted={"model"}, what=what, strict=strict)
     notice(f"weights of {found}.")
 
 
-def _searcher(trainer: Trainer) -> Searcher:
-    return Searcher(trainer.strategy, type(trainer.lightning_module).__name__, trainer.callbacks)
+def _searcher(run: Run) -> Searcher:
+    return Searcher(run.strategy, type(run.module).__name__, run.callbacks)
 
 
 def _override(parts: Parts, overrides: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from trainkit.trainer.setup import overrides
 if TYPE_CHECKING:
     from trainkit.distributed.world import World
     from trainkit.loggers import Logger
-    from trainkit.trainer.trainer import Trainer
+    from trainkit.trainer.run import Run
 
 __all__ = ["Places", "checkpoint_places", "choose_folder", "folder_of_run", "opens_files", "shown_folders"]
 
@@ -46,24 +46,24 @@ class Places(NamedTuple):
         return ", ".join(map(str, dict.fromkeys([*self.told, *self.below])))
 
 
-def choose_folder(trainer: Trainer) -> Path:
+def choose_folder(run: Run) -> Path:
     """The folder for the checkpoints of a new run, chosen by the main process. Collective.
 
     Raises:
         CheckpointWriteError: it cannot be made.
         ConfigurationError: the folder of a logger cannot be made.
     """
-    world = trainer.strategy.world
+    world = run.strategy.world
 
     def choose() -> str | None:
         if not world.is_main:
             return None
         from trainkit.loggers.folder import RunFolder, claimed
 
-        logger = _logger_with_folder(trainer)
+        logger = _logger_with_folder(run)
         folder = None if logger is None else str(claimed(logger._run_folder()))
         if folder is None:
-            root = Path(trainer.default_root_dir)
+            root = Path(run.root_dir)
             check_writable(root)
             folder = str(RunFolder(root, None).claim())
         return os.path.abspath(os.path.join(folder, CHECKPOINTS))
@@ -71,20 +71,20 @@ def choose_folder(trainer: Trainer) -> Path:
     return Path(run_on_all_ranks(world, choose, CheckpointWriteError)[0])
 
 
-def checkpoint_places(trainer: Trainer) -> Places:
+def checkpoint_places(run: Run) -> Places:
     """Where ``"auto"``, ``"last"`` and ``"best"`` look: where this run saves, and the folders of earlier runs.
 
     An experiment whose logger was given a name, or a run whose logger was given a version, is looked for under that name only:
     the folds of a cross-validation, for example, must not continue each other. What versions of trainkit before run folders
     wrote to ``<default_root_dir>/checkpoints`` counts where there is nothing else.
     """
-    callbacks: list[Any] = list(trainer.checkpoint_callbacks)
+    callbacks: list[Any] = list(run.checkpoint_callbacks)
     told = [Path(own) for callback in callbacks if (own := callback.given_dirpath) is not None]
     if callbacks and len(told) == len(callbacks):
         return Places(list(dict.fromkeys(told)), [], [])
-    root = Path(os.path.abspath(trainer.default_root_dir))
+    root = Path(os.path.abspath(run.root_dir))
     below, runs = [root], [*folders_below(root)]
-    logger = _logger_with_folder(trainer)
+    logger = _logger_with_folder(run)
     if logger is not None:
         named, versioned = _is_named(logger)
         place = Path(os.path.abspath(logger.root_dir))
@@ -100,14 +100,14 @@ def checkpoint_places(trainer: Trainer) -> Places:
     return Places(list(dict.fromkeys(told)), list(dict.fromkeys(runs)), below)
 
 
-def shown_folders(trainer: Trainer) -> list[str]:
+def shown_folders(run: Run) -> list[str]:
     """Where the checkpoints of a run go, in words; nothing is chosen or made."""
-    callbacks: list[Any] = list(trainer.checkpoint_callbacks)
+    callbacks: list[Any] = list(run.checkpoint_callbacks)
     own = [callback.given_dirpath for callback in callbacks]
-    running = None if trainer._save_policy is None else trainer._checkpointing.places.of_run
+    running = None if run.saves is None else run.saves.places.of_run
     if running is None:
-        logger = _logger_with_folder(trainer)
-        place = trainer.default_root_dir if logger is None else logger.root_dir
+        logger = _logger_with_folder(run)
+        place = run.root_dir if logger is None else logger.root_dir
         version = None if logger is None else logger._run_folder().path
         running = Path(os.path.abspath(version or os.path.join(place, "version_N")), CHECKPOINTS)
     return list(dict.fromkeys(str(running) if folder is None else folder for folder in own))
@@ -126,13 +126,13 @@ def folder_of_run(world: World, runs: list[Path], run_id: str) -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def _logger_with_folder(trainer: Trainer) -> Logger | None:
+def _logger_with_folder(run: Run) -> Logger | None:
     """The first logger that writes files to a folder of the run: one that opens nothing, which may print, has none."""
-    if not trainer.loggers:
+    if not run.loggers:
         return None
     from trainkit.loggers.folder import has_folder
 
-    return next((logger for logger in trainer.loggers if has_folder(logger) and opens_files(logger)), None)
+    return next((logger for logger in run.loggers if has_folder(logger) and opens_files(logger)), None)
 
 
 def opens_files(logger: Logger) -> bool:

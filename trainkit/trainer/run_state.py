@@ -1,4 +1,4 @@
-"""The state of a run beside its model and optimizers: progress, metrics, callbacks, loggers, hyper-parameters."""
+"""The state of a run in addition to its model and optimizers: progress, metrics, callbacks, loggers, hyper-parameters."""
 
 from __future__ import annotations
 
@@ -12,58 +12,60 @@ from trainkit.state.run import keyed, logger_states, restore_callbacks, restore_
 from trainkit.trainer.progress import Phase, Stop
 
 if TYPE_CHECKING:
-    from trainkit.trainer.trainer import Trainer
+    from trainkit.data.loader import PreparedLoader
+    from trainkit.trainer.plans import FitPlan
+    from trainkit.trainer.run import Run
 
 __all__ = ["capture_run", "parts_of", "restore_loop", "restore_run"]
 
 
-def parts_of(trainer: Trainer) -> Parts:
+def parts_of(run: Run) -> Parts:
     """What is trained."""
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    return Parts([trainer.lightning_module], trainer.optimizers, schedulers, trainer.precision, trainer.strategy)
+    schedulers = [config.scheduler for config in run.schedulers]
+    return Parts([run.module], run.torch_optimizers, schedulers, run.strategy.precision, run.strategy)
 
 
-def capture_run(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
-    """Everything that is no tensor file; with ``weights_only`` what the module needs to be built again.
+def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
+    """Everything that is no tensor file; without a training loader what the module needs to be built again.
 
     Over several processes all of them call it: what each has its own part of is gathered, the rest is the main process's.
     """
-    module, datamodule, world = trainer.lightning_module, trainer.datamodule, trainer.strategy.data_world
+    module, datamodule, world = run.module, run.datamodule, run.strategy.data_world
     state: dict[str, Any] = {
         "hyper_parameters": stored(module),
         "hyper_parameters_name": getattr(module, "_hparams_name", None),
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
     }
-    if weights_only:
+    if loader is None:
         return state
-    start = trainer._progress.validation_start
-    state["loop"] = _capture_loop(trainer)
-    metrics = trainer._train_metrics.state_dict(module, None if start is None else start.metric_updates)
+    start = run.progress.validation_start
+    state["loop"] = _capture_loop(run, loader)
+    metrics = run.train_metrics.state_dict(module, None if start is None else start.metric_updates)
     state["metrics"] = metrics if world.size == 1 else gather_states(world, metrics)
-    state["results"] = trainer._results.state_dict()
-    state["callbacks"] = {key: callback.state_dict() for key, callback in keyed(trainer.callbacks).items()}
-    state["loggers"] = logger_states(trainer.loggers) if start is None else start.loggers
+    state["results"] = run.results.state_dict()
+    state["callbacks"] = {key: callback.state_dict() for key, callback in keyed(run.callbacks).items()}
+    state["loggers"] = logger_states(run.loggers) if start is None else start.loggers
     if datamodule is not None:
         state["datamodule"] = datamodule.state_dict()
         state["datamodule_hyper_parameters"] = stored(datamodule)
     return state
 
 
-def _capture_loop(trainer: Trainer) -> dict[str, Any]:
-    progress, plan, validation = trainer._progress, trainer._fit_plan, trainer._val_plan
+def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
+    progress, validation = run.progress, run.validation
     # also at the end of an epoch of unknown length, where a resumed run comes to its validation by itself
     validating = progress.validation_start is not None
     between = progress.phase is Phase.STEP and (progress.stop is Stop.STOPPING or progress.batches_done == 0)
     # a stop that was obeyed, or is about to be, must not end the run that resumes here: what requested it will do so again
-    requested = not (progress.stop is Stop.STOPPED or (between and trainer._due.may_stop))
+    requested = not (progress.stop is Stop.STOPPED or (between and run.due.may_stop))
     # over several processes a request of the step that is complete has not been exchanged yet
-    underway = trainer._control is not None and progress.phase is Phase.STEP and progress.should_stop
+    underway = run.several and progress.phase is Phase.STEP and progress.should_stop
     stop_asked = progress.stop in (Stop.REQUESTED, Stop.STOPPING) or underway
     return {
         "global_step": progress.global_step,
         "current_epoch": progress.current_epoch,
         "phase": progress.phase.value,
-        "position": plan.loader.gathered(plan.loader.position(progress.current_epoch, progress.batches_consumed)),
+        "position": loader.gathered(loader.position(progress.current_epoch, progress.batches_consumed)),
         "validated": progress.validations,
         "earlier_batches": progress.earlier_batches,
         "validation_pending": validating,
@@ -76,14 +78,14 @@ def _capture_loop(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def restore_loop(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
     """Counters and position.
 
     Raises:
         StateMismatchError: the position does not fit the training loader.
     """
-    progress, plan = trainer._progress, trainer._fit_plan
-    size, before = trainer.world_size, int(saved["position"].get("processes", 1))
+    progress = run.progress
+    size, before = run.strategy.world_size, int(saved["position"].get("processes", 1))
     usual = plan.length
     progress.epoch_start = progress.batches_done = plan.loader.start_of(saved["position"])
     plan.loader.resume(saved["position"], progress.epoch_start)
@@ -95,7 +97,7 @@ def restore_loop(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     if size != before:  # an epoch has another number of micro-batches per process now
         progress.earlier_batches = progress.earlier_batches * before // size
         if plan.validate_every is not None:
-            unfinished = trainer.accumulate_grad_batches if progress.phase is Phase.UPDATED else 0
+            unfinished = run.accumulation if progress.phase is Phase.UPDATED else 0
             batches = progress.earlier_batches + progress.epoch_start - progress.surplus - unfinished
             progress.validations = max(0, batches) // plan.validate_every
     progress.epoch_complete = bool(saved["epoch_complete"])
@@ -104,20 +106,20 @@ def restore_loop(trainer: Trainer, saved: Mapping[str, Any]) -> None:
         progress.begin_stopping()
     progress.should_stop = bool(saved["should_stop"])
     progress.computed = {str(name): int(step) for name, step in saved["computed"].items()}
-    if trainer._val_plan is not None:
-        trainer._val_plan.count = int(saved["validation_batches"])
+    if run.validation is not None:
+        run.validation.count = int(saved["validation_batches"])
 
 
-def restore_run(trainer: Trainer, state: Mapping[str, Any], wanted: set[str]) -> None:
+def restore_run(run: Run, state: Mapping[str, Any], wanted: set[str]) -> None:
     """Metrics, callbacks, loggers and the data module, as far as they are wanted."""
     if "loop" in wanted:
-        world = trainer.strategy.data_world
+        world = run.strategy.data_world
         metrics = merge_states(state["metrics"], world.rank, world.size)
-        trainer._train_metrics.load_state_dict(metrics, trainer.lightning_module, trainer.device)
-        trainer._results.load_state_dict(state["results"])
-        if trainer.datamodule is not None and state.get("datamodule"):
-            trainer.datamodule.load_state_dict(state["datamodule"])
+        run.train_metrics.load_state_dict(metrics, run.module, run.strategy.device)
+        run.results.load_state_dict(state["results"])
+        if run.datamodule is not None and state.get("datamodule"):
+            run.datamodule.load_state_dict(state["datamodule"])
     if "callbacks" in wanted:
-        restore_callbacks(trainer.callbacks, state["callbacks"])
+        restore_callbacks(run.callbacks, state["callbacks"])
     if "loggers" in wanted:
-        restore_loggers(trainer.loggers, state["loggers"])
+        restore_loggers(run.loggers, state["loggers"])

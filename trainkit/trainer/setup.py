@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.sources import batch_size_of, evaluation_sources, training_source
 from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
-from trainkit.metrics.store import MetricStore
+from trainkit.metrics.results import MetricResults
 from trainkit.module.overridable_hooks import DataHooks, find_source, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
@@ -22,9 +23,24 @@ from trainkit.trainer.padding_steps import pad_manual_step, pad_training_step, p
 from trainkit.trainer.plans import EvaluationPlan, FitPlan
 
 if TYPE_CHECKING:
-    from trainkit.trainer.trainer import Trainer
+    from torch.optim import Optimizer
 
-__all__ = ["evaluation_plan", "finish_fit_plan", "fit_plan", "overrides", "refuse_incomplete", "train_loader", "validate_every"]
+    from trainkit.optim.optimizer_config import SchedulerConfig
+    from trainkit.optim.prepared_optimizer import PreparedOptimizer
+    from trainkit.trainer.run import Run
+    from trainkit.trainer.safe_points import SafePoints
+
+__all__ = [
+    "count_batches",
+    "evaluation_plan",
+    "fit_plan",
+    "overrides",
+    "refresh_train_loader",
+    "refresh_validation",
+    "refuse_incomplete",
+    "train_loader",
+    "validate_every",
+]
 
 _STAGES = {
     "validation": (Stage.VALIDATE, "val", "val_dataloader"),
@@ -62,39 +78,40 @@ def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> N
             raise MissingMethodError(f"{type(module).__name__} has no {name}. Define: def {name}{steps[name]}")
 
 
-def train_loader(trainer: Trainer, given: Any) -> PreparedLoader:
+def train_loader(run: Run, given: Any) -> PreparedLoader:
     """The training loader of a run.
 
     Raises:
         MissingMethodError: there is none.
         EmptyLoaderError: it has no batch.
     """
-    module, arguments = trainer.lightning_module, trainer._arguments
-    source = find_source("train_dataloader", given, trainer.datamodule, module)
+    module, arguments = run.module, run.arguments
+    source = find_source("train_dataloader", given, run.datamodule, module)
     if source is None:
         raise MissingMethodError(
             f"fit needs training data: trainer.fit(module, DataLoader(...)), or define train_dataloader in "
             f"{type(module).__name__} or in a DataModule."
         )
-    source = trainer.train_dataloader = training_source(source)
-    trainer.accumulate_grad_batches = _accumulation(trainer, source)
-    trainer.accelerator.gradient_accumulation_steps = trainer.accumulate_grad_batches
-    trainer.strategy.check_batches(batch_size_of(source), trainer.accumulate_grad_batches)
+    source = run.train_source = training_source(source)
+    run.accumulation = _accumulation(run, source)
+    run.engine.gradient_accumulation_steps = run.accumulation
+    run.strategy.check_batches(batch_size_of(source), run.accumulation)
     weighed = overrides(module, "batch_weight")
-    loader = trainer.accelerator.prepare_loader(
+    loader = run.engine.prepare_loader(
         source,
         window=True,
         weigh=module.batch_weight if weighed else None,
         sequential=bool(arguments.overfit_batches),
-        pads=not module.automatic_optimization or trainer.strategy.shards_parameters,
-        **_transfer(trainer, Stage.TRAIN, 0),
+        pads=not module.automatic_optimization or run.strategy.shards_parameters,
+        **_transfer(run, Stage.TRAIN, 0),
     )
     if loader.samples is not None:
-        trainer._train_metrics.count = lambda batch: loader.samples or 0  # not those that it was filled up with
+        run.train_metrics.count = lambda batch: loader.samples or 0  # not those that it was filled up with
     _refuse_empty(loader, source, "training")
     limit = arguments.limit_train_batches
     assert limit is not None
     loader.limit = _limit(loader, limit, "limit_train_batches")
+    run.train_loader = loader
     return loader
 
 
@@ -113,20 +130,20 @@ def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | N
     return limit if isinstance(limit, int) else None
 
 
-def _accumulation(trainer: Trainer, source: Any) -> int:
-    wanted = trainer._arguments.global_batch_size
+def _accumulation(run: Run, source: Any) -> int:
+    wanted = run.arguments.global_batch_size
     if wanted is None:
-        return trainer._arguments.accumulate_grad_batches
+        return run.arguments.accumulate_grad_batches
     size = batch_size_of(source)
     if size is None:
         raise ConfigurationError(
             f"global_batch_size={wanted} needs a loader that says its batch_size; {type(source).__name__} does not. "
             "Use accumulate_grad_batches."
         )
-    per_round = size * trainer.world_size
+    per_round = size * run.strategy.world_size
     if wanted % per_round:
         raise ConfigurationError(
-            f"global_batch_size={wanted} is not a multiple of batch_size × devices = {size} × {trainer.world_size}. "
+            f"global_batch_size={wanted} is not a multiple of batch_size × devices = {size} × {run.strategy.world_size}. "
             f"Use {max(1, round(wanted / per_round)) * per_round}, or another batch_size."
         )
     return wanted // per_round
@@ -144,9 +161,9 @@ def _refuse_empty(loader: PreparedLoader, source: Any, what: str) -> None:
         raise EmptyLoaderError(f"the {what} loader has no batch: {reason}.")
 
 
-def _transfer(trainer: Trainer, stage: Stage, index: int) -> dict[str, Any]:
+def _transfer(run: Run, stage: Stage, index: int) -> dict[str, Any]:
     """Options of a prepared loader for the transfer hooks that are overridden, by the data module or by the module."""
-    module, datamodule, device = trainer.lightning_module, trainer.datamodule, trainer.strategy.device
+    module, datamodule, device = run.module, run.datamodule, run.strategy.device
 
     def owner(name: str) -> Any | None:
         owners = [o for o in (datamodule, module) if o is not None and overrides(o, name, DataHooks)]
@@ -160,11 +177,11 @@ def _transfer(trainer: Trainer, stage: Stage, index: int) -> dict[str, Any]:
 
         def transfer(batch: Any, m: int) -> Any:
             if before is not None:
-                seed_generators(mix(trainer.seed, stage.of_loader(index), Purpose.TRANSFER, trainer.current_epoch, m))
+                seed_generators(mix(run.seed, stage.of_loader(index), Purpose.TRANSFER, run.progress.current_epoch, m))
                 batch = before.on_before_batch_transfer(batch, index)
             if move is not None:
                 return move.transfer_batch_to_device(batch, device, index)
-            return trainer.strategy.move(batch)
+            return run.strategy.move(batch)
 
         options["transfer"] = transfer
     if after is not None:
@@ -172,12 +189,23 @@ def _transfer(trainer: Trainer, stage: Stage, index: int) -> dict[str, Any]:
     return options
 
 
-def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
-    """The plan of a fit; its optimizers are added by :func:`finish_fit_plan`, when the module is on its device."""
-    module, engine = trainer.lightning_module, trainer.accelerator
-    step = trainer.strategy.step_function(trainer._wrapped_module, module, "training_step", trainer._compiler)
+def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPlan:
+    """Ask the module, which is on its device, for its optimizers; returns what the training loop calls."""
+    module, engine, profiler = run.module, run.engine, run.profiler
+    automatic, several = module.automatic_optimization, run.strategy.data_world.size > 1
+    optimizer, pad, zero_grad = None, pad_manual_step, _no_zero_grad
+    run.optimizers, run.schedulers = _optimizers(run)
+    if not automatic:
+        _refuse_under_manual(run)
+        engine.before_step = partial(_before_manual_step, run)
+        engine.averages_in_step = several
+    else:
+        pad = pad_training_step if run.strategy.shards_parameters else pad_without_forward
+        optimizer = run.optimizers[0].optimizer if run.optimizers else None
+        if optimizer is not None:
+            zero_grad = _zero_grad(run, optimizer)
+    step = run.strategy.step_function(run.wrapped_module, module, "training_step", run.compiler)
     step = _with_arguments(step, module, "training_step", ("batch", "batch_idx"))
-    profiler = trainer.profiler
     backward: Callable[..., Any] = engine.backward
     update: Callable[..., Any] = engine.step
     if profiler is not None:
@@ -185,48 +213,74 @@ def fit_plan(trainer: Trainer, loader: PreparedLoader) -> FitPlan:
         update = profiler.wrapped("optimizer_step", update)
     return FitPlan(
         loader=loader,
+        safe_points=safe_points,
         training_step=step,
-        automatic=module.automatic_optimization,
-        several=trainer.strategy.data_world.size > 1,
-        without_optimizer=False,
-        optimizer=None,
+        automatic=automatic and optimizer is not None,
+        several=several,
+        without_optimizer=automatic and optimizer is None,
+        optimizer=optimizer,
         backward=backward,
         step=update,
-        zero_grad=lambda: None,
-        schedulers=[],
+        zero_grad=zero_grad,
+        pad=pad,
+        schedulers=tuple(run.schedulers) if automatic else (),
         profiler=profiler,
+        validate_every=validate_every(run, loader),
     )
 
 
-def finish_fit_plan(trainer: Trainer, plan: FitPlan) -> None:
-    """Ask the module for its optimizers and put them into the plan."""
-    module, engine = trainer.lightning_module, trainer.accelerator
-    automatic = module.automatic_optimization
-    optimizers, configs = read_optimizers(trainer.strategy.configure_optimizers(module), module, automatic)
-    prepared = engine.prepare(*optimizers) if optimizers else ()
-    trainer._prepared_optimizers = list(prepared) if isinstance(prepared, tuple) else [prepared]
-    trainer.lr_scheduler_configs = configs
-    if not automatic:
-        _refuse_under_manual(trainer)
-        engine.before_step = trainer._before_manual_step
-        engine.averages_in_step = plan.several
-        plan.pad = partial(pad_manual_step, trainer)
-        return
-    plan.schedulers = configs
-    plan.pad = partial(pad_training_step if trainer.strategy.shards_parameters else pad_without_forward, trainer)
-    if not optimizers:
-        plan.automatic, plan.without_optimizer = False, True
-        return
-    optimizer = plan.optimizer = trainer._prepared_optimizers[0].optimizer
+def _optimizers(run: Run) -> tuple[list[PreparedOptimizer], list[SchedulerConfig]]:
+    """What ``configure_optimizers`` returns, prepared."""
+    module = run.module
+    optimizers, schedulers = read_optimizers(run.strategy.configure_optimizers(module), module, module.automatic_optimization)
+    prepared = run.engine.prepare(*optimizers) if optimizers else ()
+    return list(prepared) if isinstance(prepared, tuple) else [prepared], schedulers
+
+
+def _no_zero_grad() -> None:
+    """Under manual optimization and without an optimizer the loop clears no gradients."""
+
+
+def _zero_grad(run: Run, optimizer: Optimizer) -> Callable[[], None]:
+    module, progress = run.module, run.progress
     if overrides(module, "optimizer_zero_grad"):
-        plan.zero_grad = lambda: module.optimizer_zero_grad(trainer.current_epoch, trainer.batch_idx, optimizer)
-    else:
-        plan.zero_grad = partial(clear_gradients, optimizer)
+        return lambda: module.optimizer_zero_grad(progress.current_epoch, progress.batch_idx, optimizer)
+    return partial(clear_gradients, optimizer)
 
 
-def _refuse_under_manual(trainer: Trainer) -> None:
+def _before_manual_step(run: Run, optimizer: Optimizer) -> None:
+    """Before each optimizer step under manual optimization."""
+    run.progress.tried_to_learn = True
+    run.engine.unscale_gradients(optimizer)
+    run.hooks.run("on_before_optimizer_step", optimizer)
+
+
+def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
+    """Ask for the training loader again if ``reload_dataloaders_every_n_epochs`` says so; returns the plan with it."""
+    every, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.progress.current_epoch
+    if not every or epoch == run.loaded_in or epoch % every:
+        return plan
+    run.engine.release_loader(plan.loader)
+    loader = train_loader(run, run.given_loaders[0])
+    return replace(plan, loader=loader, validate_every=validate_every(run, loader))
+
+
+def refresh_validation(run: Run) -> None:
+    """Ask for the validation loaders of a fit again if ``reload_dataloaders_every_n_epochs`` says so."""
+    every, plan, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.validation, run.progress.current_epoch
+    if not every or plan is None or epoch // every == run.val_loaded_in // every:
+        return
+    run.val_loaded_in = epoch
+    for loader in plan.loaders:
+        run.engine.release_loader(loader)
+    run.validation = evaluation_plan(run, "validation", run.given_loaders[1])
+    if run.validation is not None:
+        run.validation.count = plan.count
+
+
+def _refuse_under_manual(run: Run) -> None:
     """Arguments that automatic optimization carries out, and nobody would under manual optimization."""
-    arguments = trainer._arguments
+    arguments = run.arguments
     given = {"global_batch_size": arguments.global_batch_size}
     if arguments.accumulate_grad_batches != 1:
         given = {"accumulate_grad_batches": arguments.accumulate_grad_batches}
@@ -236,22 +290,22 @@ def _refuse_under_manual(trainer: Trainer) -> None:
                 f"Trainer({name}={value}) needs automatic optimization. Under manual optimization, step in training_step when "
                 "a window is full: if (batch_idx + 1) % 4 == 0: opt.step(); opt.zero_grad()"
             )
-    if trainer._arguments.gradient_clip_val is not None:
+    if run.arguments.gradient_clip_val is not None:
         raise ConfigurationError(
             "gradient_clip_val needs automatic optimization. Call self.clip_gradients(optimizer, 1.0) before opt.step()."
         )
-    if overrides(trainer.lightning_module, "batch_weight"):
+    if overrides(run.module, "batch_weight"):
         raise ConfigurationError("batch_weight needs automatic optimization. Weight the loss in training_step instead.")
 
 
-def validate_every(trainer: Trainer, loader: PreparedLoader) -> int | None:
+def validate_every(run: Run, loader: PreparedLoader) -> int | None:
     """Micro-batches between validations.
 
     ``None`` where nothing is validated, where the end of the epoch tells, or where optimizer steps are counted.
     """
-    arguments, length, exact = trainer._arguments, loader.length, loader.exact
+    arguments, length, exact = run.arguments, loader.length, loader.exact
     interval = arguments.val_check_interval
-    if trainer._val_plan is None or arguments.val_every_n_steps is not None:
+    if run.validation is None or arguments.val_every_n_steps is not None:
         return None
     if isinstance(interval, int):
         if arguments.check_val_every_n_epoch is not None and length is not None and interval > length:
@@ -271,63 +325,82 @@ def validate_every(trainer: Trainer, loader: PreparedLoader) -> int | None:
     return max(1, int(length * interval))
 
 
-def evaluation_plan(
-    trainer: Trainer, name: str, given: Any, metrics: MetricStore, *, sanity: bool = False
-) -> EvaluationPlan | None:
-    """The plan of "validation", "test" or "predict"; ``None`` if there is no data or no step for it.
+def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, keeps: bool = True) -> EvaluationPlan | None:
+    """The plan of an evaluation, kept in ``run.plans``; ``None`` if there is no data or no step for it.
+
+    Args:
+        run: the run.
+        name: "validation", "test" or "predict".
+        given: the loaders that the user passed.
+        sanity: for the sanity check, whose metrics go nowhere.
+        keeps: a prediction keeps its outputs.
 
     Raises:
         EmptyLoaderError: a loader has no batch.
         HookError: several loaders, and the step does not take ``dataloader_idx``.
     """
-    stage, short, method = _STAGES[name]
-    module = trainer.lightning_module
-    step_name = f"{name}_step"
-    trainer._evaluation_sources.pop(name, None)  # those of an earlier run
-    sources = evaluation_sources(find_source(method, given, trainer.datamodule, module))
-    overfitting = bool(trainer._arguments.overfit_batches) and name == "validation"
-    if overfitting and sources and trainer.stage == "fit" and _can_be_shared(trainer.train_dataloader):
-        sources = [trainer.train_dataloader]  # the batches that it trains on
-    if sources and name != "predict" and not overrides(module, step_name):
-        if trainer.stage == "fit" and getattr(module, step_name) is not None:
-            warn(f"there is validation data, but {type(module).__name__} has no validation_step: nothing is validated.")
-        return None
-    if not sources:
-        return None
-    trainer._evaluation_sources[name] = sources
+    key = "sanity" if sanity else name
+    run.plans[key] = None
+    sources = _sources(run, name, given)
     if sanity and given is not None and any(isinstance(source, Iterator) for source in sources):
         notice("no sanity check: the validation batches come from an iterator, which can be read only once.")
         return None
-    argument = f"limit_{short}_batches"
-    limit: int | float = getattr(trainer._arguments, argument)
-    if sanity:
-        steps = trainer._arguments.num_sanity_val_steps
-        limit = 1.0 if steps is None or steps == -1 else steps
-    loaders = []
-    for index, source in enumerate(sources):
-        own = Stage.SANITY if sanity else stage
-        loader = trainer.accelerator.prepare_loader(
-            source,
-            window=False,
-            stage=own,
-            index=index,
-            sequential=overfitting,
-            pads=trainer.strategy.shards_parameters,
-            **_transfer(trainer, own, index),
-        )
-        _refuse_empty(loader, source, name)
-        limits = [_limit(loader, value, argument) for value in (getattr(trainer._arguments, argument), limit)]
-        loader.limit = min((value for value in limits if value is not None), default=None)
-        loaders.append(loader)
+    loaders = [_evaluation_loader(run, name, source, index, sanity) for index, source in enumerate(sources)]
     if all(loader.limit == 0 for loader in loaders):
         return None
-    step = trainer.strategy.step_function(trainer._wrapped_module, module, step_name, trainer._compiler)
-    several = len(loaders) > 1
-    arguments = ("batch", "batch_idx", "dataloader_idx")
-    step = _with_arguments(step, module, step_name, arguments, several)
-    if trainer.profiler is not None:
-        step = trainer.profiler.wrapped(step_name, step)
-    return EvaluationPlan(name, loaders, step, metrics, logs=name != "predict", keeps=name == "predict")
+    module, step_name = run.module, f"{name}_step"
+    step = run.strategy.step_function(run.wrapped_module, module, step_name, run.compiler)
+    step = _with_arguments(step, module, step_name, ("batch", "batch_idx", "dataloader_idx"), several=len(loaders) > 1)
+    if run.profiler is not None:
+        step = run.profiler.wrapped(step_name, step)
+    metrics = run.metric_store(MetricResults() if sanity else run.results)
+    plan = EvaluationPlan(name, loaders, step, metrics, logs=name != "predict", keeps=name == "predict" and keeps)
+    run.plans[key] = plan
+    return plan
+
+
+def _sources(run: Run, name: str, given: Any) -> list[Any]:
+    """The loaders of an evaluation as the user passed or defined them; none if there is no step for them."""
+    module, fitting = run.module, run.progress.stage == "fit"
+    run.evaluation_sources.pop(name, None)  # those of an earlier run
+    sources = evaluation_sources(find_source(_STAGES[name][2], given, run.datamodule, module))
+    if sources and fitting and _overfits(run, name) and _can_be_shared(run.train_source):
+        sources = [run.train_source]  # the batches that it trains on
+    if sources and name != "predict" and not overrides(module, f"{name}_step"):
+        if fitting and getattr(module, f"{name}_step") is not None:
+            warn(f"there is validation data, but {type(module).__name__} has no validation_step: nothing is validated.")
+        return []
+    if sources:
+        run.evaluation_sources[name] = sources
+    return sources
+
+
+def _overfits(run: Run, name: str) -> bool:
+    return bool(run.arguments.overfit_batches) and name == "validation"
+
+
+def _evaluation_loader(run: Run, name: str, source: Any, index: int, sanity: bool) -> PreparedLoader:
+    """Prepare one loader of an evaluation, with its limit."""
+    own, short, _ = _STAGES[name]
+    stage = Stage.SANITY if sanity else own
+    loader = run.engine.prepare_loader(
+        source,
+        window=False,
+        stage=stage,
+        index=index,
+        sequential=_overfits(run, name),
+        pads=run.strategy.shards_parameters,
+        **_transfer(run, stage, index),
+    )
+    _refuse_empty(loader, source, name)
+    argument = f"limit_{short}_batches"
+    limits: list[int | float] = [getattr(run.arguments, argument)]
+    if sanity:
+        steps = run.arguments.num_sanity_val_steps
+        limits.append(1.0 if steps is None or steps == -1 else steps)
+    counts = [_limit(loader, limit, argument) for limit in limits]
+    loader.limit = min((count for count in counts if count is not None), default=None)
+    return loader
 
 
 def _can_be_shared(source: Any) -> bool:

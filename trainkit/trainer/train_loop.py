@@ -19,15 +19,19 @@ from torch import Tensor
 
 from trainkit.console import warn
 from trainkit.errors import LossError, MissingMetricError
+from trainkit.metrics.saved_objects import count_updates
 from trainkit.metrics.store import Scope
 from trainkit.micro_batch import MicroBatch, MicroBatchKind
 from trainkit.module.monitors import not_logged
+from trainkit.state.run import logger_states
 from trainkit.trainer.eval_loop import evaluate
-from trainkit.trainer.progress import Phase, Stop
+from trainkit.trainer.progress import Phase, Stop, ValidationStart
+from trainkit.trainer.setup import refresh_train_loader, refresh_validation
 
 if TYPE_CHECKING:
     from trainkit.optim.optimizer_config import SchedulerConfig
-    from trainkit.trainer.trainer import Trainer
+    from trainkit.trainer.plans import FitPlan
+    from trainkit.trainer.run import Run
 
 __all__ = ["close_window", "epochs", "finish_epoch", "run_micro_batch", "safe_point", "train_epoch"]
 
@@ -51,106 +55,105 @@ class OpenWindow:
         self.had_loss, self.updates = False, 0
 
 
-def epochs(trainer: Trainer) -> Iterator[int]:
-    """The epochs to train, until an end is reached: ``max_epochs``, ``max_steps``, or ``should_stop``."""
-    hooks, metrics, progress = trainer._hooks, trainer._metrics, trainer._progress
+def epochs(run: Run, plan: FitPlan) -> Iterator[FitPlan]:
+    """What to call in each epoch to train, until ``max_epochs``, ``max_steps`` or ``should_stop`` end training."""
+    hooks, metrics, progress = run.hooks, run.metrics, run.progress
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_start")
-    trainer._signals.working = True
+    run.signals.working = True
     if not progress.epoch_start:
         metrics.stamp = -1
-    progress.first_step = progress.global_step
     progress.safe_point_due = True  # at the first safe point, when there may be workers
-    while progress.phase is not Phase.STEP or not trainer._due.training_ends:  # the rest of a resumed step comes first
-        trainer._refresh_loaders()
-        yield progress.current_epoch
+    while progress.phase is not Phase.STEP or not run.due.training_ends:  # the rest of a resumed step comes first
+        plan = refresh_train_loader(run, plan)
+        yield plan
     progress.end_training()
     metrics.scope = Scope.NOWHERE  # nothing is left that could be given to the loggers
     hooks.run("on_train_end")
 
 
-def train_epoch(trainer: Trainer) -> None:
+def train_epoch(run: Run, plan: FitPlan) -> None:
     """Train one epoch: the only training loop there is."""
-    plan, hooks, metrics, progress = trainer._fit_plan, trainer._hooks, trainer._metrics, trainer._progress
+    hooks, metrics, progress = run.hooks, run.metrics, run.progress
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_start")
     metrics.scope = Scope.TRAIN_BATCH
-    if progress.phase is not Phase.STEP and finish_step(trainer):
+    if progress.phase is not Phase.STEP and finish_step(run, plan):
         return
     window, complete, exhausted = OpenWindow(), False, False
     for micro in plan.micro_batches(progress.current_epoch, progress.epoch_start):
-        outputs = run_micro_batch(trainer, micro, window)
+        outputs = run_micro_batch(run, plan, micro, window)
         if outputs is _SKIP_EPOCH:
             complete = True  # the user skips the rest of this epoch
             break
-        updated = micro.last and close_window(trainer, window)
+        updated = micro.last and close_window(run, plan, window)
         if hooks.on_train_batch_end and micro.kind is MicroBatchKind.DATA:
-            end_micro_batch(trainer, micro, outputs)
+            end_micro_batch(run, micro, outputs)
         if micro.last:
             if micro.uneven:
                 progress.batch_idx = plan.loader.given - 1  # of the rank that has the most micro-batches in this window
-            if safe_point(trainer, progress.batch_idx, updated):
+            if safe_point(run, plan, progress.batch_idx, updated):
                 complete = plan.is_last(progress.batch_idx)
                 break
     else:
         complete = exhausted = True
-        trainer.accelerator.accumulation.end_loader()
-    finish_epoch(trainer, complete, exhausted)
+        run.engine.accumulation.end_loader()
+    finish_epoch(run, plan, complete, exhausted)
 
 
-def run_micro_batch(trainer: Trainer, micro: MicroBatch, window: OpenWindow) -> Any:
+def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWindow) -> Any:
     """Run the hooks, the forward and the backward of one micro-batch; returns the outputs of ``training_step``."""
-    plan, engine, metrics, progress = trainer._fit_plan, trainer.accelerator, trainer._metrics, trainer._progress
+    engine, metrics, progress = run.engine, run.metrics, run.progress
     progress.batch_idx, metrics.batch = micro.index, micro.batch
     engine.accumulation.begin(micro)
     if micro.first:
-        progress.should_log = trainer._due.logs(progress.global_step + 1)
+        progress.should_log = run.due.logs(progress.global_step + 1)
     has_data, skip = micro.kind is MicroBatchKind.DATA, None
     if has_data:
         metrics.stamp = micro.index
-        for hook in trainer._hooks.on_train_batch_start:
+        for hook in run.hooks.on_train_batch_start:
             skip = hook if hook(micro.batch, micro.index) == -1 else skip
     if skip is not None:
         engine.collective_checks.end_epoch(skip)
         engine.skip_asked = False
         return _SKIP_EPOCH
     if micro.first and plan.optimizer is not None:
-        for hook in trainer._hooks.on_before_zero_grad:
+        for hook in run.hooks.on_before_zero_grad:
             hook(plan.optimizer)
         plan.zero_grad()
         window.had_loss = False
     window.updates = engine.updates
     if not has_data:
-        return plan.pad(micro.batch, micro.index)
+        return plan.pad(run, plan, micro.batch, micro.index)
     outputs = plan.training_step(micro.batch, micro.index)
     if plan.automatic:
         loss = outputs if outputs is None or isinstance(outputs, Tensor) else _loss_in(outputs)
         if loss is not None:
             window.had_loss = progress.tried_to_learn = True
-            run_backward(trainer, loss)
+            run_backward(run, plan, loss)
         elif plan.several:
             plan.backward(None)  # there is no gradient, but the other ranks wait in a collective
     return outputs
 
 
-def run_backward(trainer: Trainer, loss: Tensor) -> None:
+def run_backward(run: Run, plan: FitPlan, loss: Tensor) -> None:
     """Run the backward pass of a loss with its hooks."""
-    hooks = trainer._hooks
+    hooks = run.hooks
     if loss.ndim or not loss.requires_grad:
         _check_loss(loss)
     for hook in hooks.on_before_backward:
         hook(loss)
-    trainer._fit_plan.backward(loss)
+    plan.backward(loss)
     for hook in hooks.on_after_backward:
         hook()
 
 
-def close_window(trainer: Trainer, window: OpenWindow) -> bool:
+def close_window(run: Run, plan: FitPlan, window: OpenWindow) -> bool:
     """Step the optimizer and the schedulers at the end of an accumulation window; returns whether there was a step.
 
     Under manual optimization ``training_step`` has stepped the optimizers already.
     """
-    plan, engine, hooks = trainer._fit_plan, trainer.accelerator, trainer._hooks
+    engine, hooks = run.engine, run.hooks
     optimizer = plan.optimizer
     if optimizer is not None:
         had_loss = window.had_loss
@@ -164,135 +167,123 @@ def close_window(trainer: Trainer, window: OpenWindow) -> bool:
             plan.step(optimizer)
     updated = engine.updates != window.updates or plan.without_optimizer
     if updated:
-        count_update(trainer)
+        count_update(run, plan)
     return updated
 
 
-def end_micro_batch(trainer: Trainer, micro: MicroBatch, outputs: Any) -> None:
+def end_micro_batch(run: Run, micro: MicroBatch, outputs: Any) -> None:
     """Run the hooks at the end of a micro-batch."""
     detached = _detached(outputs)
-    for hook in trainer._hooks.on_train_batch_end:
+    for hook in run.hooks.on_train_batch_end:
         hook(detached, micro.batch, micro.index)
 
 
-def count_update(trainer: Trainer) -> None:
+def count_update(run: Run, plan: FitPlan) -> None:
     """Count an optimizer step and advance the schedulers."""
-    progress = trainer._progress
+    progress = run.progress
     progress.global_step += 1
-    if trainer._fit_plan.without_optimizer:
-        trainer.strategy.sync_buffers()  # else an update does it
-    if trainer._fit_plan.schedulers:
-        advance_schedulers(trainer, "step", progress.global_step)
+    if plan.without_optimizer:
+        run.strategy.sync_buffers()  # else an update does it
+    if plan.schedulers:
+        advance_schedulers(run, plan, "step", progress.global_step)
     progress.phase = Phase.UPDATED
 
 
-def finish_step(trainer: Trainer) -> bool:
+def finish_step(run: Run, plan: FitPlan) -> bool:
     """Complete the step in which the loaded checkpoint was saved; returns whether that ends the epoch."""
-    plan, progress = trainer._fit_plan, trainer._progress
+    progress = run.progress
     phase, progress.phase = progress.phase, Phase.STEP
     if phase is Phase.EPOCH_END:
-        finish_epoch(trainer, progress.epoch_complete, exhausted=False)
+        finish_epoch(run, plan, progress.epoch_complete, exhausted=False)
         return True
     last = progress.epoch_start - 1
     if phase is Phase.UPDATED:
-        progress.should_log = trainer._due.logs(progress.global_step)
-        stop = safe_point(trainer, last, True)
+        progress.should_log = run.due.logs(progress.global_step)
+        stop = safe_point(run, plan, last, True)
     else:
-        validate(trainer)
-        stop = end_step(trainer, last, validated=True)
+        validate(run, plan)
+        stop = end_step(run, plan, last, validated=True)
     if stop:
-        finish_epoch(trainer, plan.is_last(last), False)
+        finish_epoch(run, plan, plan.is_last(last), False)
     return stop
 
 
-def safe_point(trainer: Trainer, batch_idx: int, updated: bool) -> bool:
+def safe_point(run: Run, plan: FitPlan, batch_idx: int, updated: bool) -> bool:
     """Log, validate, save and obey signals if they are due; returns whether training ends here."""
-    plan, progress = trainer._fit_plan, trainer._progress
+    progress = run.progress
     if plan.profiler is not None:
         plan.profiler.step()
-    trainer.accelerator.skip_asked = False  # asked for in a window that had no loss
+    run.engine.skip_asked = False  # asked for in a window that had no loss
     if updated and progress.should_log:
-        trainer._metrics.flush_step()
+        run.metrics.flush_step()
     elif not updated and batch_idx >= _LONG and progress.global_step == progress.first_step:
-        warn_without_step(trainer)  # the epoch may be an endless one
-    agree_on_stop(trainer)
-    validated = trainer._val_plan is not None and trainer._due.validates(batch_idx, updated, plan.validate_every)
+        warn_without_step(run)  # the epoch may be an endless one
+    plan.safe_points.agree()
+    validated = run.validation is not None and run.due.validates(batch_idx, updated, plan.validate_every)
     if validated:
-        validate(trainer)
-    elif updated and plan.schedulers and trainer._val_plan is None:
-        advance_plateaus(trainer)
-    return end_step(trainer, batch_idx, validated)
+        validate(run, plan)
+    elif updated and plan.schedulers and run.validation is None:
+        advance_plateaus(run, plan)
+    return end_step(run, plan, batch_idx, validated)
 
 
-def agree_on_stop(trainer: Trainer) -> None:
-    """Begin stopping if a stop was requested in the step before, and pass on a request of this step."""
-    control, progress = trainer._control, trainer._progress
-    if control is not None:
-        control.turn()  # what the step before requested, on any rank
-    if progress.stop is Stop.REQUESTED and trainer._due.may_stop:
-        progress.begin_stopping()
-    if control is None and (progress.should_stop or progress.stop is Stop.REQUESTED):
-        progress.agree_on_stop(progress.should_stop)
-
-
-def end_step(trainer: Trainer, batch_idx: int, validated: bool) -> bool:
+def end_step(run: Run, plan: FitPlan, batch_idx: int, validated: bool) -> bool:
     """The step is complete: save and obey signals if there is cause to; returns whether training ends here."""
-    progress = trainer._progress
+    progress = run.progress
     if validated:
-        if trainer._control is not None:
-            trainer._control.exchange()
-        if progress.should_stop and trainer._due.may_stop:
+        plan.safe_points.agree_at_once()
+        if progress.should_stop and run.due.may_stop:
             progress.begin_stopping()
-    progress.end_window(batch_idx, trainer.accelerator.updates)
-    ends = progress.stop is Stop.STOPPING or trainer._due.max_steps_reached
+    progress.end_window(batch_idx, run.engine.updates)
+    ends = progress.stop is Stop.STOPPING or run.due.max_steps_reached
     if progress.safe_point_due or progress.global_step >= progress.next_save_step:
         if ends:
             progress.safe_point_due = True  # after the end of the epoch: a run that has ended does not come back to it
         else:
-            trainer._checkpointing.attend()
+            plan.safe_points.carry_out()
     return ends
 
 
-def finish_epoch(trainer: Trainer, complete: bool, exhausted: bool) -> None:
+def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> None:
     """The hooks, metrics and schedulers at the end of an epoch.
 
     Args:
-        trainer: the trainer.
+        run: the run.
+        plan: of the fit.
         complete: it counts: it was not left for a stop.
         exhausted: the loader gave all its batches.
     """
-    hooks, metrics, plan, progress = trainer._hooks, trainer._metrics, trainer._fit_plan, trainer._progress
+    hooks, metrics, progress = run.hooks, run.metrics, run.progress
     if progress.batch_idx < 0:
         plan.refuse_empty()
     if exhausted and progress.batch_idx >= progress.epoch_start and progress.global_step == progress.first_step:
-        warn_without_step(trainer)
-    validates = trainer._val_plan is not None and trainer._due.validates_at_end(plan.validate_every)
-    if validates and exhausted and not trainer._due.max_steps_reached:
-        validate(trainer, at_end=True)
+        warn_without_step(run)
+    validates = run.validation is not None and run.due.validates_at_end(plan.validate_every)
+    if validates and exhausted and not run.due.max_steps_reached:
+        validate(run, plan, at_end=True)
     progress.phase, progress.epoch_complete = Phase.EPOCH_END, complete
     metrics.batch = None
     metrics.scope = Scope.TRAIN_EPOCH
     hooks.run("on_train_epoch_end")
-    trainer._end_metrics_of_epoch()  # what callbacks that run last have logged
+    run.end_metrics_of_epoch()  # what callbacks that run last have logged
     if complete:
-        advance_schedulers(trainer, "epoch", progress.current_epoch + 1)
-        progress.begin_next_epoch(progress.batch_idx + 1, trainer._arguments.check_val_every_n_epoch is None)
+        advance_schedulers(run, plan, "epoch", progress.current_epoch + 1)
+        progress.begin_next_epoch(progress.batch_idx + 1, run.arguments.check_val_every_n_epoch is None)
         metrics.stamp = -1  # nothing of the next one has been logged
     else:
         progress.epoch_start = progress.batches_done
     progress.batch_idx = -1
     progress.phase = Phase.STEP
-    if trainer._control is not None:
-        trainer._control.exchange()
+    plan.safe_points.agree_at_once()
     if progress.safe_point_due:
-        trainer._checkpointing.attend()
+        plan.safe_points.carry_out()
 
 
-def warn_without_step(trainer: Trainer) -> None:
+def warn_without_step(run: Run) -> None:
     """Say once why a fit has made no optimizer step in a whole epoch."""
-    progress = trainer._progress
-    automatic = trainer.lightning_module.automatic_optimization
-    if progress.warned_of_no_step or progress.tried_to_learn or not (automatic or trainer._prepared_optimizers):
+    progress = run.progress
+    automatic = run.module.automatic_optimization
+    if progress.warned_of_no_step or progress.tried_to_learn or not (automatic or run.optimizers):
         return  # what was tried was skipped: by the user, or by the loss scaler, which takes some steps to settle
     progress.warned_of_no_step = True
     if not automatic:
@@ -306,57 +297,62 @@ def warn_without_step(trainer: Trainer) -> None:
     warn(f"no optimizer step was made in this epoch, so nothing was learned: {why}.")
 
 
-def validate(trainer: Trainer, at_end: bool = False) -> None:
+def validate(run: Run, plan: FitPlan, at_end: bool = False) -> None:
     """The validation inside a fit.
 
     Args:
-        trainer: the trainer.
+        run: the run.
+        plan: of the fit.
         at_end: at the end of an epoch whose length was not known. A run that resumes in it comes here again by itself.
     """
-    trainer._refresh_validation()
-    plan = trainer._val_plan
-    if plan is None:
+    refresh_validation(run)
+    progress, validation = run.progress, run.validation
+    if validation is None:
         return
-    trainer._begin_validation(plan, at_end)
+    progress.validating = True
+    validation.began = validation.count
+    progress.validation_start = ValidationStart(logger_states(run.loggers), count_updates(run.module))
+    if not at_end:
+        progress.phase = Phase.VALIDATING
     try:
-        evaluate(trainer, plan)
+        evaluate(run, validation)
     finally:
-        trainer._progress.validating = False
-    trainer._progress.validation_start = None
-    advance_plateaus(trainer)
+        progress.validating = False
+    progress.validation_start = None
+    advance_plateaus(run, plan)
 
 
-def advance_schedulers(trainer: Trainer, interval: str, count: int) -> None:
+def advance_schedulers(run: Run, plan: FitPlan, interval: str, count: int) -> None:
     """Advance the schedulers of an interval that are due after ``count`` steps or epochs."""
-    for config in trainer._fit_plan.schedulers:
+    for config in plan.schedulers:
         due = config.interval == interval and count % config.frequency == 0
         if due and (interval == "epoch" or not config.reduce_on_plateau):
-            advance(trainer, config)
+            advance(run, config)
 
 
-def advance_plateaus(trainer: Trainer) -> None:
+def advance_plateaus(run: Run, plan: FitPlan) -> None:
     """Advance the schedulers that follow a metric by steps: after each validation; without one, after each update."""
-    for config in trainer._fit_plan.schedulers:
-        if config.reduce_on_plateau and config.interval == "step" and trainer.global_step % config.frequency == 0:
-            if trainer._fit_plan.several:
-                trainer._results.add(trainer._train_metrics.agreed_step_values())
-            advance(trainer, config)
+    for config in plan.schedulers:
+        if config.reduce_on_plateau and config.interval == "step" and run.progress.global_step % config.frequency == 0:
+            if plan.several:
+                run.results.add(run.train_metrics.agreed_step_values())
+            advance(run, config)
 
 
-def advance(trainer: Trainer, config: SchedulerConfig) -> None:
+def advance(run: Run, config: SchedulerConfig) -> None:
     """Advance one scheduler, with its monitor's value if it has one."""
     metric = None
     if config.reduce_on_plateau:
-        known = trainer.callback_metrics
+        known = run.callback_metrics
         metric = known.get(config.monitor or "")
         if metric is None:
             name = type(config.scheduler).__name__
-            message = not_logged(trainer, f"the scheduler {name}", config.monitor or "", known)
+            message = not_logged(run.module.trainer, f"the scheduler {name}", config.monitor or "", known)
             if config.strict:
                 raise MissingMetricError(message)
             warn(message + " It is not advanced.")
             return
-    trainer.lightning_module.lr_scheduler_step(config.scheduler, metric)
+    run.module.lr_scheduler_step(config.scheduler, metric)
 
 
 def _loss_in(outputs: Any) -> Tensor | None:

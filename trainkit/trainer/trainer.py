@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,12 @@ from torch.optim import Optimizer
 
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
-from trainkit.console import notice, printable, warn
+from trainkit.console import notice, printable
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.hooks.table import HookTable
 from trainkit.launch.resolve import joined_strategy, read_wanted
 from trainkit.memory.report import PROCESSES, MemoryPlan
-from trainkit.metrics.results import MetricResults, as_tensors
-from trainkit.metrics.saved_objects import count_updates
-from trainkit.metrics.store import MetricStore
+from trainkit.metrics.results import as_tensors
 from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule
 from trainkit.nested import batch_size
@@ -30,12 +28,10 @@ from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed, seed_was_given
-from trainkit.state.run import logger_states
 from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop
 from trainkit.trainer.arguments import TrainerArguments, check_switches
 from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
-from trainkit.trainer.due import DueDates
 from trainkit.trainer.eval_loop import evaluate, gather_predictions
 from trainkit.trainer.explain import explain, results_table, where_it_is, why_it_ended
 from trainkit.trainer.from_config import blamed, with_settings
@@ -44,28 +40,22 @@ from trainkit.trainer.lifecycle import (
     build_hooks,
     check_sanity,
     interruptible,
-    plan_evaluation,
     refuse_evaluation,
     running,
     set_up,
 )
 from trainkit.trainer.memory_plan import make_plan
-from trainkit.trainer.metric_notices import tell_rare_logs, tell_shared_names
+from trainkit.trainer.metric_notices import tell_rare_logs
 from trainkit.trainer.profiler import Profiler, make_profiler
-from trainkit.trainer.progress import Phase, RunProgress, ValidationStart
 from trainkit.trainer.resume import begin_resume, check_restore, load_weights, restore_fit
-from trainkit.trainer.save_policy import Checkpointing
-from trainkit.trainer.setup import count_batches, finish_fit_plan, fit_plan, train_loader, validate_every
-from trainkit.trainer.signals import Signals
+from trainkit.trainer.run import Run
+from trainkit.trainer.save_policy import SavePolicy
+from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, train_loader
 from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
     from trainkit.optim.optimizer_config import SchedulerConfig
-    from trainkit.optim.prepared_optimizer import PreparedOptimizer
-    from trainkit.trainer.plans import EvaluationPlan, FitPlan
-    from trainkit.trainer.resume import Found
-    from trainkit.trainer.step_flags import Control
 
 __all__ = ["Trainer"]
 
@@ -186,49 +176,24 @@ class Trainer:
         refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown")])
         given, said = with_settings(asked := check_switches(given))
         self._arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
-        self._begin_without_run()
-        self.accumulate_grad_batches = self._arguments.accumulate_grad_batches
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with blamed(asked):
             self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], self._arguments, said)
-        self.accelerator = Accelerator.of_trainer(self.strategy)
-        self.seed = self.accelerator.seed = self.strategy.world.from_main(resolve_seed(seed))
-        self._seed_given, self.inference_mode = seed_was_given(seed), inference_mode
-        self.profiler, self._flags = make_profiler(profiler), (deterministic, benchmark, detect_anomaly)
-        self._metrics, self.loggers = MetricStore(self._emit, self._results), attach_loggers(self, logger)
+        self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
+        self._flags = deterministic, benchmark, detect_anomaly
+        self._run = Run(
+            self._arguments,
+            self.strategy,
+            Accelerator.of_trainer(self.strategy),
+            seed=self.strategy.world.from_main(resolve_seed(seed)),
+            seed_given=seed_was_given(seed),
+            accumulation=self._arguments.accumulate_grad_batches,
+        )
+        self.loggers = attach_loggers(self, logger)
         self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
-
-    def _begin_without_run(self) -> None:
-        """What a Trainer holds before its first run."""
-        self._new_progress()
-        self.train_dataloader: Any = None  # as the user gave it
-        self.lr_scheduler_configs: list[SchedulerConfig] = []
-        self.datamodule: DataModule | None = None
-        self._module: TrainModule | None = None
-        self._fitted: TrainModule | None = None  # the module of the last fit
-        self._compiler: Callable[..., Any] | None = None  # compiles the steps, if the user gave a module out of torch.compile
-        self._wrapped_module: torch.nn.Module
-        self._hooks = HookTable.nothing()
-        self._results = MetricResults()
-        self._train_metrics: MetricStore  # where log goes in training; an evaluation has a store of its own
-        self._prepared_optimizers: list[PreparedOptimizer] = []
         self._brought_callbacks: list[Callback] = []  # by the module's configure_callbacks
         self._displaced_callbacks: list[Callback] = []  # by those
-        self._evaluation_sources: dict[str, list[Any]] = {}
-        self._plan: FitPlan | None = None
-        self._fit_plan: FitPlan  # the same, for those that run in a fit
-        self._val_plan: EvaluationPlan | None = None
-        self._active_plan: EvaluationPlan | None = None
-        self._plans: dict[str, EvaluationPlan | None] = {}
-        self._save_policy: Checkpointing | None = None
-        self._control: Control | None = None  # exchanges stop requests and the like between ranks; None for one process
-        self._found: Found | None = None  # the checkpoint to resume from, until it is restored
-        self._signals = Signals(lambda: None)
-
-    def _new_progress(self) -> None:
-        """A fit begins, from step 0."""
-        self._progress = RunProgress()
-        self._due = DueDates(self._arguments, self._progress)
+        self._run.loggers, self._run.callbacks = self.loggers, self.callbacks
 
     def fit(
         self,
@@ -274,34 +239,36 @@ class Trainer:
         if isinstance(train_dataloaders, DataModule) and datamodule is None:
             train_dataloaders, datamodule = None, train_dataloaders
         wanted = check_restore(ckpt_path, restore, overrides, strict)
-        with interruptible(self), running(self, "fit", model, datamodule, train_dataloaders, val_dataloaders):
-            begin_resume(self, ckpt_path, wanted, chosen=restore is not None, strict=strict)
-            set_up(self)
-            self._given = train_dataloaders, val_dataloaders
-            loader = train_loader(self, train_dataloaders)
+        loaders = train_dataloaders, val_dataloaders
+        with interruptible(self) as signals, running(self, "fit", model, datamodule, *loaders, signals=signals) as run:
+            saves = run.saves
+            assert saves is not None  # each fit has them
+            begin_resume(run, saves, ckpt_path, wanted, chosen=restore is not None, strict=strict)
+            set_up(self, run)
+            run.given_loaders = loaders
+            loader = train_loader(run, train_dataloaders)
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
-            plan = self._plan = self._fit_plan = fit_plan(self, loader)
-            self._val_plan = plan_evaluation(self, "validation", val_dataloaders)
-            plan.validate_every = validate_every(self, loader)
-            build_hooks(self)
-            finish_fit_plan(self, plan)
-            resumed = restore_fit(self, wanted, overrides or {}, strict)
-            self._loaded_in = self._val_loaded_in = self.current_epoch
-            start_loggers(self)
-            self._checkpointing.begin()
+            run.validation = evaluation_plan(run, "validation", val_dataloaders)
+            build_hooks(self, run)
+            plan = fit_plan(run, loader, saves.safe_points)
+            resumed = restore_fit(run, plan, wanted, overrides or {}, strict)
+            run.loaded_in = run.val_loaded_in = run.progress.current_epoch
+            run.progress.first_step = run.progress.global_step
+            start_loggers(run)
+            saves.begin()
             if self._arguments.ends_by_default:
                 notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
-            notice(f"fit on {self.strategy.where}, {self.precision.name}, seed {self.seed}.")
-            tell_rare_logs(self)
-            self._hooks.run("on_fit_start")
+            notice(f"fit on {self.strategy.where}, {self.precision.name}, seed {run.seed}.")
+            tell_rare_logs(run)
+            run.hooks.run("on_fit_start")
             if not resumed:
-                check_sanity(self, val_dataloaders)
-            for _ in loop.epochs(self):
-                loop.train_epoch(self)
-            self._hooks.run("on_fit_end")
-            agree_on_signals(self)
+                check_sanity(run)
+            for epoch_plan in loop.epochs(run, plan):
+                loop.train_epoch(run, epoch_plan)
+            run.hooks.run("on_fit_end")
+            agree_on_signals(run)
         notice(" ".join(filter(None, (why_it_ended(self), where_it_is(self)))))
 
     def validate(
@@ -331,7 +298,7 @@ class Trainer:
         """
         refuse_unknown("Trainer.validate", unknown, _KNOWN)
         _check_switch("verbose", verbose)
-        return _run(self, "validate", "validation", model, dataloaders, datamodule, verbose, ckpt_path, strict)
+        return _evaluate(self, "validate", "validation", model, dataloaders, datamodule, verbose, ckpt_path, strict)
 
     def test(
         self,
@@ -347,7 +314,7 @@ class Trainer:
         """Run the test loop once; arguments and result as of :meth:`validate`."""
         refuse_unknown("Trainer.test", unknown, _KNOWN)
         _check_switch("verbose", verbose)
-        return _run(self, "test", "test", model, dataloaders, datamodule, verbose, ckpt_path, strict)
+        return _evaluate(self, "test", "test", model, dataloaders, datamodule, verbose, ckpt_path, strict)
 
     def predict(
         self,
@@ -378,9 +345,8 @@ class Trainer:
         refuse_unknown("Trainer.predict", unknown, known)
         return_predictions = return_predictions is None or return_predictions
         _check_switch("return_predictions", return_predictions)
-        self._keep_predictions = return_predictions
-        _run(self, "predict", "predict", model, dataloaders, datamodule, False, ckpt_path, strict)
-        plan = self._plans.get("predict")
+        _evaluate(self, "predict", "predict", model, dataloaders, datamodule, False, ckpt_path, strict, return_predictions)
+        plan = self._run.plans.get("predict")
         if not return_predictions or plan is None:
             return None
         outputs, plan.outputs = plan.outputs, []
@@ -409,11 +375,11 @@ class Trainer:
         """
         path = local_path(filepath, "filepath")
         self.accelerator.collective_checks.wait("trainer.save_checkpoint")
-        self._checkpointing_now(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
+        self._saves_for(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
 
     def explain(self, module: TrainModule | None = None) -> str:
         """Print, and return, who handles which hook, what runs when, and how the arguments were resolved."""
-        text = explain(self, module if module is not None else self._module)
+        text = explain(self, module if module is not None else self._run.given_module)
         self.print(text)
         return text
 
@@ -458,46 +424,46 @@ class Trainer:
     @property
     def stage(self) -> str | None:
         """ "fit", "validate", "test" or "predict"; ``None`` outside a run."""
-        return self._progress.stage
+        return self._run.progress.stage
 
     @property
     def global_step(self) -> int:
         """Number of optimizer steps so far."""
-        return self._progress.global_step
+        return self._run.progress.global_step
 
     @property
     def current_epoch(self) -> int:
         """Number of completed epochs, which is the index of the running one."""
-        return self._progress.current_epoch
+        return self._run.progress.current_epoch
 
     @property
     def batch_idx(self) -> int:
         """Index of the micro-batch in the epoch; -1 between epochs."""
-        return self._progress.batch_idx
+        return self._run.progress.batch_idx
 
     @property
     def should_stop(self) -> bool:
         """Set it to end training after the next optimizer step, or at once in a validation or at an epoch's end."""
-        return self._progress.should_stop
+        return self._run.progress.should_stop
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
-        self._progress.should_stop = stop
+        self._run.progress.should_stop = stop
 
     @property
     def should_log(self) -> bool:
         """Whether the open accumulation window ends in a log boundary."""
-        return self._progress.should_log
+        return self._run.progress.should_log
 
     @property
     def sanity_checking(self) -> bool:
         """Whether the few validation batches before training are running."""
-        return self._progress.sanity_checking
+        return self._run.progress.sanity_checking
 
     @property
     def validating(self) -> bool:
         """Whether a validation is running."""
-        return self._progress.validating
+        return self._run.progress.validating
 
     @property
     def lightning_module(self) -> TrainModule:
@@ -506,19 +472,47 @@ class Trainer:
         Raises:
             ModuleError: nothing has been run yet.
         """
-        if self._module is None:
-            raise ModuleError("this Trainer has run no module yet. Call trainer.fit(module).")
-        return self._module
+        return self._run.module
 
     @property
     def model(self) -> TrainModule | None:
         """The user's module; ``None`` before the first run."""
-        return self._module
+        return self._run.given_module
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The data module of the run, if there is one."""
+        return self._run.datamodule
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The ``Accelerator`` of the run, whose verbs the loop calls."""
+        return self._run.engine
+
+    @property
+    def seed(self) -> int:
+        """The seed of order, augmentation and dropout; a resumed run takes over that of its checkpoint."""
+        return self._run.seed
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Number of micro-batches in an accumulation window."""
+        return self._run.accumulation
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader as the user passed it; ``None`` before a fit."""
+        return self._run.train_source
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The schedulers of the fit, each with its interval, frequency and monitor."""
+        return self._run.schedulers
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Torch's optimizers, as ``configure_optimizers`` returned them."""
-        return [prepared.optimizer for prepared in self._prepared_optimizers]
+        return self._run.torch_optimizers
 
     @property
     def precision(self) -> Precision:
@@ -567,10 +561,11 @@ class Trainer:
         Raises:
             ModuleError: no batch is being worked on.
         """
-        plan = self._plan if self._active_plan is None and self.stage == "fit" else None
-        if plan is not None and plan.loader.samples is not None:
-            return plan.loader.sample_mask
-        batch = self._metrics.batch if self.stage is not None else None
+        run = self._run
+        loader = run.train_loader if run.evaluation is None and self.stage == "fit" else None
+        if loader is not None and loader.samples is not None:
+            return loader.sample_mask
+        batch = run.metrics.batch if self.stage is not None else None
         if batch is None:
             raise ModuleError("self.sample_mask is of the batch that is being worked on, and there is none. Use it in a step.")
         return torch.ones(batch_size(batch), dtype=torch.bool, device=self.device)
@@ -588,8 +583,9 @@ class Trainer:
     @property
     def is_last_batch(self) -> bool:
         """Whether the micro-batch being trained on is known to be the last of its epoch."""
-        plan = self._plan
-        return self.stage == "fit" and plan is not None and self.batch_idx >= 0 and plan.is_last(self.batch_idx)
+        loader, batch_idx = self._run.train_loader, self.batch_idx
+        length = None if loader is None else loader.length
+        return self.stage == "fit" and length is not None and batch_idx >= 0 and batch_idx + 1 >= length
 
     @property
     def fast_dev_run(self) -> bool:
@@ -613,57 +609,54 @@ class Trainer:
         Of an evaluation only the values of the whole evaluation are here. A metric that training and validation log under
         one name is the validation's.
         """
-        values, evaluated = dict(self._results.callback), self._results.evaluated
-        if self.stage is not None and self._active_plan is None:  # an evaluation has no value before its end
-            values.update((name, value) for name, value in self._metrics.step_values().items() if name not in evaluated)
-        return as_tensors(values)
+        return self._run.callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """What the loggers got last, by name, as tensors on the CPU."""
-        return as_tensors(self._results.logged)
+        return as_tensors(self._run.results.logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, Tensor]:
         """What was logged with ``prog_bar=True``, as of the last log boundary or epoch's end, as tensors on the CPU."""
-        return as_tensors(self._results.progress_bar)
+        return as_tensors(self._run.results.progress_bar)
 
     @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of each validation loader."""
-        return count_batches(self._plans.get("validation"))
+        return count_batches(self._run.plans.get("validation"))
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of each validation loader in the sanity check."""
-        return count_batches(self._plans.get("sanity"))
+        return count_batches(self._run.plans.get("sanity"))
 
     @property
     def num_test_batches(self) -> list[int | float]:
         """Batches of each test loader."""
-        return count_batches(self._plans.get("test"))
+        return count_batches(self._run.plans.get("test"))
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Batches of each loader to predict on."""
-        return count_batches(self._plans.get("predict"))
+        return count_batches(self._run.plans.get("predict"))
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader as the user gave it, or the list of them; ``None`` without one."""
-        sources = self._evaluation_sources.get("validation", [])
+        sources = self._run.evaluation_sources.get("validation", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loader as the user gave it, or the list of them; ``None`` without one."""
-        sources = self._evaluation_sources.get("test", [])
+        sources = self._run.evaluation_sources.get("test", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
     def predict_dataloaders(self) -> Any:
         """The loader to predict on as the user gave it, or the list of them; ``None`` without one."""
-        sources = self._evaluation_sources.get("predict", [])
+        sources = self._run.evaluation_sources.get("predict", [])
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
@@ -723,11 +716,7 @@ class Trainer:
     @property
     def num_training_batches(self) -> int | float:
         """Micro-batches of a training epoch, at most; infinity where only its end tells."""
-        plan = self._plan
-        if plan is None:
-            return 0
-        most = plan.loader.limit if plan.length is None else plan.length
-        return math.inf if most is None else most
+        return self._run.max_batches
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -736,7 +725,7 @@ class Trainer:
         Raises:
             ModuleError: read before the training loader is known, which is when ``configure_optimizers`` is called.
         """
-        if self._plan is None:
+        if self._run.train_loader is None:
             raise ModuleError(
                 "estimated_stepping_batches is not known yet: the training loader is asked for after setup. Read it in "
                 "configure_optimizers: OneCycleLR(optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches)"
@@ -749,125 +738,32 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------------- its own room
 
-    @property
-    def _checkpointing(self) -> Checkpointing:
-        """What saves the checkpoints of the fit, which there is from its start on."""
-        assert self._save_policy is not None
-        return self._save_policy
-
-    def _attach(self, module: TrainModule, datamodule: DataModule | None) -> None:
-        """Make the module, and the data module, this trainer's."""
-        self._module, self.datamodule = module, datamodule
-        module._trainer = self
-        if datamodule is not None:
-            datamodule.trainer = self
-
     def _hook_owners(self, module: TrainModule) -> dict[str, tuple[str, ...]]:
         """For each hook the classes that handle it, in order."""
         return HookTable(self, module, self.callbacks).owners
 
-    def _finish_metrics(self) -> None:
-        """Reduce what was logged in the epoch that ends, before the callbacks that run last."""
-        if self._active_plan is None:
-            self._end_metrics_of_epoch()
-        else:
-            self._active_plan.finish()
+    @property
+    def _checkpointing(self) -> SavePolicy:
+        """What saves the checkpoints of the fit; there is one from the start of a fit on."""
+        assert self._run.saves is not None
+        return self._run.saves
 
-    def _refresh_loaders(self) -> None:
-        """Ask for the training loader of a fit again where ``reload_dataloaders_every_n_epochs`` says so."""
-        every, plan = self._arguments.reload_dataloaders_every_n_epochs, self._fit_plan
-        if not every or self.current_epoch == self._loaded_in or self.current_epoch % every:
-            return
-        self.accelerator.release_loader(plan.loader)
-        plan.loader = train_loader(self, self._given[0])
-        plan.validate_every = validate_every(self, plan.loader)
-
-    def _refresh_validation(self) -> None:
-        """Ask for the validation loaders of a fit again where ``reload_dataloaders_every_n_epochs`` says so."""
-        every, plan = self._arguments.reload_dataloaders_every_n_epochs, self._val_plan
-        if not every or plan is None or self.current_epoch // every == self._val_loaded_in // every:
-            return
-        self._val_loaded_in = self.current_epoch
-        for loader in plan.loaders:
-            self.accelerator.release_loader(loader)
-        self._val_plan = plan_evaluation(self, "validation", self._given[1])
-        if self._val_plan is not None:
-            self._val_plan.count = plan.count
-
-    def _before_manual_step(self, optimizer: Optimizer) -> None:
-        """What comes before each update under manual optimization."""
-        self._progress.tried_to_learn = True
-        self.accelerator.unscale_gradients(optimizer)
-        self._hooks.run("on_before_optimizer_step", optimizer)
-
-    def _manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """:meth:`trainkit.TrainModule.manual_backward`."""
-        self._hooks.run("on_before_backward", loss)
-        self._fit_plan.backward(loss, **kwargs)
-        self._hooks.run("on_after_backward")
-
-    def _emit(self, metrics: dict[str, float], for_step: bool, step: int | None = None) -> None:
-        """Give metrics to the loggers: those of ``step``, if it is given."""
-        if self.sanity_checking:
-            return
-        evaluating = self._active_plan
-        if step is None:
-            step = evaluating.count if evaluating is not None and for_step else self.global_step
-        for logger in self.loggers:
-            try:
-                logger.log_metrics({**metrics, "epoch": self.current_epoch}, step)
-            except OSError as error:  # a full disk must not end a run that could go on without its log
-                name = type(logger).__name__
-                warn(f"{name} could not write the metrics of step {step}: {error}. Training goes on without them.")
-
-    def _look(self) -> None:
-        """Look at saves and signals when the step is complete; may be called by any thread.
-
-        Over several processes the next control word tells, and all of them look after the same step.
-        """
-        if self._control is None:
-            self._progress.safe_point_due = True
-
-    def _checkpointing_now(self, weights_only: bool) -> Checkpointing:
+    def _saves_for(self, weights_only: bool) -> SavePolicy:
         """What saves a checkpoint of this moment.
 
         Raises:
             ModuleError: there is nothing to be saved.
         """
-        fitted = self._plan is not None and self._module is self._fitted
-        if self._module is None or not (weights_only or fitted):
+        run = self._run
+        fitted = run.train_loader is not None and run.given_module is run.fitted
+        if run.given_module is None or not (weights_only or fitted):
             raise ModuleError(
                 "save_checkpoint saves a run, and this Trainer has had no fit of this module. Call trainer.fit(module, ...) "
                 "first, or save the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
             )
-        if self._save_policy is None:
-            self._save_policy = Checkpointing(self)
-        return self._checkpointing
-
-    def _begin_validation(self, plan: EvaluationPlan, at_end: bool) -> None:
-        """A validation in a fit begins."""
-        progress = self._progress
-        progress.validating = True
-        plan.began = plan.count
-        progress.validation_start = ValidationStart(logger_states(self.loggers), count_updates(self.lightning_module))
-        if not at_end:
-            progress.phase = Phase.VALIDATING
-
-    def _evaluated(self, plan: EvaluationPlan) -> None:
-        """The metrics of an evaluation are complete."""
-        self._signals.follow_workers()
-        if not self.sanity_checking:
-            self._progress.computed.update(dict.fromkeys(plan.results, self.global_step))
-
-    def _end_metrics_of_epoch(self) -> None:
-        """Reduce what was logged in the training epoch; note which values are of the present step."""
-        store = self._train_metrics
-        window = store.stamp - store.stamp % self.accumulate_grad_batches  # where the last one began
-        trained, present = set(store.step_values()), store.logged_since(window)
-        ended = store.flush_epoch()
-        own = [name for name in (*present, *ended) if name not in self._results.evaluated]
-        self._progress.computed.update(dict.fromkeys(own, self.global_step))
-        tell_shared_names(self, trained.union(ended))
+        if run.saves is None:
+            run.saves = SavePolicy(run)
+        return run.saves
 
 
 def _check_switch(name: str, value: Any) -> None:
@@ -879,7 +775,7 @@ def _check_switch(name: str, value: Any) -> None:
         )
 
 
-def _run(
+def _evaluate(
     trainer: Trainer,
     stage: str,
     name: str,
@@ -889,24 +785,24 @@ def _run(
     verbose: bool,
     ckpt_path: str | Path | None,
     strict: bool,
+    keeps: bool = False,
 ) -> list[dict[str, float]]:
+    """Run one evaluation: "validate" is the stage, "validation" the name."""
     check_restore(ckpt_path, None, None, strict)
     module = trainer.lightning_module if module is None else module
     if isinstance(dataloaders, DataModule) and datamodule is None:
         dataloaders, datamodule = None, dataloaders
-    with running(trainer, stage, module, datamodule, dataloaders):
-        set_up(trainer)
-        plan = plan_evaluation(trainer, name, dataloaders)
+    with running(trainer, stage, module, datamodule, dataloaders) as run:
+        set_up(trainer, run)
+        plan = evaluation_plan(run, name, dataloaders, keeps=keeps)
         if plan is None:
-            refuse_evaluation(trainer, stage, name)
+            refuse_evaluation(run, stage, name)
             return []
-        plan.keeps = name == "predict" and trainer._keep_predictions
-        build_hooks(trainer)
-        check_restore(ckpt_path, None, None, strict)
+        build_hooks(trainer, run)
         if ckpt_path is not None:
-            load_weights(trainer, ckpt_path, strict)
-        trainer._progress.validating = stage == "validate"
-        results = evaluate(trainer, plan)
+            load_weights(run, ckpt_path, strict)
+        run.progress.validating = stage == "validate"
+        results = evaluate(run, plan)
         if plan.keeps:
             plan.outputs = gather_predictions(trainer.strategy.data_world, plan.outputs, trainer.device)
         if verbose and trainer.is_global_zero:

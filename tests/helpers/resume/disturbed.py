@@ -129,7 +129,7 @@ class Signal(Callback):
         setattr(self, self.hook, self._send)
 
     def _send(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == self.rank and self.number and bool(trainer._signals.received) == self.received:
+        if trainer.global_rank == self.rank and self.number and bool(trainer._run.signals.received) == self.received:
             number, self.number = self.number, 0
             os.kill(os.getpid(), number)
 

@@ -1,0 +1,233 @@
+"""``Run``: what one run of a ``Trainer`` is made of. The loops, saving and resume take it instead of the Trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from trainkit.console import warn
+from trainkit.errors import ModuleError
+from trainkit.hooks.table import HookTable
+from trainkit.metrics.results import MetricResults, as_tensors
+from trainkit.metrics.store import MetricStore
+from trainkit.registry import load_callback
+from trainkit.trainer.due import DueDates
+from trainkit.trainer.metric_notices import tell_shared_names
+from trainkit.trainer.progress import RunProgress
+from trainkit.trainer.signals import Signals
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from trainkit.accelerator import Accelerator
+    from trainkit.callback import Callback
+    from trainkit.data.loader import PreparedLoader
+    from trainkit.loggers import Logger
+    from trainkit.module.data_module import DataModule
+    from trainkit.module.train_module import TrainModule
+    from trainkit.optim.optimizer_config import SchedulerConfig
+    from trainkit.optim.prepared_optimizer import PreparedOptimizer
+    from trainkit.strategy import Strategy
+    from trainkit.trainer.arguments import TrainerArguments
+    from trainkit.trainer.find_checkpoint import Found
+    from trainkit.trainer.plans import EvaluationPlan
+    from trainkit.trainer.profiler import Profiler
+    from trainkit.trainer.save_policy import SavePolicy
+
+__all__ = ["Run"]
+
+
+@dataclass
+class Run:
+    """What a run is made of.
+
+    A Trainer has a new one for each run. That of a fit begins from step 0; that of an evaluation takes over the progress, the
+    optimizers and the saves of the fit before it, so that ``trainer.global_step`` and ``save_checkpoint`` continue to work.
+    Setting up fills it in. From then on what changes is in ``progress``.
+
+    Attributes:
+        arguments: of the Trainer.
+        strategy: where it runs.
+        engine: the ``Accelerator``, whose verbs the loops call.
+        seed: of order, augmentation and dropout.
+        seed_given: the user chose the seed.
+        inference_mode: evaluate under ``torch.inference_mode``.
+        callbacks: those that are attached, with those of the module's ``configure_callbacks``.
+        loggers: of the Trainer.
+        profiler: measures the steps; ``None``: there is none.
+        accumulation: number of micro-batches in an accumulation window.
+        progress: counters, phase, and what the run has been asked for.
+        signals: what the process has received.
+        hooks: what is called for which hook.
+        results: the latest values of all metrics.
+        given_module: the user's module; ``None`` before the first run. See :attr:`module`.
+        fitted: the module of the last fit.
+        datamodule: the data module, if there is one.
+        compiler: compiles the steps, if the user passed a module from ``torch.compile``.
+        given_loaders: what ``fit`` was passed for training and validation.
+        train_source: the training loader as the user passed or defined it.
+        evaluation_sources: the loaders of each evaluation, by name, as the user passed or defined them.
+        loaded_in: epoch in which the training loader was asked for last.
+        val_loaded_in: epoch in which the validation loaders were asked for last.
+        optimizers: of the fit.
+        schedulers: of the fit.
+        train_loader: the training batches; ``None`` before a fit is set up.
+        validation: the validation within a fit; ``None``: there is none.
+        evaluation: the evaluation that is running.
+        plans: all evaluations of this run, by name.
+        saves: saves the checkpoints of the fit.
+        found: the checkpoint to resume from, until it is restored.
+        wrapped_module: what the strategy made of the module.
+        due: when the run logs, validates and ends.
+        train_metrics: where ``self.log`` goes in training.
+        metrics: where ``self.log`` goes now: an evaluation has a store of its own.
+    """
+
+    arguments: TrainerArguments
+    strategy: Strategy
+    engine: Accelerator
+    seed: int
+    seed_given: bool = False
+    inference_mode: bool = True
+    callbacks: list[Callback] = field(default_factory=list)
+    loggers: list[Logger] = field(default_factory=list)
+    profiler: Profiler | None = None
+    accumulation: int = 1
+    progress: RunProgress = field(default_factory=RunProgress)
+    signals: Signals = field(default_factory=lambda: Signals(lambda: None))
+    hooks: HookTable = field(default_factory=HookTable.nothing)
+    results: MetricResults = field(default_factory=MetricResults)
+    given_module: TrainModule | None = None
+    fitted: TrainModule | None = None
+    datamodule: DataModule | None = None
+    compiler: Callable[..., Any] | None = None
+    given_loaders: tuple[Any, Any] = (None, None)
+    train_source: Any = None
+    evaluation_sources: dict[str, list[Any]] = field(default_factory=dict)
+    loaded_in: int = 0
+    val_loaded_in: int = 0
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[SchedulerConfig] = field(default_factory=list)
+    train_loader: PreparedLoader | None = None
+    validation: EvaluationPlan | None = None
+    evaluation: EvaluationPlan | None = None
+    plans: dict[str, EvaluationPlan | None] = field(default_factory=dict)
+    saves: SavePolicy | None = None
+    found: Found | None = None
+    wrapped_module: nn.Module = field(init=False)
+    due: DueDates = field(init=False)
+    train_metrics: MetricStore = field(init=False)
+    metrics: MetricStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.due = DueDates(self.arguments, self.progress)
+        self.train_metrics = self.metrics = self.metric_store(self.results)
+
+    def metric_store(self, results: MetricResults) -> MetricStore:
+        """A store of metrics whose latest values go to ``results``."""
+        return MetricStore(self.emit, results, compiled=self.compiler is not None, world=self.strategy.data_world)
+
+    @property
+    def module(self) -> TrainModule:
+        """The user's module.
+
+        Raises:
+            ModuleError: nothing has been run yet.
+        """
+        if self.given_module is None:
+            raise ModuleError("this Trainer has run no module yet. Call trainer.fit(module).")
+        return self.given_module
+
+    @property
+    def max_batches(self) -> int | float:
+        """Largest number of micro-batches in a training epoch; infinity where only its end tells, 0 without a loader."""
+        loader = self.train_loader
+        if loader is None:
+            return 0
+        most = loader.limit if loader.length is None else loader.length
+        return math.inf if most is None else most
+
+    def wake(self) -> None:
+        """Look at saves and signals at the next safe point; may be called by any thread.
+
+        Over several processes the next step flags tell all of them, so that they look after the same step.
+        """
+        if not self.several:
+            self.progress.safe_point_due = True
+
+    def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """:meth:`trainkit.TrainModule.manual_backward`."""
+        self.hooks.run("on_before_backward", loss)
+        backward = self.engine.backward if self.profiler is None else self.profiler.wrapped("backward", self.engine.backward)
+        backward(loss, **kwargs)
+        self.hooks.run("on_after_backward")
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several processes."""
+        return self.strategy.world.size > 1
+
+    @property
+    def root_dir(self) -> str:
+        """The folder that logs and checkpoints go under."""
+        return str(self.arguments.default_root_dir)
+
+    @property
+    def torch_optimizers(self) -> list[Optimizer]:
+        """Torch's optimizers, as ``configure_optimizers`` returned them."""
+        return [prepared.optimizer for prepared in self.optimizers]
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """Every ``ModelCheckpoint``."""
+        kind = load_callback("model_checkpoint")
+        return [callback for callback in self.callbacks if isinstance(callback, kind)]
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The latest value of each metric, as callbacks see them: see ``Trainer.callback_metrics``."""
+        values, evaluated = dict(self.results.callback), self.results.evaluated
+        if self.progress.stage is not None and self.evaluation is None:  # an evaluation has no value before its end
+            values.update((name, value) for name, value in self.metrics.step_values().items() if name not in evaluated)
+        return as_tensors(values)
+
+    def emit(self, metrics: dict[str, float], for_step: bool, step: int | None = None) -> None:
+        """Pass metrics to the loggers.
+
+        Args:
+            metrics: name → value.
+            for_step: they are of a step and not of an epoch.
+            step: of this optimizer step; default: the current one, or in an evaluation its batch.
+        """
+        progress, evaluating = self.progress, self.evaluation
+        if progress.sanity_checking:
+            return
+        if step is None:
+            step = evaluating.count if evaluating is not None and for_step else progress.global_step
+        for logger in self.loggers:
+            try:
+                logger.log_metrics({**metrics, "epoch": progress.current_epoch}, step)
+            except OSError as error:  # a full disk must not end a run that can continue without its log
+                name = type(logger).__name__
+                warn(f"{name} could not write the metrics of step {step}: {error}. Training continues without them.")
+
+    def finish_metrics(self) -> None:
+        """Reduce what was logged in the epoch that ends, before the callbacks that run last."""
+        if self.evaluation is None:
+            self.end_metrics_of_epoch()
+        else:
+            self.evaluation.finish()
+
+    def end_metrics_of_epoch(self) -> None:
+        """Reduce what was logged in the training epoch; note which values are of the current step."""
+        store, step = self.train_metrics, self.progress.global_step
+        window = store.stamp - store.stamp % self.accumulation  # first micro-batch of the last one
+        trained, present = set(store.step_values()), store.logged_since(window)
+        ended = store.flush_epoch()
+        own = [name for name in (*present, *ended) if name not in self.results.evaluated]
+        self.progress.computed.update(dict.fromkeys(own, step))
+        tell_shared_names(self, trained.union(ended))

@@ -1,0 +1,214 @@
+"""``SafePoints``: the protocol by which a fit saves, stops and obeys signals: request, agree over all ranks, carry out.
+
+A safe point is the end of an optimizer step, when its logging, validation and schedulers are done.
+
+1. *Request.* Hooks ask for a save with :meth:`~SafePoints.request` and :meth:`~SafePoints.every_n_steps`, timers with
+   :meth:`~SafePoints.every`, users for a stop with ``trainer.should_stop``, the system for the end with a signal.
+2. *Agree.* Over several ranks the *step flags* tell the ranks of each other's requests: one small vector for each optimizer
+   step, reduced by its largest values. It is sent at the end of step k and read at the end of step k + 1, so that no rank
+   waits for it. At the end of a validation or an epoch it is sent and read at once.
+3. *Carry out.* :meth:`~SafePoints.carry_out` does what has been requested, on all ranks after the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from trainkit.console import counted
+from trainkit.errors import ConfigurationError
+from trainkit.trainer.progress import Stop
+
+if TYPE_CHECKING:
+    from trainkit.distributed.world import Pending
+    from trainkit.trainer.run import Run
+
+__all__ = ["SafePoints"]
+
+_NO_OPINION = -(1 << 63)
+_SAVE_FAILED = 0  # bit of the step flags; bit n: timer n is due
+
+
+class SafePoints:
+    """The requests of one fit.
+
+    Over several processes all of them call the same methods at the same points, hooks included. Timers run in the main
+    process.
+
+    Args:
+        run: the fit.
+        report_failures: called at a safe point, to raise or warn of saves that failed in the writer's thread; with ``True`` if
+            it must wait for the save in flight, as on another rank it has failed.
+    """
+
+    def __init__(self, run: Run, report_failures: Callable[[bool], None]) -> None:
+        self._run, self._report_failures = run, report_failures
+        self._world = run.strategy.world
+        self._requests: deque[Callable[[], None]] = deque()
+        self._by_steps: list[tuple[int, Callable[[], None]]] = []
+        self._by_time: list[tuple[timedelta, Callable[[], None]]] = []
+        self._timers: dict[int, threading.Timer] = {}
+        self._alerts: deque[int] = deque()  # bits of the step flags; other threads append to it
+        self._pending: Pending | None = None  # the step flags that were sent last
+        self._bits = 0  # alerts that all ranks know of
+        self._signal: int | None = None  # that all ranks know of
+
+    # -------------------------------------------------------------------------------------------------------- request
+
+    def request(self, act: Callable[[], None]) -> None:
+        """Call ``act`` at the next safe point; from any hook. From another thread with one process only."""
+        self._requests.append(act)
+        self._run.progress.safe_point_due = True
+
+    def every_n_steps(self, n: int, act: Callable[[], None]) -> None:
+        """Call ``act`` at the safe point after every n-th optimizer step."""
+        self._by_steps.append((n, act))
+        self._run.progress.next_save_step = 0  # computed at the first safe point
+
+    def every(self, interval: timedelta, act: Callable[[], None]) -> None:
+        """Call ``act`` at the first safe point after each interval."""
+        self._by_time.append((interval, act))
+        self._start_timer(len(self._by_time))
+
+    def save_failed(self) -> None:
+        """A save has failed in the writer's thread, which calls this."""
+        self._alert(_SAVE_FAILED)
+
+    def _start_timer(self, number: int) -> None:
+        if self._world.is_main:
+            timer = threading.Timer(self._by_time[number - 1][0].total_seconds(), self._alert, [number])
+            timer.daemon = True
+            self._timers[number] = timer
+            timer.start()
+
+    def _alert(self, bit: int) -> None:
+        self._alerts.append(bit)
+        self._run.wake()
+
+    def _take_alerts(self) -> int:
+        """The alerts of other threads since the last call, as bits."""
+        bits = 0
+        while self._alerts:
+            bits |= 1 << self._alerts.popleft()
+        return bits
+
+    # ---------------------------------------------------------------------------------------------------------- agree
+
+    def agree(self) -> None:
+        """At the end of a step: act on the flags of the step before, send this step's.
+
+        Raises:
+            ConfigurationError: a rank has skipped an optimizer step, and another has not.
+            MetricError: the ranks have logged different names.
+        """
+        several, progress = self._run.several, self._run.progress
+        if several:
+            self._read_flags()
+            self._send_flags()
+        if progress.stop is Stop.REQUESTED and self._run.due.may_stop:  # requested in the step before
+            progress.begin_stopping()
+        if not several and (progress.should_stop or progress.stop is Stop.REQUESTED):
+            progress.agree_on_stop(progress.should_stop)
+
+    def agree_at_once(self) -> None:
+        """At the end of a validation or an epoch: a stop that any rank requests counts on all ranks from here on.
+
+        Raises:
+            ConfigurationError, MetricError: as :meth:`agree`.
+        """
+        if self._run.several:
+            self._read_flags()
+            self._send_flags()
+            self._read_flags()
+            if self._run.progress.stop is not Stop.RUNNING:
+                self._run.progress.should_stop = True
+
+    def _send_flags(self) -> None:
+        run = self._run
+        schema = run.train_metrics.schema
+        self._pending = self._world.begin_largest(
+            [
+                run.progress.should_stop,
+                run.signals.received or 0,
+                self._take_alerts() if self._world.is_main else 0,
+                schema or _NO_OPINION,
+                -schema or _NO_OPINION,
+                run.engine.updates,
+                -run.engine.updates,
+            ]
+        )
+
+    def _read_flags(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        run = self._run
+        stop, signal, bits, schema, negated, most, least = pending.wait()
+        run.progress.agree_on_stop(bool(stop))
+        if signal:
+            self._signal = run.signals.received = signal  # the same on all ranks, whichever came here
+        self._bits |= bits
+        if signal or bits:
+            run.progress.safe_point_due = True
+        if most != -least:
+            raise ConfigurationError(
+                f"one process has made {counted(most, 'update')}, and another one {-least}: their parameters are not "
+                f"the same any more. "
+                "Call skip_update() on all processes or on none: by the step, or by a value that has been reduced."
+            )
+        if schema not in (_NO_OPINION, -negated):
+            run.train_metrics.check_schema(run.strategy.world)
+
+    # ------------------------------------------------------------------------------------------------------ carry out
+
+    def carry_out(self) -> None:
+        """Report failed saves, do what has been requested and is due, obey a signal.
+
+        Raises:
+            CheckpointWriteError: three saves in a row have failed.
+            Preempted, KeyboardInterrupt: a signal.
+        """
+        run, step = self._run, self._run.progress.global_step
+        run.progress.safe_point_due = False  # first, so that a request from here on is carried out next time
+        run.signals.follow_workers()
+        if run.several:
+            bits, self._bits = self._bits, 0
+            if bits >> _SAVE_FAILED & 1:
+                self._report_failures(True)
+        else:
+            bits = self._take_alerts()
+            self._report_failures(False)
+        due = [self._requests.popleft() for _ in range(len(self._requests))]
+        if self._by_steps and step >= run.progress.next_save_step:
+            if step > run.progress.first_step:
+                due += [act for n, act in self._by_steps if step % n == 0]
+            run.progress.next_save_step = min((step // n + 1) * n for n, _ in self._by_steps)
+        fired = [number for number in range(1, len(self._by_time) + 1) if bits >> number & 1]
+        for act in due + [self._by_time[number - 1][1] for number in fired]:
+            act()
+        for number in fired:
+            self._start_timer(number)
+        self.obey_signal()
+
+    def obey_signal(self) -> None:
+        """End the fit if a signal has come, to any rank.
+
+        Raises:
+            Preempted, KeyboardInterrupt: it has.
+        """
+        run = self._run
+        if (self._signal if run.several else run.signals.received) is not None:
+            raise run.signals.ending(f"at step {run.progress.global_step}")
+
+    def close(self) -> None:
+        """Cancel timers and forget all requests."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._by_steps, self._by_time, self._timers = [], [], {}
+        self._requests.clear()
+        self._alerts.clear()
+        self._run.progress.next_save_step = math.inf
