@@ -10,14 +10,14 @@ from trainkit.callback import Callback
 from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
 from trainkit.hooks.checks import check_callback
+from trainkit.module.overridable_hooks import is_overridden
+from trainkit.module.train_module import TrainModule
 from trainkit.registry import load_callback
 from trainkit.state.hyper import logged
 from trainkit.trainer.run_folder import opens_files
-from trainkit.trainer.setup import overrides
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
-    from trainkit.module.train_module import TrainModule
     from trainkit.trainer.run import Run
     from trainkit.trainer.trainer import Trainer
 
@@ -91,7 +91,7 @@ def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
     trainer._displaced_callbacks = [callback for callback in own if type(callback) in kinds]
     kept = [callback for callback in own if type(callback) not in kinds]
     clipping = load_callback("gradient_clipping")
-    clips = module.automatic_optimization and overrides(module, "configure_gradient_clipping")
+    clips = module.automatic_optimization and is_overridden(module, "configure_gradient_clipping", TrainModule)
     if clips and not any(isinstance(callback, clipping) for callback in kept + brought):
         brought.append(clipping(None))  # so that the module's own clipping is called
     trainer._brought_callbacks = brought
@@ -107,7 +107,7 @@ def _contains(callbacks: list[Callback], callback: Callback) -> bool:
 
 def _brought_by(module: TrainModule) -> list[Callback]:
     """What ``configure_callbacks`` returns, checked."""
-    brought = module.configure_callbacks() if overrides(module, "configure_callbacks") else None
+    brought = module.configure_callbacks() if is_overridden(module, "configure_callbacks", TrainModule) else None
     callbacks = [] if brought is None else _listed(brought)
     for callback in callbacks:
         check_callback(callback)

@@ -17,17 +17,19 @@ from torch import Tensor
 from trainkit.errors import ConfigurationError
 from trainkit.metrics.store import Scope
 from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
+from trainkit.module.overridable_hooks import is_overridden
+from trainkit.module.train_module import TrainModule
 from trainkit.nested import map_tensors
+from trainkit.trainer.metric_notices import check_monitors
 from trainkit.trainer.padding_steps import pad_evaluation
-from trainkit.trainer.setup import overrides
+from trainkit.trainer.setup import evaluation_plan
 
 if TYPE_CHECKING:
     from trainkit.distributed.world import World
-    from trainkit.module.train_module import TrainModule
     from trainkit.trainer.plans import EvaluationPlan
     from trainkit.trainer.run import Run
 
-__all__ = ["evaluate", "gather_predictions"]
+__all__ = ["check_sanity", "evaluate", "gather_predictions"]
 
 _NO_DATA = MicroBatch(NO_BATCH, 0, True, True, 0.0, MicroBatchKind.NONE)
 
@@ -158,6 +160,29 @@ def _end_exchange(run: Run, plan: EvaluationPlan, had: bool, count: int, signal:
         raise run.signals.ending(f"at step {run.progress.global_step}, in the {plan.name}")
 
 
+def check_sanity(run: Run) -> None:
+    """A few validation batches before training; what they log is dropped, the names are compared with monitors."""
+    if run.validation is None:
+        check_monitors(run, None)
+    if run.validation is None or run.arguments.num_sanity_val_steps == 0:
+        return
+    plan = evaluation_plan(run, "validation", run.given_loaders[1], sanity=True)
+    if plan is None:
+        return
+    run.progress.sanity_checking = run.progress.validating = True
+    results, run.results = run.results, plan.metrics.results
+    try:
+        run.hooks.run("on_sanity_check_start")
+        evaluate(run, plan)
+        run.hooks.run("on_sanity_check_end")
+    finally:
+        run.progress.sanity_checking = run.progress.validating = False
+        run.results = results
+        for loader in plan.loaders:
+            loader.close()
+    check_monitors(run, plan.metrics.results.evaluated)
+
+
 def gather_predictions(world: World, outputs: list[list[Any]], device: torch.device) -> list[list[Any]]:
     """What all processes have predicted: for each loader the outputs in the order of its batches, the same on each process.
 
@@ -217,9 +242,9 @@ def _eval_mode(module: TrainModule, name: str) -> Iterator[None]:
     before, after = f"on_{name}_model_eval", f"on_{name}_model_train"
     restored = False
     try:
-        getattr(module, before)() if overrides(module, before) else module.eval()
+        getattr(module, before)() if is_overridden(module, before, TrainModule) else module.eval()
         yield
-        if overrides(module, after):
+        if is_overridden(module, after, TrainModule):
             getattr(module, after)()
             restored = True
     finally:

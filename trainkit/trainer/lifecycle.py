@@ -27,17 +27,15 @@ from trainkit.hooks.checks import check_datamodule, check_module
 from trainkit.hooks.table import HookTable
 from trainkit.metrics.store import MetricResults, Scope
 from trainkit.module.data_module import DataModule
-from trainkit.module.overridable_hooks import DataHooks
+from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.trainer.defaults import merge_module_callbacks, renew_loggers, share_log_folders
-from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.from_config import compiled
-from trainkit.trainer.metric_notices import check_monitors
 from trainkit.trainer.progress import RunProgress
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import evaluation_plan, overrides, refuse_incomplete
+from trainkit.trainer.setup import refuse_incomplete
 from trainkit.trainer.signals import Signals, requeue
 from trainkit.trainer.torch_flags import torch_flags
 
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = [
     "agree_on_signals",
     "build_hooks",
-    "check_sanity",
     "interruptible",
     "refuse_evaluation",
     "running",
@@ -275,11 +272,11 @@ def set_up(trainer: Trainer, run: Run) -> None:
         run.profiler.start(Path(trainer.log_dir or "."))
     seed_generators(mix(run.seed, Stage.TRAIN, Purpose.INIT), strategy.generators())
     _prepare_data(run)
-    if run.datamodule is not None and overrides(run.datamodule, "setup", DataModule):
+    if run.datamodule is not None and is_overridden(run.datamodule, "setup", DataModule):
         run.datamodule.setup(stage)
     run.hooks.run("setup", stage)
     built = module.__dict__.pop("_built", False)  # by load_from_checkpoint
-    if not built and overrides(module, "configure_model"):
+    if not built and is_overridden(module, "configure_model", TrainModule):
         with strategy.building(), strategy.precision.init_context():
             module.configure_model()
     run.wrapped_module = strategy.prepare_module(module)
@@ -289,7 +286,7 @@ def _prepare_data(run: Run) -> None:
     """In one process of each machine, or in one of all; the others wait, however long it takes."""
     world = run.strategy.world
     for owner in (run.datamodule, run.module):
-        if owner is None or not overrides(owner, "prepare_data", DataHooks):
+        if owner is None or not is_overridden(owner, "prepare_data", DataHooks):
             continue
         if (world.local_rank if owner.prepare_data_per_node else world.rank) == 0:
             owner.prepare_data()
@@ -316,29 +313,6 @@ def refuse_evaluation(run: Run, stage: str, name: str) -> None:
             f"{type(run.module).__name__} or in a DataModule."
         )
     notice(f"nothing to {stage}: the limit of batches is 0.")
-
-
-def check_sanity(run: Run) -> None:
-    """A few validation batches before training; what they log is dropped, the names are compared with monitors."""
-    if run.validation is None:
-        check_monitors(run, None)
-    if run.validation is None or run.arguments.num_sanity_val_steps == 0:
-        return
-    plan = evaluation_plan(run, "validation", run.given_loaders[1], sanity=True)
-    if plan is None:
-        return
-    run.progress.sanity_checking = run.progress.validating = True
-    results, run.results = run.results, plan.metrics.results
-    try:
-        run.hooks.run("on_sanity_check_start")
-        evaluate(run, plan)
-        run.hooks.run("on_sanity_check_end")
-    finally:
-        run.progress.sanity_checking = run.progress.validating = False
-        run.results = results
-        for loader in plan.loaders:
-            loader.close()
-    check_monitors(run, plan.metrics.results.evaluated)
 
 
 def _cause(run: Run, exception: BaseException) -> BaseException:
@@ -391,7 +365,7 @@ def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> It
     """What a run took, in the order in which it is released."""
     for hook in run.hooks.teardown:
         yield partial(hook, stage)
-    if run.datamodule is not None and overrides(run.datamodule, "teardown", DataModule):
+    if run.datamodule is not None and is_overridden(run.datamodule, "teardown", DataModule):
         yield partial(run.datamodule.teardown, stage)
     if stage == "fit" and run.saves is not None:
         yield run.saves.close

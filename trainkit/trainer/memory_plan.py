@@ -13,10 +13,10 @@ from trainkit.errors import MissingMethodError, ModuleError
 from trainkit.footprint import Contents
 from trainkit.memory.inventory import contents_of, twin_of
 from trainkit.memory.report import MemoryPlan, plan_contents
+from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.precision import Precision
-from trainkit.trainer.setup import overrides
 
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
@@ -53,7 +53,7 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
     if not isinstance(module, TrainModule):
         hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
         raise ModuleError(f"expected a TrainModule, received {type(module).__name__}.{hint}")
-    if not (overrides(module, "configure_optimizers") or trainer.strategy.has_optimizer):
+    if not (is_overridden(module, "configure_optimizers", TrainModule) or trainer.strategy.has_optimizer):
         raise MissingMethodError(
             f"{type(module).__name__} has no configure_optimizers, so it is not known what is kept for its parameters. Define: "
             "def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)   (or return None)"
@@ -61,7 +61,7 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
     twin: Any = twin_of(module)
     twin._trainer = _Planning(trainer)
     precision: Precision = trainer.precision
-    if overrides(module, "configure_model") and not vars(module).get("_built", False):
+    if is_overridden(module, "configure_model", TrainModule) and not vars(module).get("_built", False):
         with torch.device("meta"), precision.init_context():
             twin.configure_model()
     if next(twin.parameters(), None) is None:

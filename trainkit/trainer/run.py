@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from trainkit.accelerator import Accelerator
 from trainkit.console import warn
 from trainkit.errors import ModuleError
 from trainkit.hooks.table import HookTable
 from trainkit.metrics.results import MetricResults, as_tensors
 from trainkit.metrics.store import MetricStore
 from trainkit.registry import load_callback
+from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.trainer.due import DueDates
 from trainkit.trainer.metric_notices import tell_shared_names
 from trainkit.trainer.progress import RunProgress
@@ -23,7 +25,6 @@ from trainkit.trainer.signals import Signals
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from trainkit.accelerator import Accelerator
     from trainkit.callback import Callback
     from trainkit.data.loader import PreparedLoader
     from trainkit.loggers import Logger
@@ -126,6 +127,14 @@ class Run:
     def __post_init__(self) -> None:
         self.due = DueDates(self.arguments, self.progress)
         self.train_metrics = self.metrics = self.metric_store(self.results)
+
+    @classmethod
+    def before_the_first(cls, arguments: TrainerArguments, strategy: Strategy, seed: int | None) -> Run:
+        """What a Trainer has before its first run; the main process's seed is that of all."""
+        chosen = int(strategy.world.from_main(resolve_seed(seed)))
+        engine = Accelerator.of_trainer(strategy)
+        accumulation = arguments.accumulate_grad_batches
+        return cls(arguments, strategy, engine, chosen, seed_was_given(seed), accumulation=accumulation)
 
     def metric_store(self, results: MetricResults) -> MetricStore:
         """A store of metrics whose latest values go to ``results``."""

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import CHECKPOINTS, candidates, check_writable, folders_below
 from trainkit.errors import CheckpointWriteError
-from trainkit.trainer.setup import overrides
 
 if TYPE_CHECKING:
     from trainkit.distributed.world import World
     from trainkit.loggers import Logger
-    from trainkit.trainer.run import Run
+    from trainkit.module.overridable_hooks import is_overridden
+from trainkit.trainer.run import Run
 
 __all__ = ["Places", "checkpoint_places", "choose_folder", "folder_of_run", "opens_files", "shown_folders"]
 
@@ -139,7 +139,7 @@ def opens_files(logger: Logger) -> bool:
     """Whether it has something to open; one that does not, for example one that prints, needs no folder."""
     from trainkit.loggers.base import Logger
 
-    return overrides(logger, "open_experiment", Logger)
+    return is_overridden(logger, "open_experiment", Logger)
 
 
 def _is_named(logger: Logger) -> tuple[bool, bool]:

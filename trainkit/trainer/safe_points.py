@@ -47,7 +47,7 @@ class SafePoints:
 
     def __init__(self, run: Run, report_failures: Callable[[bool], None]) -> None:
         self._run, self._report_failures = run, report_failures
-        self._world = run.strategy.world
+        self._world, self._several = run.strategy.world, run.several
         self._requests: deque[Callable[[], None]] = deque()
         self._by_steps: list[tuple[int, Callable[[], None]]] = []
         self._by_time: list[tuple[timedelta, Callable[[], None]]] = []
@@ -105,7 +105,7 @@ class SafePoints:
             ConfigurationError: a rank has skipped an optimizer step, and another has not.
             MetricError: the ranks have logged different names.
         """
-        several, progress = self._run.several, self._run.progress
+        several, progress = self._several, self._run.progress
         if several:
             self._read_flags()
             self._send_flags()
@@ -120,7 +120,7 @@ class SafePoints:
         Raises:
             ConfigurationError, MetricError: as :meth:`agree`.
         """
-        if self._run.several:
+        if self._several:
             self._read_flags()
             self._send_flags()
             self._read_flags()
@@ -175,7 +175,7 @@ class SafePoints:
         run, step = self._run, self._run.progress.global_step
         run.progress.safe_point_due = False  # first, so that a request from here on is carried out next time
         run.signals.follow_workers()
-        if run.several:
+        if self._several:
             bits, self._bits = self._bits, 0
             if bits >> _SAVE_FAILED & 1:
                 self._report_failures(True)
@@ -201,7 +201,7 @@ class SafePoints:
             Preempted, KeyboardInterrupt: it has.
         """
         run = self._run
-        if (self._signal if run.several else run.signals.received) is not None:
+        if (self._signal if self._several else run.signals.received) is not None:
             raise run.signals.ending(f"at step {run.progress.global_step}")
 
     def close(self) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.sources import batch_size_of, evaluation_sources, training_source
-from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
+from trainkit.errors import ConfigurationError, HookError, MissingMethodError
 from trainkit.metrics.results import MetricResults
-from trainkit.module.overridable_hooks import DataHooks, find_source, is_overridden
+from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.optim.prepared_optimizer import clear_gradients
-from trainkit.rng import Purpose, Stage, mix, seed_generators
-from trainkit.trainer.arguments import limited
+from trainkit.trainer.loaders import evaluation_loaders, train_loader
 from trainkit.trainer.padding_steps import pad_manual_step, pad_training_step, pad_without_forward
 from trainkit.trainer.plans import EvaluationPlan, FitPlan
 
@@ -34,24 +31,11 @@ __all__ = [
     "count_batches",
     "evaluation_plan",
     "fit_plan",
-    "overrides",
     "refresh_train_loader",
     "refresh_validation",
     "refuse_incomplete",
-    "train_loader",
     "validate_every",
 ]
-
-_STAGES = {
-    "validation": (Stage.VALIDATE, "val", "val_dataloader"),
-    "test": (Stage.TEST, "test", "test_dataloader"),
-    "predict": (Stage.PREDICT, "predict", "predict_dataloader"),
-}
-
-
-def overrides(owner: Any, name: str, base: type = TrainModule) -> bool:
-    """Whether the user's class defines ``name`` itself, or it was assigned on the object; see :func:`is_overridden`."""
-    return is_overridden(owner, name, base)
 
 
 def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> None:
@@ -74,119 +58,8 @@ def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> N
     }
     needed = {"fit": ("training_step", "configure_optimizers"), "validate": ("validation_step",), "test": ("test_step",)}
     for name in needed.get(stage, ()):
-        if not overrides(module, name) and not (has_optimizer and name == "configure_optimizers"):
+        if not is_overridden(module, name, TrainModule) and not (has_optimizer and name == "configure_optimizers"):
             raise MissingMethodError(f"{type(module).__name__} has no {name}. Define: def {name}{steps[name]}")
-
-
-def train_loader(run: Run, given: Any) -> PreparedLoader:
-    """The training loader of a run.
-
-    Raises:
-        MissingMethodError: there is none.
-        EmptyLoaderError: it has no batch.
-    """
-    module, arguments = run.module, run.arguments
-    source = find_source("train_dataloader", given, run.datamodule, module)
-    if source is None:
-        raise MissingMethodError(
-            f"fit needs training data: trainer.fit(module, DataLoader(...)), or define train_dataloader in "
-            f"{type(module).__name__} or in a DataModule."
-        )
-    source = run.train_source = training_source(source)
-    run.accumulation = _accumulation(run, source)
-    run.engine.gradient_accumulation_steps = run.accumulation
-    run.strategy.check_batches(batch_size_of(source), run.accumulation)
-    weighed = overrides(module, "batch_weight")
-    loader = run.engine.prepare_loader(
-        source,
-        window=True,
-        weigh=module.batch_weight if weighed else None,
-        sequential=bool(arguments.overfit_batches),
-        pads=not module.automatic_optimization or run.strategy.shards_parameters,
-        **_transfer(run, Stage.TRAIN, 0),
-    )
-    if loader.samples is not None:
-        run.train_metrics.count = lambda batch: loader.samples or 0  # not those that it was filled up with
-    _refuse_empty(loader, source, "training")
-    limit = arguments.limit_train_batches
-    assert limit is not None
-    loader.limit = _limit(loader, limit, "limit_train_batches")
-    run.train_loader = loader
-    return loader
-
-
-def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | None:
-    """The rows at most. A length that a dataset says of itself may be wrong, and must not cut off what comes.
-
-    A fraction is one of the micro-batches of all processes, so that it is the same data on any number of them.
-    """
-    if isinstance(limit, float) and 0.0 < limit < 1.0:
-        loader.micro_limit = None  # of the whole epoch
-        loader.micro_limit = limited(loader.micro_batches, limit, argument)
-        return None
-    count = limited(loader.length, limit, argument)
-    if loader.exact or (isinstance(limit, float) and limit < 1.0):
-        return count
-    return limit if isinstance(limit, int) else None
-
-
-def _accumulation(run: Run, source: Any) -> int:
-    wanted = run.arguments.global_batch_size
-    if wanted is None:
-        return run.arguments.accumulate_grad_batches
-    size = batch_size_of(source)
-    if size is None:
-        raise ConfigurationError(
-            f"global_batch_size={wanted} needs a loader that says its batch_size; {type(source).__name__} does not. "
-            "Use accumulate_grad_batches."
-        )
-    per_round = size * run.strategy.world_size
-    if wanted % per_round:
-        raise ConfigurationError(
-            f"global_batch_size={wanted} is not a multiple of batch_size × devices = {size} × {run.strategy.world_size}. "
-            f"Use {max(1, round(wanted / per_round)) * per_round}, or another batch_size."
-        )
-    return wanted // per_round
-
-
-def _refuse_empty(loader: PreparedLoader, source: Any, what: str) -> None:
-    if loader.length == 0:
-        dataset = getattr(source, "dataset", None)
-        size = len(dataset) if dataset is not None and hasattr(dataset, "__len__") else 0
-        reason = (
-            f"its {size} samples do not fill one batch of {batch_size_of(source)}, and drop_last=True drops the rest"
-            if size
-            else "its dataset is empty"
-        )
-        raise EmptyLoaderError(f"the {what} loader has no batch: {reason}.")
-
-
-def _transfer(run: Run, stage: Stage, index: int) -> dict[str, Any]:
-    """Options of a prepared loader for the transfer hooks that are overridden, by the data module or by the module."""
-    module, datamodule, device = run.module, run.datamodule, run.strategy.device
-
-    def owner(name: str) -> Any | None:
-        owners = [o for o in (datamodule, module) if o is not None and overrides(o, name, DataHooks)]
-        return owners[0] if owners else None
-
-    before, move, after = (
-        owner(name) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    )
-    options: dict[str, Any] = {}
-    if before is not None or move is not None:
-
-        def transfer(batch: Any, m: int) -> Any:
-            if before is not None:
-                seed_generators(mix(run.seed, stage.of_loader(index), Purpose.TRANSFER, run.progress.current_epoch, m))
-                batch = before.on_before_batch_transfer(batch, index)
-            if move is not None:
-                return move.transfer_batch_to_device(batch, device, index)
-            return run.strategy.move(batch)
-
-        options["transfer"] = transfer
-    if after is not None:
-        options["finish"] = lambda batch: after.on_after_batch_transfer(batch, index)
-    return options
 
 
 def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPlan:
@@ -243,7 +116,7 @@ def _no_zero_grad() -> None:
 
 def _zero_grad(run: Run, optimizer: Optimizer) -> Callable[[], None]:
     module, progress = run.module, run.progress
-    if overrides(module, "optimizer_zero_grad"):
+    if is_overridden(module, "optimizer_zero_grad", TrainModule):
         return lambda: module.optimizer_zero_grad(progress.current_epoch, progress.batch_idx, optimizer)
     return partial(clear_gradients, optimizer)
 
@@ -253,29 +126,6 @@ def _before_manual_step(run: Run, optimizer: Optimizer) -> None:
     run.progress.tried_to_learn = True
     run.engine.unscale_gradients(optimizer)
     run.hooks.run("on_before_optimizer_step", optimizer)
-
-
-def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
-    """Ask for the training loader again if ``reload_dataloaders_every_n_epochs`` says so; returns the plan with it."""
-    every, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.progress.current_epoch
-    if not every or epoch == run.loaded_in or epoch % every:
-        return plan
-    run.engine.release_loader(plan.loader)
-    loader = train_loader(run, run.given_loaders[0])
-    return replace(plan, loader=loader, validate_every=validate_every(run, loader))
-
-
-def refresh_validation(run: Run) -> None:
-    """Ask for the validation loaders of a fit again if ``reload_dataloaders_every_n_epochs`` says so."""
-    every, plan, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.validation, run.progress.current_epoch
-    if not every or plan is None or epoch // every == run.val_loaded_in // every:
-        return
-    run.val_loaded_in = epoch
-    for loader in plan.loaders:
-        run.engine.release_loader(loader)
-    run.validation = evaluation_plan(run, "validation", run.given_loaders[1])
-    if run.validation is not None:
-        run.validation.count = plan.count
 
 
 def _refuse_under_manual(run: Run) -> None:
@@ -294,7 +144,7 @@ def _refuse_under_manual(run: Run) -> None:
         raise ConfigurationError(
             "gradient_clip_val needs automatic optimization. Call self.clip_gradients(optimizer, 1.0) before opt.step()."
         )
-    if overrides(run.module, "batch_weight"):
+    if is_overridden(run.module, "batch_weight", TrainModule):
         raise ConfigurationError("batch_weight needs automatic optimization. Weight the loss in training_step instead.")
 
 
@@ -325,6 +175,29 @@ def validate_every(run: Run, loader: PreparedLoader) -> int | None:
     return max(1, int(length * interval))
 
 
+def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
+    """Ask for the training loader again if ``reload_dataloaders_every_n_epochs`` says so; returns the plan with it."""
+    every, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.progress.current_epoch
+    if not every or epoch == run.loaded_in or epoch % every:
+        return plan
+    run.engine.release_loader(plan.loader)
+    loader = train_loader(run, run.given_loaders[0])
+    return replace(plan, loader=loader, validate_every=validate_every(run, loader))
+
+
+def refresh_validation(run: Run) -> None:
+    """Ask for the validation loaders of a fit again if ``reload_dataloaders_every_n_epochs`` says so."""
+    every, plan, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.validation, run.progress.current_epoch
+    if not every or plan is None or epoch // every == run.val_loaded_in // every:
+        return
+    run.val_loaded_in = epoch
+    for loader in plan.loaders:
+        run.engine.release_loader(loader)
+    run.validation = evaluation_plan(run, "validation", run.given_loaders[1])
+    if run.validation is not None:
+        run.validation.count = plan.count
+
+
 def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, keeps: bool = True) -> EvaluationPlan | None:
     """The plan of an evaluation, kept in ``run.plans``; ``None`` if there is no data or no step for it.
 
@@ -341,11 +214,7 @@ def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, ke
     """
     key = "sanity" if sanity else name
     run.plans[key] = None
-    sources = _sources(run, name, given)
-    if sanity and given is not None and any(isinstance(source, Iterator) for source in sources):
-        notice("no sanity check: the validation batches come from an iterator, which can be read only once.")
-        return None
-    loaders = [_evaluation_loader(run, name, source, index, sanity) for index, source in enumerate(sources)]
+    loaders = evaluation_loaders(run, name, given, sanity)
     if all(loader.limit == 0 for loader in loaders):
         return None
     module, step_name = run.module, f"{name}_step"
@@ -357,56 +226,6 @@ def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, ke
     plan = EvaluationPlan(name, loaders, step, metrics, logs=name != "predict", keeps=name == "predict" and keeps)
     run.plans[key] = plan
     return plan
-
-
-def _sources(run: Run, name: str, given: Any) -> list[Any]:
-    """The loaders of an evaluation as the user passed or defined them; none if there is no step for them."""
-    module, fitting = run.module, run.progress.stage == "fit"
-    run.evaluation_sources.pop(name, None)  # those of an earlier run
-    sources = evaluation_sources(find_source(_STAGES[name][2], given, run.datamodule, module))
-    if sources and fitting and _overfits(run, name) and _can_be_shared(run.train_source):
-        sources = [run.train_source]  # the batches that it trains on
-    if sources and name != "predict" and not overrides(module, f"{name}_step"):
-        if fitting and getattr(module, f"{name}_step") is not None:
-            warn(f"there is validation data, but {type(module).__name__} has no validation_step: nothing is validated.")
-        return []
-    if sources:
-        run.evaluation_sources[name] = sources
-    return sources
-
-
-def _overfits(run: Run, name: str) -> bool:
-    return bool(run.arguments.overfit_batches) and name == "validation"
-
-
-def _evaluation_loader(run: Run, name: str, source: Any, index: int, sanity: bool) -> PreparedLoader:
-    """Prepare one loader of an evaluation, with its limit."""
-    own, short, _ = _STAGES[name]
-    stage = Stage.SANITY if sanity else own
-    loader = run.engine.prepare_loader(
-        source,
-        window=False,
-        stage=stage,
-        index=index,
-        sequential=_overfits(run, name),
-        pads=run.strategy.shards_parameters,
-        **_transfer(run, stage, index),
-    )
-    _refuse_empty(loader, source, name)
-    argument = f"limit_{short}_batches"
-    limits: list[int | float] = [getattr(run.arguments, argument)]
-    if sanity:
-        steps = run.arguments.num_sanity_val_steps
-        limits.append(1.0 if steps is None or steps == -1 else steps)
-    counts = [_limit(loader, limit, argument) for limit in limits]
-    loader.limit = min((count for count in counts if count is not None), default=None)
-    return loader
-
-
-def _can_be_shared(source: Any) -> bool:
-    """Whether reading a training loader in a validation leaves the training's position in it alone."""
-    parts = [source, getattr(source, "dataset", None)]
-    return not any(isinstance(part, Iterator) or hasattr(part, "state_dict") for part in parts)
 
 
 def _with_arguments(

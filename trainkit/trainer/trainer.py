@@ -27,30 +27,29 @@ from trainkit.nested import batch_size
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load_callback
-from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop
 from trainkit.trainer.arguments import TrainerArguments, check_switches
 from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
-from trainkit.trainer.eval_loop import evaluate, gather_predictions
+from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
 from trainkit.trainer.explain import explain, results_table, where_it_is, why_it_ended
 from trainkit.trainer.from_config import blamed, with_settings
 from trainkit.trainer.lifecycle import (
     agree_on_signals,
     build_hooks,
-    check_sanity,
     interruptible,
     refuse_evaluation,
     running,
     set_up,
 )
+from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
 from trainkit.trainer.metric_notices import tell_rare_logs
 from trainkit.trainer.profiler import Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, train_loader
+from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan
 from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
@@ -181,19 +180,12 @@ class Trainer:
             self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], self._arguments, said)
         self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
         self._flags = deterministic, benchmark, detect_anomaly
-        self._run = Run(
-            self._arguments,
-            self.strategy,
-            Accelerator.of_trainer(self.strategy),
-            seed=self.strategy.world.from_main(resolve_seed(seed)),
-            seed_given=seed_was_given(seed),
-            accumulation=self._arguments.accumulate_grad_batches,
-        )
+        self._run = Run.before_the_first(self._arguments, self.strategy, seed)
         self.loggers = attach_loggers(self, logger)
         self.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
+        self._run.loggers, self._run.callbacks = self.loggers, self.callbacks
         self._brought_callbacks: list[Callback] = []  # by the module's configure_callbacks
         self._displaced_callbacks: list[Callback] = []  # by those
-        self._run.loggers, self._run.callbacks = self.loggers, self.callbacks
 
     def fit(
         self,

@@ -1,0 +1,206 @@
+"""The loaders of a run: found in the arguments of its verb, the data module or the module, and prepared with their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trainkit.console import notice, warn
+from trainkit.data.loader import PreparedLoader
+from trainkit.data.sources import batch_size_of, evaluation_sources, training_source
+from trainkit.errors import ConfigurationError, EmptyLoaderError, MissingMethodError
+from trainkit.module.overridable_hooks import DataHooks, find_source, is_overridden
+from trainkit.module.train_module import TrainModule
+from trainkit.rng import Purpose, Stage, mix, seed_generators
+from trainkit.trainer.arguments import limited
+
+if TYPE_CHECKING:
+    from trainkit.trainer.run import Run
+
+__all__ = ["evaluation_loaders", "train_loader"]
+
+_STAGES = {
+    "validation": (Stage.VALIDATE, "val", "val_dataloader"),
+    "test": (Stage.TEST, "test", "test_dataloader"),
+    "predict": (Stage.PREDICT, "predict", "predict_dataloader"),
+}
+
+
+def train_loader(run: Run, given: Any) -> PreparedLoader:
+    """The training loader of a run.
+
+    Raises:
+        MissingMethodError: there is none.
+        EmptyLoaderError: it has no batch.
+    """
+    module, arguments = run.module, run.arguments
+    source = find_source("train_dataloader", given, run.datamodule, module)
+    if source is None:
+        raise MissingMethodError(
+            f"fit needs training data: trainer.fit(module, DataLoader(...)), or define train_dataloader in "
+            f"{type(module).__name__} or in a DataModule."
+        )
+    source = run.train_source = training_source(source)
+    run.accumulation = _accumulation(run, source)
+    run.engine.gradient_accumulation_steps = run.accumulation
+    run.strategy.check_batches(batch_size_of(source), run.accumulation)
+    weighed = is_overridden(module, "batch_weight", TrainModule)
+    loader = run.engine.prepare_loader(
+        source,
+        window=True,
+        weigh=module.batch_weight if weighed else None,
+        sequential=bool(arguments.overfit_batches),
+        pads=not module.automatic_optimization or run.strategy.shards_parameters,
+        **_transfer(run, Stage.TRAIN, 0),
+    )
+    if loader.samples is not None:
+        run.train_metrics.count = lambda batch: loader.samples or 0  # not those that it was filled up with
+    _refuse_empty(loader, source, "training")
+    limit = arguments.limit_train_batches
+    assert limit is not None
+    loader.limit = _limit(loader, limit, "limit_train_batches")
+    run.train_loader = loader
+    return loader
+
+
+def evaluation_loaders(run: Run, name: str, given: Any, sanity: bool) -> list[PreparedLoader]:
+    """The loaders of an evaluation; none if there is no data or no step for it.
+
+    Args:
+        run: the run.
+        name: "validation", "test" or "predict".
+        given: the loaders that the user passed.
+        sanity: for the sanity check.
+
+    Raises:
+        EmptyLoaderError: a loader has no batch.
+    """
+    sources = _sources(run, name, given)
+    if sanity and given is not None and any(isinstance(source, Iterator) for source in sources):
+        notice("no sanity check: the validation batches come from an iterator, which can be read only once.")
+        return []
+    return [_evaluation_loader(run, name, source, index, sanity) for index, source in enumerate(sources)]
+
+
+def _sources(run: Run, name: str, given: Any) -> list[Any]:
+    """The loaders of an evaluation as the user passed or defined them; none if there is no step for them."""
+    module, fitting = run.module, run.progress.stage == "fit"
+    run.evaluation_sources.pop(name, None)  # those of an earlier run
+    sources = evaluation_sources(find_source(_STAGES[name][2], given, run.datamodule, module))
+    if sources and fitting and _overfits(run, name) and _can_be_shared(run.train_source):
+        sources = [run.train_source]  # the batches that it trains on
+    if sources and name != "predict" and not is_overridden(module, f"{name}_step", TrainModule):
+        if fitting and getattr(module, f"{name}_step") is not None:
+            warn(f"there is validation data, but {type(module).__name__} has no validation_step: nothing is validated.")
+        return []
+    if sources:
+        run.evaluation_sources[name] = sources
+    return sources
+
+
+def _overfits(run: Run, name: str) -> bool:
+    return bool(run.arguments.overfit_batches) and name == "validation"
+
+
+def _can_be_shared(source: Any) -> bool:
+    """Whether reading a training loader in a validation leaves the training's position in it alone."""
+    parts = [source, getattr(source, "dataset", None)]
+    return not any(isinstance(part, Iterator) or hasattr(part, "state_dict") for part in parts)
+
+
+def _evaluation_loader(run: Run, name: str, source: Any, index: int, sanity: bool) -> PreparedLoader:
+    """Prepare one loader of an evaluation, with its limit."""
+    own, short, _ = _STAGES[name]
+    stage = Stage.SANITY if sanity else own
+    loader = run.engine.prepare_loader(
+        source,
+        window=False,
+        stage=stage,
+        index=index,
+        sequential=_overfits(run, name),
+        pads=run.strategy.shards_parameters,
+        **_transfer(run, stage, index),
+    )
+    _refuse_empty(loader, source, name)
+    argument = f"limit_{short}_batches"
+    limits: list[int | float] = [getattr(run.arguments, argument)]
+    if sanity:
+        steps = run.arguments.num_sanity_val_steps
+        limits.append(1.0 if steps is None or steps == -1 else steps)
+    counts = [_limit(loader, limit, argument) for limit in limits]
+    loader.limit = min((count for count in counts if count is not None), default=None)
+    return loader
+
+
+def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | None:
+    """The rows at most. A length that a dataset says of itself may be wrong, and must not cut off what comes.
+
+    A fraction is one of the micro-batches of all processes, so that it is the same data on any number of them.
+    """
+    if isinstance(limit, float) and 0.0 < limit < 1.0:
+        loader.micro_limit = None  # of the whole epoch
+        loader.micro_limit = limited(loader.micro_batches, limit, argument)
+        return None
+    count = limited(loader.length, limit, argument)
+    if loader.exact or (isinstance(limit, float) and limit < 1.0):
+        return count
+    return limit if isinstance(limit, int) else None
+
+
+def _accumulation(run: Run, source: Any) -> int:
+    wanted = run.arguments.global_batch_size
+    if wanted is None:
+        return run.arguments.accumulate_grad_batches
+    size = batch_size_of(source)
+    if size is None:
+        raise ConfigurationError(
+            f"global_batch_size={wanted} needs a loader that says its batch_size; {type(source).__name__} does not. "
+            "Use accumulate_grad_batches."
+        )
+    per_round = size * run.strategy.world_size
+    if wanted % per_round:
+        raise ConfigurationError(
+            f"global_batch_size={wanted} is not a multiple of batch_size × devices = {size} × {run.strategy.world_size}. "
+            f"Use {max(1, round(wanted / per_round)) * per_round}, or another batch_size."
+        )
+    return wanted // per_round
+
+
+def _refuse_empty(loader: PreparedLoader, source: Any, what: str) -> None:
+    if loader.length == 0:
+        dataset = getattr(source, "dataset", None)
+        size = len(dataset) if dataset is not None and hasattr(dataset, "__len__") else 0
+        reason = (
+            f"its {size} samples do not fill one batch of {batch_size_of(source)}, and drop_last=True drops the rest"
+            if size
+            else "its dataset is empty"
+        )
+        raise EmptyLoaderError(f"the {what} loader has no batch: {reason}.")
+
+
+def _transfer(run: Run, stage: Stage, index: int) -> dict[str, Any]:
+    """Options of a prepared loader for the transfer hooks that are overridden, by the data module or by the module."""
+    module, datamodule, device = run.module, run.datamodule, run.strategy.device
+
+    def owner(name: str) -> Any | None:
+        owners = [o for o in (datamodule, module) if o is not None and is_overridden(o, name, DataHooks)]
+        return owners[0] if owners else None
+
+    before, move, after = (
+        owner(name) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    )
+    options: dict[str, Any] = {}
+    if before is not None or move is not None:
+
+        def transfer(batch: Any, m: int) -> Any:
+            if before is not None:
+                seed_generators(mix(run.seed, stage.of_loader(index), Purpose.TRANSFER, run.progress.current_epoch, m))
+                batch = before.on_before_batch_transfer(batch, index)
+            if move is not None:
+                return move.transfer_batch_to_device(batch, device, index)
+            return run.strategy.move(batch)
+
+        options["transfer"] = transfer
+    if after is not None:
+        options["finish"] = lambda batch: after.on_after_batch_transfer(batch, index)
+    return options
