@@ -201,7 +201,7 @@ def ends_of_epochs(even: bool, accumulate: int) -> list[tuple[int, list[float], 
         shares, padding = [], False
         for _ in loader:
             with accelerator.accumulate(model):
-                shares.append(accelerator.micro_batch.share)
+                shares.append(accelerator.accumulation.current.share)
             padding = accelerator.reading.padding
         found.append((len(shares), shares, padding))
     return found
@@ -272,7 +272,7 @@ def test_two_models_in_one_micro_batch() -> None:
         for model in (one, other):
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch).sum())
-                shares.append((round(accelerator.micro_batch.share, 6), accelerator.sync_gradients))
+                shares.append((round(accelerator.accumulation.current.share, 6), accelerator.sync_gradients))
     assert shares[::2] == shares[1::2] == [(0.5, False), (0.5, True), (0.666667, False), (0.333333, True)]
 
 

@@ -39,7 +39,7 @@ class Run:
     def __init__(self, trainer: Any, module: Any, **arguments: Any) -> None:
         self.trainer, self.module, self.strategy = trainer, module, Lazy()
         trainer.strategy, trainer.should_log = self.strategy, False
-        trainer.accelerator.micro_batch = WHOLE_WINDOW
+        trainer.accelerator.accumulation = SimpleNamespace(current=WHOLE_WINDOW)
         trainer.optimizers = [torch.optim.AdamW(module.parameters(), weight_decay=0.1)]
         self.callback = RecompileMonitor(**arguments)
         self.callback._module = module
@@ -69,7 +69,7 @@ class Run:
         """The warnings of it; a tuple of sizes is a tensor under "x"."""
         batch = {"x": torch.zeros(batch)} if isinstance(batch, tuple) and all(isinstance(n, int) for n in batch) else batch
         accelerator = self.trainer.accelerator
-        accelerator.micro_batch = accelerator.micro_batch._replace(first=first, last=full)
+        accelerator.accumulation.current = accelerator.accumulation.current._replace(first=first, last=full)
         self.trainer.accelerator.sync_gradients = full
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -221,7 +221,7 @@ def test_the_shorter_last_window(run: Run, said: list[str]) -> None:
 def test_a_window_in_which_not_all_processes_have_a_batch(run: Run, said: list[str]) -> None:
     """What they average is run first, in a graph of its own."""
     run.warm_up()
-    run.trainer.accelerator.micro_batch = WHOLE_WINDOW._replace(uneven=True)
+    run.trainer.accelerator.accumulation.current = WHOLE_WINDOW._replace(uneven=True)
     assert run.step(compiled=2, graphs=2) == []
     holds(said, "2 graphs were compiled in step 4 (epoch 0, batch_idx 3), as expected once: no step before had this place")
 

@@ -273,6 +273,14 @@ def test_each_micro_batch_has_its_place_in_a_window() -> None:
     assert states(loader, 1, 3) == expected[3:]
 
 
+def test_an_epoch_completes_the_window_that_was_left_open() -> None:
+    """16 samples in 4 micro-batches; two micro-batches of a window of three were in the epoch before."""
+    loader = prepare(shuffled(16), window=3)
+    last = [micro.last for micro in loader.next_epoch(taken=2)]
+    assert last == [micro.last for micro in loader.iterate(0, taken=2)] == [True, False, False, True]
+    assert [micro.last for micro in loader.next_epoch()] == [False, False, True, True]
+
+
 def test_a_short_last_batch_counts_less() -> None:
     window = 2
     assert states(prepare(shuffled(), window=window))[2:] == [(True, False, 4 / 6), (False, True, 2 / 6)]

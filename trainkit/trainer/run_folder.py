@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import CHECKPOINTS, candidates, check_writable, folders_below
 from trainkit.errors import CheckpointWriteError
+from trainkit.module.overridable_hooks import is_overridden
 
 if TYPE_CHECKING:
     from trainkit.distributed.world import World
     from trainkit.loggers import Logger
-    from trainkit.module.overridable_hooks import is_overridden
-from trainkit.trainer.run import Run
+    from trainkit.trainer.run import Run
 
 __all__ = ["Places", "checkpoint_places", "choose_folder", "folder_of_run", "opens_files", "shown_folders"]
 

@@ -44,7 +44,7 @@ def own_loop(kind: str, precision: str, clip: bool) -> list[float]:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 prepared.step()
                 prepared.zero_grad()
-            if accelerator.micro_batch.kind is MicroBatchKind.DATA:
+            if accelerator.accumulation.current.kind is MicroBatchKind.DATA:
                 losses.append(float(loss))
     return losses
 
