@@ -234,7 +234,7 @@ def test_a_closure() -> None:
 def test_the_loss_may_be_nan_where_a_micro_batch_has_no_weight() -> None:
     engine = accelerator()
     model = engine.prepare(Slope())
-    engine.begin_micro_batch(WHOLE_WINDOW._replace(share=0.0))
+    engine.accumulation.begin(WHOLE_WINDOW._replace(share=0.0))
     engine.backward(model(torch.tensor([torch.nan])))
     assert model.weight.grad is None
 

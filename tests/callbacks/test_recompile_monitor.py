@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections import namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
