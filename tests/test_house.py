@@ -740,6 +740,23 @@ def test_length_is_found() -> None:
     assert list(house.too_long(example("x = 1\n" * 401))) == ["example.py"]
 
 
+def test_only_its_own_room_writes_to_a_trainer() -> None:
+    report([c for s in SOURCES if not s.module.startswith("trainkit.trainer.") for c in house.writes_to_trainer(s)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["trainer.x = 1", "trainer._run.x += 1", "self._trainer.x: int = 1", "self.trainer.x, y = 1, 2", "y = trainer.x = 1"],
+)
+def test_a_write_to_a_trainer_is_found(text: str) -> None:
+    assert len(house.writes_to_trainer(example(text))) == 1
+
+
+@pytest.mark.parametrize("text", ["trainer.should_stop = True", "trainer = 1", "self.trainer = trainer", "x = trainer.y"])
+def test_what_is_no_write_to_a_trainer(text: str) -> None:
+    assert house.writes_to_trainer(example(text)) == []
+
+
 def test_nothing_is_too_complex() -> None:
     report([c for source in SOURCES for c in house.too_complex(source) if c.split()[1] not in STILL_COMPLEX])
 

@@ -480,6 +480,22 @@ def _tokens(node: ast.AST) -> list[str]:
     return []
 
 
+def writes_to_trainer(source: Source) -> list[str]:
+    """Where a value is assigned to an attribute of a Trainer, or of something that it holds.
+
+    ``should_stop`` is how hooks ask for a stop: that is allowed.
+    """
+    complaints = []
+    for node in ast.walk(source.tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in [one for target in targets for one in getattr(target, "elts", [target])]:
+            name = dotted(target) if isinstance(target, ast.Attribute) else ""
+            owner, *path = name.removeprefix("self.").removeprefix("_").split(".")
+            if owner == "trainer" and path and path != ["should_stop"]:
+                complaints.append(source.at(target.lineno, f"writes {name}"))
+    return complaints
+
+
 def wrong_exports(source: Source) -> list[str]:
     """A public module without an ``__all__``, or with one that is not in order."""
     names = exported(source.tree)

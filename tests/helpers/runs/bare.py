@@ -1,0 +1,43 @@
+"""A ``Run`` without a ``Trainer`` around it: ``from helpers.runs.bare import arguments, make_run``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helpers.runs.tiny import TinyModule
+
+from trainkit import TrainModule
+from trainkit.strategy import Strategy
+from trainkit.trainer.arguments import TrainerArguments
+from trainkit.trainer.run import Run
+
+__all__ = ["arguments", "make_run"]
+
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(TrainerArguments.__dataclass_fields__),
+    "max_epochs": 10,
+    "max_steps": -1,
+    "overfit_batches": 0.0,
+    "fast_dev_run": False,
+    "val_check_interval": 1.0,
+    "check_val_every_n_epoch": 1,
+    "accumulate_grad_batches": 1,
+    "reload_dataloaders_every_n_epochs": 0,
+    "slurm_requeue": False,
+    "default_root_dir": "runs",
+    **{f"limit_{name}_batches": 1.0 for name in ("train", "val", "test", "predict")},
+}
+
+
+def arguments(**given: Any) -> TrainerArguments:
+    """A Trainer's arguments as they are resolved, at their defaults but for those given."""
+    return TrainerArguments(**{**_DEFAULTS, **given})
+
+
+def make_run(module: TrainModule | None = None, strategy: Strategy | None = None, **given: Any) -> Run:
+    """A fit that has begun, on the CPU, with seed 1: of a ``TinyModule`` unless another one is given."""
+    run = Run.before_the_first(arguments(**given), strategy or Strategy("cpu"), 1)
+    run.given_module = run.fitted = module or TinyModule()
+    run.wrapped_module = run.strategy.prepare_module(run.module)
+    run.progress.begin("fit")
+    return run
