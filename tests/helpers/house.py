@@ -488,7 +488,7 @@ def writes_to_trainer(source: Source) -> list[str]:
     complaints = []
     for node in ast.walk(source.tree):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in [one for target in targets for one in getattr(target, "elts", [target])]:
+        for target in [one for each in targets for one in getattr(each, "elts", [each])]:
             name = dotted(target) if isinstance(target, ast.Attribute) else ""
             owner, *path = name.removeprefix("self.").removeprefix("_").split(".")
             if owner == "trainer" and path and path != ["should_stop"]:
