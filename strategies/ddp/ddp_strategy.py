@@ -203,20 +203,28 @@ class DDPStrategy(Strategy):
             with self.world.collectives if due else _NULL:
                 self._step.backward(self.precision.scale(loss), due, **kwargs)
         else:
-            called = [model for model in self._models if model.replica.called]
-            if self._models and not called:
-                raise ModuleError(
-                    "no prepared model has been called since the last backward pass, so the gradients of this one would not be "
-                    "averaged over the processes. Call what prepare returned, model(...), not a method of it; of two losses of "
-                    "one forward make one: accelerator.backward(loss1 + loss2)."
-                )
-            for model in called:
-                model.replica.reached = False
-            with self._waiting(called):
-                self.precision.scale(loss).backward(**kwargs)
-            # where none seems to be reached, the loss was made of other things than what a model returned: of all, maybe
-            for model in [model for model in called if model.replica.reached] or called:
-                model.finish_backward()
+            self._backward_of_models(loss, **kwargs)
+
+    def _backward_of_models(self, loss: Tensor, **kwargs: Any) -> None:
+        """The backward pass in your own training loop, through the models that it has called.
+
+        Raises:
+            ModuleError: it has called none of the prepared ones.
+        """
+        called = [model for model in self._models if model.replica.called]
+        if self._models and not called:
+            raise ModuleError(
+                "no prepared model has been called since the last backward pass, so the gradients of this one would not be "
+                "averaged over the processes. Call what prepare returned, model(...), not a method of it; of two losses of "
+                "one forward make one: accelerator.backward(loss1 + loss2)."
+            )
+        for model in called:
+            model.replica.reached = False
+        with self._waiting(called):
+            self.precision.scale(loss).backward(**kwargs)
+        # if the backward seems to reach none, the loss was computed from other things than a model's outputs: maybe of all
+        for model in [model for model in called if model.replica.reached] or called:
+            model.finish_backward()
 
     def _waiting(self, models: list[PreparedModel]) -> AbstractContextManager[Any]:
         """Around a backward pass: it waits for the others if gradients of one of the models travel."""

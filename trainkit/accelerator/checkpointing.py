@@ -315,16 +315,10 @@ class Checkpointing:
         if "loaders" in wanted:
             if positions and loop.seed != manifest.seed:
                 warn(
-                    f"the seed is {loop.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness "
-                    f"are others from here on. To go on as before: trainkit.set_seed({manifest.seed}) before prepare."
+                    f"the seed is {loop.seed}, and the checkpoint's loop had {manifest.seed}: order and randomness are others "
+                    f"from here on. To continue with the same ones: trainkit.set_seed({manifest.seed}) before prepare."
                 )
-            self._close_window(loop.accumulation)
-            for (loader, position), start in zip(loaders, starts, strict=True):
-                if start is None:
-                    loader.begin_again(position)
-                else:
-                    loader.go_on(position, start)
-            loop.accumulation.restore_count(int(state.get("window", 0)))
+            self._place_loaders(loop, loaders, starts, int(state.get("window", 0)))
         if "optimizer" in wanted:
             loop.updates = manifest.step
         if wanted == set(PARTS):
@@ -333,9 +327,20 @@ class Checkpointing:
             for thing, own in zip(self.registered, state.get("registered") or [], strict=True):
                 thing.load_state_dict(own)
         loop.reading.loaded = True
-        left = [part for part in PARTS if part not in wanted]
-        notice(f"state of {path} (step {manifest.step})" + (f"; not restored: {', '.join(left)}." if left else "."))
+        _tell_what_is_restored(path, manifest.step, wanted)
         _say_where_loaders_begin(self._prepared.loaders)
+
+    def _place_loaders(
+        self, loop: Loop, loaders: list[tuple[PreparedLoader, Any]], starts: list[int | None], counted: int
+    ) -> None:
+        """Continue each loader at its position, or begin its epoch again where there is no start."""
+        self._close_window(loop.accumulation)
+        for (loader, position), start in zip(loaders, starts, strict=True):
+            if start is None:
+                loader.begin_again(position)
+            else:
+                loader.go_on(position, start)
+        loop.accumulation.restore_count(counted)
 
     def _check_fits(self, path: Path, loaded: Loaded, wanted: Collection[str]) -> None:
         """Compare the parts that the checkpoint and this loop have.
@@ -361,6 +366,11 @@ class Checkpointing:
             accumulation.forget_window()
             for optimizer in self._prepared.optimizers:
                 optimizer.zero_grad()
+
+
+def _tell_what_is_restored(path: Path, step: int, wanted: Collection[str]) -> None:
+    left = [part for part in PARTS if part not in wanted]
+    notice(f"state of {path} (step {step})" + (f"; not restored: {', '.join(left)}." if left else "."))
 
 
 def _say_where_loaders_begin(loaders: Sequence[PreparedLoader]) -> None:

@@ -222,25 +222,30 @@ def _strategy(
     if strategy is not None and plugin is not None:
         raise ConfigurationError("strategy= and deepspeed_plugin= were given. Give one of them.")
     wanted = RequestedDevices(_kind(given, settings), as_started=True)
-    # what the script leaves open
-    place = settings.of_place if strategy is None and plugin is None else ()
-    dtype = ("mixed_precision",) if given["precision"] is None and given["mixed_precision"] is None else ()
+    place, dtype = _left_open(given, settings)
     _precision(given, settings, handlers, masters=False)  # what is wrong with the arguments themselves
     with settings.blamed(*place):
         made, plugin = _made(given, settings, handlers, wanted)
     precision = _precision(given, settings, handlers, masters=made.owns_masters)
     watched = isinstance(strategy, str | None) or not made.joined
     with settings.blamed(*dtype, *place):
-        if precision is not None:
-            made.check_precision(precision)
         if place and wanted.accelerator == "cuda":
             find_device("cuda")
+        if precision is not None:
+            made.check_precision(precision)  # before it joins, which starts collectives
     if not made.joined:
         made.join(wanted)
-    with settings.blamed(*dtype, *place):
-        if precision is not None:
+    if precision is not None:
+        with settings.blamed(*dtype, *place):
             made.use_precision(precision)
     return made, plugin, watched
+
+
+def _left_open(given: Mapping[str, Any], settings: Settings) -> tuple[Sequence[str], Sequence[str]]:
+    """The settings that say what the script does not: where to run, and in which precision. Errors name them."""
+    place = settings.of_place if given["strategy"] is None and given["deepspeed_plugin"] is None else ()
+    dtype = ("mixed_precision",) if given["precision"] is None and given["mixed_precision"] is None else ()
+    return place, dtype
 
 
 def _made(

@@ -114,23 +114,13 @@ class PrepareVerbs:
         batch_weight: Callable[[Any], float] | None = None,
         evaluation: bool = False,
     ) -> Any:
-        for place, item in enumerate(objects):
-            if self._is_prepared(item) or any(item is other for other in objects[:place]):
-                raise ConfigurationError(
-                    f"prepare: argument {place} ({type(item).__name__}) has been prepared already. Prepare each object once "
-                    "and use what prepare returned."
-                )
         placed = self._placements(objects, device_placement)
+        self._check_objects(objects, placed)
         loaders = {place: self._looked_at(item) for place, item in enumerate(objects) if _is_loader(item, place)}
         if batch_weight is not None and not loaders:
             raise ConfigurationError("prepare(batch_weight=) is for a loader, and there is none among the arguments.")
-        for place, item in enumerate(objects):
-            if isinstance(item, nn.Module) and not placed[place]:
-                self._check_place(item)
-        self.collective_checks.wait("prepare")  # what is wrong with the arguments has been said, and nothing has been done
-        if self._watchdog is not None and not self._watches:
-            self._watchdog.entered()  # from here on this process does not outlive a failure of another one
-            self._watches = True
+        self.collective_checks.wait("prepare")  # errors in the arguments have been raised, and nothing has been changed
+        self._begin_watching()
         prepared: dict[int, Any] = {}
         # models first: an optimizer is prepared for a model that is on its device
         prepared |= {place: self._prepare_model(o, evaluation) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
@@ -142,6 +132,28 @@ class PrepareVerbs:
             if place not in prepared:
                 prepared[place] = None if item is None else self._prepare_scheduler(item)
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
+
+    def _begin_watching(self) -> None:
+        """From here on this process ends if another one fails."""
+        if self._watchdog is not None and not self._watches:
+            self._watchdog.entered()
+            self._watches = True
+
+    def _check_objects(self, objects: Sequence[Any], placed: Sequence[bool]) -> None:
+        """Refuse objects that have been prepared, or a model on another device that is not moved.
+
+        Raises:
+            ConfigurationError: one of them.
+        """
+        for place, item in enumerate(objects):
+            if self._is_prepared(item) or any(item is other for other in objects[:place]):
+                raise ConfigurationError(
+                    f"prepare: argument {place} ({type(item).__name__}) has been prepared already. Prepare each object once "
+                    "and use what prepare returned."
+                )
+        for item, moved in zip(objects, placed, strict=True):
+            if isinstance(item, nn.Module) and not moved:
+                self._check_place(item)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """:meth:`prepare` for a model.

@@ -326,14 +326,7 @@ class PreparedLoader(Positions):
             last = piece.last and not (later and self.pads)
             kind = MicroBatchKind.DATA if not piece.absent else self._kind_without_data
             self._note(last, begun, end if last else index + 1)
-            batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
-            seed_generators(keys(piece.m), self._generators)
-            if piece.absent:
-                batch = self._batch_without_data()
-            elif self._finish is not None:
-                batch = self._finish(batch)
-            if self.pads:
-                self._last = copied(batch)
+            batch = self._batch_of(piece, keys)
             yield shared.micro_batch(batch, kind, (begun, index), piece.weight, last, world.size)
             # your own training loop decides if it takes part without padding: it may step after each micro-batch
             for index in later if self.pads or self._reader is not None else range(0):
@@ -342,6 +335,18 @@ class PreparedLoader(Positions):
                 seed_generators(keys(begin + (index - start) * world.size + world.rank), self._generators)
                 batch = self._batch_without_data()
                 yield shared.micro_batch(batch, self._kind_without_data, place, 0.0, final, world.size)
+
+    def _batch_of(self, piece: Piece, keys: KeyStream) -> Any:
+        """The batch of a piece on the device, with the generators seeded for the work on it."""
+        batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
+        seed_generators(keys(piece.m), self._generators)
+        if piece.absent:
+            batch = self._batch_without_data()
+        elif self._finish is not None:
+            batch = self._finish(batch)
+        if self.pads:
+            self._last = copied(batch)
+        return batch
 
     @property
     def _kind_without_data(self) -> MicroBatchKind:

@@ -134,16 +134,7 @@ class TrainerArguments:
             raise ConfigurationError(f"fast_dev_run must be True, False or a number of batches, not {run!r}.")
 
     def _check_contradictions(self) -> None:
-        if self.val_every_n_steps is not None and self.val_check_interval not in (None, 1.0):
-            raise ConfigurationError(
-                f"val_every_n_steps={self.val_every_n_steps} and val_check_interval={self.val_check_interval} both say when to "
-                "validate. Give one of them."
-            )
-        if self.val_every_n_steps is not None and self.check_val_every_n_epoch not in (None, 1):
-            raise ConfigurationError(
-                f"val_every_n_steps={self.val_every_n_steps} counts updates across epochs, so "
-                f"check_val_every_n_epoch={self.check_val_every_n_epoch} has no meaning. Give one of them."
-            )
+        self._check_validation()
         if self.global_batch_size is not None and self.accumulate_grad_batches != 1:
             raise ConfigurationError(
                 f"global_batch_size={self.global_batch_size} and accumulate_grad_batches={self.accumulate_grad_batches} both "
@@ -157,6 +148,19 @@ class TrainerArguments:
             raise ConfigurationError(
                 f"overfit_batches={self.overfit_batches} and limit_train_batches={self.limit_train_batches} both limit the "
                 "training batches. Give one of them."
+            )
+
+    def _check_validation(self) -> None:
+        """Refuse arguments that contradict each other in when to validate."""
+        if self.val_every_n_steps is not None and self.val_check_interval not in (None, 1.0):
+            raise ConfigurationError(
+                f"val_every_n_steps={self.val_every_n_steps} and val_check_interval={self.val_check_interval} both say when to "
+                "validate. Give one of them."
+            )
+        if self.val_every_n_steps is not None and self.check_val_every_n_epoch not in (None, 1):
+            raise ConfigurationError(
+                f"val_every_n_steps={self.val_every_n_steps} counts updates across epochs, so "
+                f"check_val_every_n_epoch={self.check_val_every_n_epoch} has no meaning. Give one of them."
             )
         across_epochs = self.check_val_every_n_epoch is None and self.val_every_n_steps is None
         if across_epochs and not isinstance(self.val_check_interval, int):

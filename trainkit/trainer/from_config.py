@@ -47,22 +47,37 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
             made["strategy"] = _made(plugin, {**given, **taken}, short)
         taken |= plugin.described()
     if given["precision"] is None and mixed is not None:
-        precision = (OVER_MASTERS if by_plugin else MIXED)[mixed]
-        if isinstance(given["strategy"], str):
-            taken["precision"] = precision
-        elif hasattr(given["strategy"], "use_precision"):  # its own counts, if it has one
-            given["strategy"].use_precision(precision, given=False)
-    said = [f"{name}={value!r}" for name, value in taken.items()]
-    if settings.get("dynamo_backend") is not None:
-        with settings.blamed("dynamo_backend", *settings.of_place):
-            known_backend(settings.get("dynamo_backend"))
-            if "strategy" in made:
-                refuse_compiled(settings.get("dynamo_backend"), made["strategy"])
-        said.append(f"steps compiled by {settings.get('dynamo_backend')!r}")
-    complete = {**given, **{name: value for name, value in taken.items() if name in given}, **made}
+        taken |= _precision(given["strategy"], (OVER_MASTERS if by_plugin else MIXED)[mixed])
+    said = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, made)
+    complete = given | {name: taken[name] for name in taken.keys() & given.keys()} | made
     if complete["accumulate_grad_batches"] is None:
         complete["accumulate_grad_batches"] = 1
     return complete, f"by {settings.source}: {', '.join(said)}." if said else ""
+
+
+def _precision(strategy: Any, precision: str) -> dict[str, Any]:
+    """The precision of the settings as an argument; a strategy object without one of its own gets it at once."""
+    if isinstance(strategy, str):
+        return {"precision": precision}
+    if hasattr(strategy, "use_precision"):
+        strategy.use_precision(precision, given=False)
+    return {}
+
+
+def _compilation(settings: Settings, made: dict[str, Any]) -> list[str]:
+    """What the settings say of ``torch.compile``, in words.
+
+    Raises:
+        ConfigurationError: the backend is unknown, or does not work with the strategy that the settings make.
+    """
+    backend = settings.get("dynamo_backend")
+    if backend is None:
+        return []
+    with settings.blamed("dynamo_backend", *settings.of_place):
+        known_backend(backend)
+        if "strategy" in made:
+            refuse_compiled(backend, made["strategy"])
+    return [f"steps compiled by {backend!r}"]
 
 
 def blamed(given: Mapping[str, Any]) -> AbstractContextManager[None]:

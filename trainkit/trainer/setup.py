@@ -66,6 +66,9 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
     """Ask the module, which is on its device, for its optimizers; returns what the training loop calls."""
     module, engine, profiler = run.module, run.engine, run.profiler
     automatic, several = module.automatic_optimization, run.strategy.data_world.size > 1
+    # before the optimizers: an engine is made around the training step
+    step = run.strategy.step_function(run.wrapped_module, module, "training_step", run.compiler)
+    step = _with_arguments(step, module, "training_step", ("batch", "batch_idx"))
     optimizer, pad, zero_grad = None, pad_manual_step, _no_zero_grad
     run.optimizers, run.schedulers = _optimizers(run)
     if not automatic:
@@ -77,8 +80,6 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
         optimizer = run.optimizers[0].optimizer if run.optimizers else None
         if optimizer is not None:
             zero_grad = _zero_grad(run, optimizer)
-    step = run.strategy.step_function(run.wrapped_module, module, "training_step", run.compiler)
-    step = _with_arguments(step, module, "training_step", ("batch", "batch_idx"))
     backward: Callable[..., Any] = engine.backward
     update: Callable[..., Any] = engine.step
     if profiler is not None:
