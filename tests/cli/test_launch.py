@@ -130,7 +130,7 @@ def test_the_workers_get_the_variables_as_they_are(launch: Launch) -> None:
     (["--max-restarts", "-1", "script.py"], "--max-restarts must be a whole number from 0 on, not '-1'."),
     (["--max-restarts", "x", "script.py"], "--max-restarts must be a whole number from 0 on, not 'x'."),
     (["--master-port", "0", "script.py"], "--master-port must be a whole number from 1 to 65535, not '0'."),
-    (["--nnodes", "x", "script.py"], "--nnodes must be a number of machines, or the smallest and the largest as 2:4"),
+    (["--nnodes", "x", "script.py"], "--nnodes must be a number of nodes, or the smallest and the largest as 2:4"),
     (["--nnodes", "2", "script.py"], "2 nodes need the address of the one with --node-rank 0. Give it to all"),
     (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2: the ranks of 2 nodes are 0 to"),
     (["--node-rank", "1", "script.py"], "--node-rank 1 with one node. Set the number of nodes: --nnodes N"),
@@ -149,7 +149,7 @@ def test_a_contradicting_environment_is_refused(
 ) -> None:
     monkeypatch.setenv("PET_NNODES", "many")
     assert main(["launch", "script.py"]) == 2
-    assert "PET_NNODES must be a number of machines" in capsys.readouterr().err
+    assert "PET_NNODES must be a number of nodes" in capsys.readouterr().err
 
 
 STEP = {

@@ -46,7 +46,7 @@ def test_what_the_environment_says(text: str, expected: Nodes) -> None:
 
 def test_several_tasks_on_a_machine() -> None:
     env = dict(word.split("=", 1) for word in STEP.format(tasks=4, each=2).split())
-    with pytest.raises(ConfigurationError, match="SLURM has started 4 processes, several on a machine.*--ntasks-per-node=1"):
+    with pytest.raises(ConfigurationError, match="SLURM has started 4 processes, several on a node.*--ntasks-per-node=1"):
         read_nodes(env)
 
 
@@ -57,7 +57,7 @@ def test_ranges(text: str, expected: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "4:2", "a", "1:", ":2", "1:b", "-1", "1:2:3"])
 def test_no_ranges(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="--nnodes must be a number of machines"):
+    with pytest.raises(ConfigurationError, match="--nnodes must be a number of nodes"):
         node_range(text, "--nnodes")
 
 
