@@ -23,22 +23,26 @@ from trainkit.launch.remote import HEARTBEAT, MARK, SIGNAL, START
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
 
+VERSIONS = MARK + b"v" + json.dumps(versions()).encode()
 # ``work`` is what runs when the job has started; how long a silence may be counts from the first line after that.
 PROGRAM = """\
-import os, signal, subprocess, sys, time
+import sys
 from trainkit.cli import launch_child
 launch_child._HEARTBEAT_TIMEOUT = {vain}
-terminal = launch_child._Terminal()
-terminal.send(b"v", b"x")
-terminal.started.wait()
+send = launch_child._Terminal.send
+def at_work(terminal, kind, *lines):
+    if kind == b"1":
+        launch_child._HEARTBEAT_TIMEOUT = {silence}
+    send(terminal, kind, *lines)
+launch_child._Terminal.send = at_work
+sys.exit(launch_child.run([sys.executable, "-c", {work!r}]))
+"""
+WORK = """\
+import os, signal, subprocess, sys, time
 received = []
 for number in (signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, frame: received.append(number))
-launch_child._HEARTBEAT_TIMEOUT = {silence}
 print("at work", flush=True)
-{work}
-terminal.close()
-terminal.send(b"c", b"7")
 """
 SAVE = """\
 while not received:
@@ -49,11 +53,13 @@ for _ in range(3):  # more than one write, because the first to a lost connectio
 with open("new", "w") as file:
     file.write(str(sorted(set(received))))
 os.rename("new", "saved")
+sys.exit(7)
 """
 CHILD = """\
 child = "import sys; print(repr(sys.stdin.read()), flush=True); sys.stderr.write('to stderr\\\\n1%\\\\r2%')"
 subprocess.run([sys.executable, "-c", child])
 print("over", end="", flush=True)
+sys.exit(7)
 """
 
 
@@ -105,8 +111,8 @@ def start() -> Iterator[Start]:
     parts: list[Part] = []
 
     def run(work: str, silence: float = VAIN) -> Part:
-        parts.append(part := Part("-c", PROGRAM.format(work=work, silence=silence, vain=VAIN)))
-        assert part.line() == MARK + b"vx"
+        parts.append(part := Part("-c", PROGRAM.format(work=WORK + work, silence=silence, vain=VAIN)))
+        assert part.line() == VERSIONS
         part.send(START)
         assert part.line() == MARK + b"1at work"
         return part
@@ -123,7 +129,7 @@ def test_a_part(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:]); sys.exit(3)")
     arguments = ["--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "1", "script.py", "--x"]
     part = Part("-m", "trainkit.cli.launch_child", *arguments)
-    assert part.line() == MARK + b"v" + json.dumps(versions()).encode()
+    assert part.line() == VERSIONS
     part.send(START)
     assert part.lines() == [MARK + b"1rank 0 ['--x']", MARK + b"c3"]
     assert part.process.wait(PATIENCE) == 3
@@ -156,7 +162,7 @@ def test_signals(start: Start) -> None:
     part.send(HEARTBEAT)
     part.send(SIGNAL + b"%d" % signal.SIGUSR1)
     assert [line[:8] for line in part.lines()] == [MARK + b"1saving"] * 3 + [MARK + b"c7"]
-    assert part.process.wait(PATIENCE) == 0
+    assert part.process.wait(PATIENCE) == 7
     assert Path("saved").read_text() == str([int(signal.SIGUSR1)])
 
 
@@ -171,7 +177,7 @@ def test_the_end_of_a_connection(start: Start, how: str) -> None:
     if how == "nothing comes":
         part.lines()
     wait_until(Path("saved").exists)
-    assert part.process.wait(PATIENCE) == 0
+    assert part.process.wait(PATIENCE) == 7
     assert Path("saved").read_text() == str([int(signal.SIGHUP)])
 
 
@@ -187,8 +193,8 @@ def test_heartbeats(start: Start) -> None:
 
 
 def test_an_end_before_the_start(tmp_path: Path) -> None:
-    part = Part("-c", PROGRAM.format(work=SAVE, silence=VAIN, vain=VAIN))
-    assert part.line() == MARK + b"vx"
+    part = Part("-c", PROGRAM.format(work=WORK + SAVE, silence=VAIN, vain=VAIN))
+    assert part.line() == VERSIONS
     part.hang_up()
     assert part.process.wait(PATIENCE) == -signal.SIGHUP
     assert not Path("saved").exists()

@@ -13,13 +13,12 @@ _SSH = """\
 import os, pty, sys
 words = sys.argv[1:]
 options = [word for word in words if word.startswith("-")]
-assert {{"-tt", "-enone", "-oBatchMode=yes"}} <= {{*options}}, options
+assert {{"-tt", "-enone", "-oBatchMode=yes", "-oLogLevel=ERROR"}} <= {{*options}}, options
 del words[: len(options)]
 host, command = words
 if host == "away":
     sys.exit(print("ssh: connect to host away port 22: Connection refused", file=sys.stderr) or 255)
 code = os.waitstatus_to_exitcode(pty.spawn([*{enter}, "sh", "-c", command]))
-sys.stderr.write(f"Connection to {{host}} closed.\\r\\n")
 sys.exit(code if code >= 0 else 255)
 """
 
