@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from trainkit.config.carried import VARIABLE, carried
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
 from trainkit.launch import agent, notebook, notebook_child
 from trainkit.launch.agent import Job
-from trainkit.launch.notebook_child import CALL, SETTINGS, TASK, read_reports
+from trainkit.launch.notebook_child import CALL, FOLDER, TASK, read_reports
 from trainkit.launch.pickling import dump_call, dump_result
 from trainkit.launch.verdict import Verdict
 
@@ -91,12 +92,19 @@ def test_a_process_of_several_starts_no_others(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
+def tasks() -> list[dict[str, Any]]:
+    """What the processes of each job would be told; see ``captured``."""
+    return []
+
+
+@pytest.fixture
+def captured(tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Captured:
     """``captured(num_processes=2)``: the job that would be run, as a job that ends well."""
     jobs: list[Job] = []
 
     def conduct(job: Job) -> Verdict:
         jobs.append(job)
+        tasks.append(json.loads(Path(job.environment[FOLDER], TASK).read_text()))
         return Verdict(0, True, None, None)
 
     monkeypatch.setattr(agent, "conduct", conduct)
@@ -118,8 +126,8 @@ def test_what_becomes_of_the_arguments(captured: Captured, capsys: pytest.Captur
     assert job.command[0] == sys.executable
     assert repr(sys.path) in job.command[-1]
     assert carried(job.environment).get("mixed_precision") == "no"
-    assert TASK in job.environment
-    assert {TASK, VARIABLE} & os.environ.keys() == set()
+    assert FOLDER in job.environment
+    assert {FOLDER, VARIABLE} & os.environ.keys() == set()
     job = captured(num_processes=3, use_port="29501", max_restarts=2, mixed_precision="BF16")
     assert (job.per_node, job.master_port, job.max_restarts) == (3, 29501, 2)
     assert carried(job.environment).get("mixed_precision") == "bf16"
@@ -145,13 +153,17 @@ def test_one_process_for_each_gpu(
 
 
 def test_on_a_tpu_the_runtime_starts_the_processes(
-    captured: Captured, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    captured: Captured,
+    tasks: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setenv("MASTER_ADDR", "host0")
-    job = captured()
-    assert (job.per_node, json.loads(job.environment[TASK])["master"]) == (1, {"MASTER_ADDR": "host0"})
-    assert json.loads(captured(num_processes=1).environment[TASK])["replicas"] == 1
+    assert captured().per_node == 1
+    assert tasks[-1]["environment"]["MASTER_ADDR"] == "host0"
+    captured(num_processes=1)
+    assert [task["replicas"] for task in tasks] == [0, 1]
     assert capsys.readouterr().out == "Launching training on all TPU cores.\nLaunching training on 1 TPU cores.\n"
     with pytest.raises(UnsupportedArgumentError, match="num_nodes=2 is not supported on XLA, whose runtime knows the hosts"):
         captured(num_nodes=2, master_addr="host0")
@@ -164,11 +176,14 @@ def test_on_a_tpu_the_runtime_starts_the_processes(
         captured()
 
 
-def test_xlas_cpu_runtime_is_used_where_it_is_there(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xlas_cpu_runtime_is_used_where_it_is_there(
+    captured: Captured, tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     for found, replicas in ((object(), 2), (None, None)):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
-        assert json.loads(captured(num_processes=2).environment[TASK])["replicas"] == replicas
+        captured(num_processes=2)
+        assert tasks[-1]["replicas"] == replicas
 
 
 # ---------------------------------------------------------------------------------------------------- a single process
@@ -197,14 +212,13 @@ def test_a_single_process_is_this_one(capsys: pytest.CaptureFixture[str], monkey
 # ------------------------------------------------------------------------------------------------------------- the end
 
 
-def failure(rank: int, step: str, summary: str, follows: bool = False) -> dict[str, Any]:
-    return {"rank": rank, "step": step, "summary": summary, "follows": follows}
+def failure(rank: int, summary: str, refused: bool = False, follows: bool = False) -> dict[str, Any]:
+    return {"rank": rank, "summary": summary, "refused": refused, "follows": follows}
 
 
-FIRST = failure(1, "calling", "ValueError: no")
-FOLLOWS = failure(0, "calling", "RuntimeError: Connection closed by peer", True)
-LOADING = failure(0, "loading", "ModuleNotFoundError: No module named 'x'")
-RETURNING = failure(0, "returning", "the result cannot be sent back")
+FIRST = failure(1, "ValueError: no")
+FOLLOWS = failure(0, "RuntimeError: Connection closed by peer", follows=True)
+REFUSED = failure(0, "the result cannot be sent back", refused=True)
 
 
 @pytest.mark.parametrize("verdict, failures, error, message", [
@@ -213,8 +227,8 @@ RETURNING = failure(0, "returning", "the result cannot be sent back")
     (Verdict(1, False, "rank 0 ended with exit code 1", None), [FOLLOWS], ProcessFailedError, "Connection closed by peer"),
     (Verdict(3, False, "rank 1 ended with exit code 3", None), [], ProcessFailedError, "^rank 1 ended with exit code 3.$"),
     (Verdict(1, False, None, None), [], ProcessFailedError, "the processes have failed"),
-    (Verdict(1, False, "x", None), [LOADING], ConfigurationError, "No module named 'x'.*register_pickle_by_value"),
-    (Verdict(0, True, None, None), [RETURNING], ConfigurationError, "cannot be sent back"),
+    (Verdict(1, False, "x", None), [FOLLOWS, REFUSED, FIRST], ConfigurationError, "cannot be sent back"),
+    (Verdict(0, True, None, None), [REFUSED], ConfigurationError, "cannot be sent back"),
     (Verdict(130, True, None, None), [FOLLOWS], KeyboardInterrupt, "^$"),
     (Verdict(143, True, None, None), [], Preempted, "stopped by a signal"),
 ])  # fmt: skip
@@ -239,9 +253,9 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., R
 
     def run(call: bytes, rank: int = 0, start: int = 0) -> Reports:
         (tmp_path / CALL).write_bytes(call)
-        (tmp_path / SETTINGS).write_text(json.dumps({"argv": sys.argv, "sources": {}, "shows_progress": {}}))
+        (tmp_path / TASK).write_text(json.dumps({"argv": sys.argv, "sources": {}, "shows_progress": {}}))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
-        notebook_child._run({"folder": str(tmp_path)}, rank, rank)
+        notebook_child._run(str(tmp_path), rank, rank)
         return read_reports(tmp_path)
 
     return run
@@ -251,7 +265,7 @@ def test_what_a_process_returns(run_here: Callable[..., Reports]) -> None:
     assert run_here(dump_call(lambda x: x + 1, (2,)), rank=1) == ([], None)
     assert run_here(dump_call(lambda x: x + 1, (2,))) == ([], dump_result(3))
     failures, result = run_here(dump_call(lambda: (i for i in range(3)), ()), start=1)
-    assert [(failure["rank"], failure["step"]) for failure in failures] == [(0, "returning")]
+    assert [(failure["rank"], failure["refused"]) for failure in failures] == [(0, True)]
     assert "(of type generator) cannot be sent back" in failures[0]["summary"]
     assert result is None
 
@@ -263,7 +277,7 @@ def test_a_restart_forgets_the_reports_before_it(run_here: Callable[..., Reports
     for rank, follows in ((2, True), (0, False)):
         with pytest.raises((ProcessFailedError, ValueError)):
             run_here(dump_call(fails, (follows,)), rank)
-    expected = [failure(2, "calling", "ProcessFailedError: rank 1 failed", True), failure(0, "calling", "ValueError: no")]
+    expected = [failure(2, "ProcessFailedError: rank 1 failed", follows=True), failure(0, "ValueError: no")]
     assert read_reports(tmp_path) == (expected, None)  # in the order in which they happened
     assert run_here(dump_call(lambda: "fine", ()), start=1) == ([], dump_result("fine"))
 
@@ -277,7 +291,9 @@ def test_what_cannot_be_loaded(run_here: Callable[..., Reports], capsys: pytest.
         with pytest.raises(SystemExit):
             run_here(dump_call(print, (Bad(),)), rank)
         assert ("ValueError: invalid literal" in capsys.readouterr().err) == (rank == 0)
-    assert [report["step"] for report in read_reports(tmp_path)[0]] == ["loading", "loading"]
+    reports = read_reports(tmp_path)[0]
+    assert [report["refused"] for report in reports] == [True, True]
+    assert re.search("cannot be loaded.*: ValueError: invalid.*register_pickle_by_value", reports[0]["summary"])
 
 
 def test_a_full_disk(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +310,7 @@ def test_only_this_user_can_read_what_is_sent(captured: Captured, monkeypatch: p
     modes: list[tuple[Path, int]] = []
 
     def conduct(job: Job) -> Verdict:
-        folder = Path(json.loads(job.environment[TASK])["folder"])
+        folder = Path(job.environment[FOLDER])
         modes.append((folder, folder.stat().st_mode & 0o777))
         return Verdict(0, True, None, None)
 

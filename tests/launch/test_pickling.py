@@ -107,7 +107,7 @@ def test_what_has_met_the_processes_stays() -> None:
         with pytest.raises(ConfigurationError) as caught:
             dump_call(function, args)  # type: ignore[arg-type]
         assert what in str(caught.value)
-        assert "create the Accelerator or Trainer inside the function" in str(caught.value)
+        assert "it belongs to this process. Create it inside the function" in str(caught.value)
 
 
 def test_results() -> None:
@@ -118,7 +118,7 @@ def test_results() -> None:
         ConfigurationError, match=r"has returned, but the result\[0\] \(of type lock\) cannot be sent back: TypeE"
     ):
         dump_result([LOCK])
-    with pytest.raises(ConfigurationError, match=r"return accelerator\.unwrap_model\(model\)"):
+    with pytest.raises(ConfigurationError, match=r"belongs to this process.*or accelerator\.unwrap_model\(model\)"):
         dump_result(Accelerator())
 
 
