@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
+from trainkit.checks import whole_number
 from trainkit.config.carried import carry
 from trainkit.config.keys import HOSTFILE, MULTINODE_LAUNCHER
 from trainkit.config.settled import settled
@@ -121,19 +122,19 @@ def processes_per_node(args: argparse.Namespace, flags: Settings, settings: Sett
     Raises:
         ConfigurationError: the number is wrong, contradicts another one, or needs more GPUs than there are.
     """
-    total, gpus = settings.get("num_processes"), _visible_gpus(settings)
-    single = settings.info is not None and (settings.info.one_device or settings.info.one_process)
+    total, gpus, num_nodes = settings.get("num_processes"), _visible_gpus(settings), nodes.most or 1
     if args.nproc_per_node is not None:
         each = _resolve(args.nproc_per_node, "--nproc-per-node", gpus)
-        num_nodes = nodes.most or 1
         if "num_processes" in flags.values and each * num_nodes != total:
             raise ConfigurationError(
                 f"--nproc-per-node {each} on {num_nodes} node{'s' if num_nodes > 1 else ''} and --num_processes {total} "
                 "contradict each other. Give one of them."
             )
-    elif total is not None and not single:
+    elif settings.info is not None and (settings.info.one_device or settings.info.one_process):
+        each = 1
+    elif total is not None:
         each = _share(total, settings, nodes)
-    elif not single and (nodes.per_node is not None or not settings.get("use_cpu")):
+    elif nodes.per_node is not None or not settings.get("use_cpu"):
         each = _resolve(nodes.per_node or "auto", "PET_NPROC_PER_NODE", gpus)
     elif settings.get("distributed_type") == "MULTI_CPU":
         raise ConfigurationError(
@@ -141,7 +142,7 @@ def processes_per_node(args: argparse.Namespace, flags: Settings, settings: Sett
         )
     else:
         each = 1
-    _check_devices(settings, each, each * (nodes.most or 1), gpus)
+    _check_devices(settings, each, each * num_nodes, gpus)
     return each
 
 
@@ -172,7 +173,7 @@ def _check_devices(settings: Settings, each: int, total: int, gpus: str | None) 
 
 def _resolve(text: str, name: str, gpus: str | None) -> int:
     if text not in ("auto", "gpu"):
-        return count(text, name, 1, more=", 'gpu' or 'auto'")
+        return count(text, name, 1, expected="an integer ≥ 1, 'gpu' or 'auto'")
     number = _num_gpus() if gpus is None else len(gpus.split(","))
     if text == "gpu" and number == 0:
         raise ConfigurationError(f"{name} gpu: torch finds no GPU. Give a number: --nproc-per-node 2")
@@ -210,7 +211,7 @@ def check_hosts(hosts: list[Host], file: str, args: argparse.Namespace, flags: S
     for name, value in given.items():
         if value is not None:
             flag = name if name == "machine_rank" else name.replace("_", "-")
-            raise ConfigurationError(f"--{flag} cannot be combined with --hostfile, whose lines say that. Remove it.")
+            raise ConfigurationError(f"--{flag} cannot be combined with --hostfile, which sets it. Remove it.")
     for key, number in {"num_machines": len(hosts), "num_processes": sum(host.slots for host in hosts)}.items():
         if settings.get(key, number) != number:
             raise ConfigurationError(
@@ -218,9 +219,7 @@ def check_hosts(hosts: list[Host], file: str, args: argparse.Namespace, flags: S
             )
 
 
-def count(text: str, name: str, least: int = 0, most: int = 2**31, more: str = "") -> int:
-    """An argument as an integer within bounds."""
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        bounds = f"from {least} on" if most == 2**31 else f"from {least} to {most}"
-        raise ConfigurationError(f"{name} must be a whole number {bounds}{more}, not {text!r}.")
-    return int(text)
+def count(text: str, name: str, least: int = 0, most: int | None = None, expected: str = "") -> int:
+    """The value of an option as an integer within bounds."""
+    value = int(text) if text.isascii() and text.isdigit() else text
+    return whole_number(value, name, least, most, expected=expected, fix=f"{name} {max(least, 1)}")
