@@ -193,9 +193,7 @@ def test_a_group_of_the_user() -> None:
     assert dist.group.WORLD is group
     assert (world.rank, world.local_rank, world.local_size, world.nodes) == (dist.get_rank(), dist.get_rank(), 2, 1)
     assert lines == (["2 processes, of the process group that you initialised."] if world.rank == 0 else [])
-    with pytest.raises(
-        ConfigurationError, match="devices=3 contradicts what was started: 2 processes on 1 node, by your own"
-    ):
+    with pytest.raises(ConfigurationError, match="devices=3 contradicts what was started: 2 processes on 1 node, by your own"):
         join(RequestedDevices("cpu", 3), timeout=SHORT)
     assert world.sums([1]) == [2]
     dist.barrier()

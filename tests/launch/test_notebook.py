@@ -1,4 +1,4 @@
-"""``notebook_launcher``: a function of a notebook, or of a script, in several fresh processes."""
+"""``notebook_launcher``: run a function of a notebook or script in several fresh processes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_arguments_that_are_wrong(options: dict[str, Any], error: type[Exception
         notebook_launcher(**{"function": nothing, "num_processes": 2, **options})
 
 
-def test_a_process_of_several_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="this is one of 2 that a launcher has started.*Call the function itself"):
@@ -93,13 +93,13 @@ def test_a_process_of_several_starts_no_others(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def tasks() -> list[dict[str, Any]]:
-    """What the processes of each job would be told; see ``captured``."""
+    """The task file of each job; see ``captured``."""
     return []
 
 
 @pytest.fixture
 def captured(tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Captured:
-    """``captured(num_processes=2)``: the job that would be run, as a job that ends well."""
+    """``captured(num_processes=2)``: the job that would be run; it succeeds."""
     jobs: list[Job] = []
 
     def conduct(job: Job) -> Verdict:
@@ -117,7 +117,7 @@ def captured(tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Ca
     return run
 
 
-def test_what_becomes_of_the_arguments(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_job(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None:
     job = captured(num_processes=2)
     assert capsys.readouterr().out == "Launching training on 2 CPUs.\n"
     assert (job.per_node, job.least, job.most, job.master_port, job.max_restarts) == (2, 1, 1, None, 0)
@@ -133,7 +133,7 @@ def test_what_becomes_of_the_arguments(captured: Captured, capsys: pytest.Captur
     assert carried(job.environment).get("mixed_precision") == "bf16"
 
 
-def test_several_machines(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_nodes(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None:
     job = captured(num_processes=1, num_nodes=2, node_rank=1, master_addr="host0", rdzv_conf={"timeout": 5, "rank": 1})
     assert capsys.readouterr().out == "Launching training on one CPU on each of 2 nodes.\n"
     assert (job.per_node, job.least, job.most, job.node_rank) == (1, 2, 2, 1)
@@ -176,9 +176,7 @@ def test_on_a_tpu_the_runtime_starts_the_processes(
         captured()
 
 
-def test_xlas_cpu_runtime_is_used_where_it_is_there(
-    captured: Captured, tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cpu_runtime_of_xla(captured: Captured, tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     for found, replicas in ((object(), 2), (None, None)):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
@@ -206,7 +204,7 @@ def test_a_single_process_is_this_one(capsys: pytest.CaptureFixture[str], monkey
     with pytest.raises(ValueError, match="no"):
         notebook_launcher(train, (-1,), 1)
     assert seen == [(os.getpid(), 3, "bf16"), (os.getpid(), -1, "no")]
-    assert carried().values == {"gradient_accumulation_steps": 2}  # as it was
+    assert carried().values == {"gradient_accumulation_steps": 2}  # restored
 
 
 # ------------------------------------------------------------------------------------------------------------- the end
@@ -232,13 +230,9 @@ REFUSED = failure(0, "the result cannot be sent back", refused=True)
     (Verdict(130, True, None, None), [FOLLOWS], KeyboardInterrupt, "^$"),
     (Verdict(143, True, None, None), [], Preempted, "stopped by a signal"),
 ])  # fmt: skip
-def test_how_it_ends(verdict: Verdict, failures: list[dict[str, Any]], error: type[BaseException], message: str) -> None:
+def test_failures(verdict: Verdict, failures: list[dict[str, Any]], error: type[BaseException], message: str) -> None:
     with pytest.raises(error, match=message):
         notebook._raise_failure(verdict, failures)
-
-
-def test_a_good_end() -> None:
-    notebook._raise_failure(Verdict(0, True, None, None), [])
 
 
 # -------------------------------------------------------------------------------------------------- within the process
@@ -249,7 +243,7 @@ Reports = tuple[list[dict[str, Any]], bytes | None]
 
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reports]:
-    """``run_here(call, rank)``: what a process with this rank reports, run in this one."""
+    """``run_here(call, rank)``: the reports of a process with this rank, run in this process."""
 
     def run(call: bytes, rank: int = 0, start: int = 0) -> Reports:
         (tmp_path / CALL).write_bytes(call)
@@ -270,7 +264,7 @@ def test_what_a_process_returns(run_here: Callable[..., Reports]) -> None:
     assert result is None
 
 
-def test_a_restart_forgets_the_reports_before_it(run_here: Callable[..., Reports], tmp_path: Path) -> None:
+def test_reports_are_of_the_last_start(run_here: Callable[..., Reports], tmp_path: Path) -> None:
     def fails(follows: bool) -> None:
         raise ProcessFailedError("rank 1 failed") if follows else ValueError("no")
 
@@ -306,7 +300,7 @@ def test_a_full_disk(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_only_this_user_can_read_what_is_sent(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is gone when the processes have ended."""
+    """The folder is removed at the end."""
     modes: list[tuple[Path, int]] = []
 
     def conduct(job: Job) -> Verdict:
@@ -368,7 +362,7 @@ if __name__ == "__main__":
 
 
 def test_a_script(run_dir: Path) -> None:
-    """It is not run again; what it defines, its arguments, its folder and where it finds modules are as in it."""
+    """It is not run again; its definitions, arguments, working directory and sys.path are those of the script."""
     (run_dir / "lib").mkdir()
     (run_dir / "lib" / "helper.py").write_text(HELPER)
     (run_dir / "script.py").write_text(SCRIPT)
@@ -510,7 +504,7 @@ print(notebook_launcher(train, (), 1, num_nodes=2, node_rank=int(sys.argv[1]), m
 
 
 @pytest.mark.slow
-def test_two_machines(run_dir: Path) -> None:
+def test_two_nodes(run_dir: Path) -> None:
     (run_dir / "script.py").write_text(NODE)
     port = str(free_port())
     command = [sys.executable, "script.py"]
@@ -541,7 +535,7 @@ notebook_launcher(train, num_processes=2)
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.slow
-def test_nothing_outlives_the_process_that_has_called_it(run_dir: Path) -> None:
+def test_workers_end_with_their_launcher(run_dir: Path) -> None:
     (run_dir / "script.py").write_text(ORPHANS)
     done = run_python("-u", "script.py", cwd=run_dir)
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -16,13 +16,13 @@ from trainkit.errors import ConfigurationError, ProcessFailedError
 
 __all__ = ["CALL", "FOLDER", "TASK", "main", "read_reports", "run_replica"]
 
-FOLDER = "TRAINKIT_NOTEBOOK_FOLDER"  # the environment variable with the folder of the files below
+FOLDER = "TRAINKIT_NOTEBOOK_FOLDER"  # the environment variable with the folder of the call
 CALL, TASK = "call", "task.json"  # files for all processes
 _RESULT, _FAILURES = "result", "failures.jsonl"  # files from them, in a folder for each start
 
 
 def main() -> None:
-    """The whole program of a process."""
+    """Run one of the processes of a call."""
     sys.excepthook = _print_error
     folder = os.environ.pop(FOLDER)
     task = json.loads(Path(folder, TASK).read_text())
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def read_reports(folder: Path) -> tuple[list[dict[str, Any]], bytes | None]:
-    """Failures in the order in which they happened, and the pickled result of rank 0, of the last start."""
+    """The failures of the last start, in the order in which they happened, and the pickled result of rank 0."""
     last = folder / str(max((int(path.name) for path in folder.iterdir() if path.is_dir()), default=0))
     failures, result = last / _FAILURES, last / _RESULT
     lines = failures.read_text("utf-8").splitlines() if failures.exists() else []
@@ -111,7 +111,7 @@ def _report(folder: Path, rank: int, summary: str, refused: bool = False, follow
 
 
 def _restore(task: dict[str, Any], local_rank: int) -> None:
-    """Take over the arguments, the source of cells and the kind of output of the notebook's process."""
+    """Take the arguments, the source of cells and the kind of output from the notebook's process."""
     sys.argv[:] = task["argv"]
     for name, lines in task["sources"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)

@@ -1,4 +1,4 @@
-"""A program instead of ssh that has a terminal, as ``ssh -tt`` has: ``from helpers.launch.terminals import write_ssh``."""
+"""A local program instead of ``ssh -tt``, with a terminal: ``from helpers.launch.terminals import write_ssh``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["write_ssh"]
 
-# The terminal hangs up when the program ends, as that of ssh does when its connection ends.
+# The terminal hangs up when the program ends, as with ssh.
 _SSH = """\
 #!{python}
 import os, pty, sys
