@@ -1,8 +1,8 @@
 """``notebook_launcher``: run a function of a notebook or script in several fresh processes.
 
-:mod:`trainkit.launch.agent` starts the processes; the pickled call and its result go through a folder. Beyond that, users rely on
-what Accelerate's function checks and prints, on errors that name what cannot be sent or which rank has failed, on the source of
-cells in tracebacks, and on XLA, whose runtime starts the processes itself.
+:mod:`trainkit.launch.agent` starts the processes; the pickled call and its result go through a folder. Beyond that, users rely
+on what Accelerate's function checks and prints, on errors that name what cannot be sent or which rank has failed, on the source
+of cells in tracebacks, and on XLA, whose runtime starts the processes itself.
 """
 
 from __future__ import annotations
