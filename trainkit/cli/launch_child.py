@@ -60,10 +60,8 @@ def run(command: Sequence[str]) -> int:
                 process.send_signal(int(line.removeprefix(SIGNAL)))
         process.send_signal(signal.SIGHUP)  # which the kernel has sent too, if the terminal hung up
 
-    copying = [
-        threading.Thread(target=terminal.copy, args=each, daemon=True)
-        for each in ((process.stdout, b"1"), (process.stderr, b"2"))
-    ]
+    pipes = (process.stdout, b"1"), (process.stderr, b"2")
+    copying = [threading.Thread(target=terminal.copy, args=each, daemon=True) for each in pipes]
     for thread in (*copying, threading.Thread(target=pass_signals, daemon=True)):
         thread.start()
     code = process.wait()
@@ -76,11 +74,8 @@ def run(command: Sequence[str]) -> int:
 
 def versions() -> dict[str, str]:
     """The versions that must be the same on all hosts."""
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = "none"
-    return {"trainkit": __version__, "Python": f"{sys.version_info[0]}.{sys.version_info[1]}", "torch": torch}
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return {"trainkit": __version__, "Python": python, "torch": metadata.version("torch")}
 
 
 class _Terminal:

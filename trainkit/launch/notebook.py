@@ -90,8 +90,8 @@ def notebook_launcher(
     if not isinstance(args, tuple | list):
         raise ConfigurationError(f"{_NAME}: args must be a tuple of the function's arguments, as args=(model,), not {args!r}.")
     mixed_precision = checked("mixed_precision", mixed_precision, KEYS, "mixed_precision")
-    num_processes = _whole_number(num_processes, "num_processes", 1, optional=True)
-    max_restarts = _whole_number(max_restarts, "max_restarts", 0)
+    num_processes = whole_number(num_processes, f"{_NAME}(num_processes=)", 1, optional=True)
+    max_restarts = whole_number(max_restarts, f"{_NAME}(max_restarts=)")
     nodes = {
         **_nodes(num_nodes, node_rank, master_addr, str(use_port), str(rdzv_endpoint)),
         "join_timeout": _join_timeout(dict(rdzv_conf or {}), node_rank),
@@ -191,15 +191,10 @@ def _raise_failure(verdict: Verdict, failures: list[dict[str, Any]]) -> None:
     raise ProcessFailedError(f"{why or 'the processes have failed'}.")
 
 
-def _whole_number(value: Any, name: str, least: int, optional: bool = False) -> Any:
-    fix = f"{name}={max(least, 1)}"
-    return None if optional and value is None else whole_number(value, f"{_NAME}: {name}", least, fix=fix)
-
-
 def _nodes(num_nodes: int, node_rank: int, master_addr: str, port: str, endpoint: str) -> dict[str, Any]:
     """The nodes, as arguments of :class:`trainkit.launch.agent.Job`."""
-    _whole_number(num_nodes, "num_nodes", 1)
-    if _whole_number(node_rank, "node_rank", 0) >= num_nodes:
+    whole_number(num_nodes, f"{_NAME}(num_nodes=)", 1)
+    if whole_number(node_rank, f"{_NAME}(node_rank=)") >= num_nodes:
         raise ConfigurationError(f"{_NAME}: node_rank={node_rank} must be less than num_nodes={num_nodes}.")
     if endpoint:
         host, colon, given = endpoint.rpartition(":")

@@ -93,6 +93,11 @@ class _Host:
     def last_line(self) -> str:
         return next((line.strip() for line in reversed(self.tail) if line.strip()), "")
 
+    @property
+    def has_followed(self) -> bool:
+        """Whether it failed because another host did."""
+        return names_another_failure("\n".join(list(self.tail)[-8:]))
+
 
 class _Launcher:
     def __init__(self, ssh: Sequence[str], grace: float) -> None:
@@ -255,9 +260,12 @@ class _Launcher:
             return INTERRUPTED if any(codes) else 0
         if not self._failed:
             return PREEMPTED if PREEMPTED in codes else max(codes)
-        first = min(self._failed, key=lambda host: (_has_followed(host), host.code in _UNSPECIFIC and not host.lost))
-        if not explained and self._last_error is not first:
-            await self._repeat_traceback(first)
+        first = min(self._failed, key=lambda host: (host.has_followed, host.code in _UNSPECIFIC and not host.lost))
+        _, trace, rest = "\n".join(first.tail).rpartition("Traceback (most recent call last)")
+        if trace and not explained and self._last_error is not first:
+            await self._show(2, f"{first.name} failed first, with:")
+            for line in (trace + rest).split("\n"):
+                await self._show(2, line, first)
         return first.code or 1
 
     async def _explain_missing_codes(self) -> bool:
@@ -269,24 +277,11 @@ class _Launcher:
             await self._show(2, f"not ended in time: {', '.join(late)}. Closing the connection ends what runs there.")
         return bool(lost or late)
 
-    async def _repeat_traceback(self, host: _Host) -> None:
-        tail = list(host.tail)
-        starts = [at for at, line in enumerate(tail) if "Traceback (most recent call last)" in line]
-        if starts:
-            await self._show(2, f"{host.name} failed first, with:")
-            for line in tail[starts[-1] :]:
-                await self._show(2, line, host)
-
 
 def _end_with_parent() -> None:
     """Before a process becomes ssh: let the kernel end it when this process is killed. Elsewhere the heartbeats end."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
-
-
-def _has_followed(host: _Host) -> bool:
-    """Whether it failed because another host did."""
-    return names_another_failure("\n".join(list(host.tail)[-8:]))
 
 
 def _why_not_ready(host: _Host, ssh: Sequence[str]) -> str:
