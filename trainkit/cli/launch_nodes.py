@@ -46,8 +46,7 @@ def find_nodes(args: argparse.Namespace, flags: Settings, file: Settings, env: M
     wanted = given.over(_nodes_of_file(file, flags, given))
     address = wanted.master_addr
     around = Nodes() if given.most == 1 else read_nodes({**env, "MASTER_ADDR": address} if address else env)
-    _check_file(file, given, wanted, around)
-    _check_count(wanted, around)
+    _check_around(file, given, wanted, around)
     nodes = wanted.over(around)
     if nodes.most in (None, 1):
         if nodes.rank:
@@ -89,29 +88,25 @@ def _nodes_of_file(file: Settings, flags: Settings, given: Nodes) -> Nodes:
     return Nodes(several, several, rank, file.get("main_process_ip"), port or None)
 
 
-def _check_file(file: Settings, given: Nodes, wanted: Nodes, around: Nodes) -> None:
-    """Raise if the launcher of this node counts the nodes differently from the file, because each would train alone."""
-    nodes = file.get("num_machines")
-    if given.most is None and None not in (nodes, around.most) and not (around.least or 1) <= nodes <= around.most:
+def _check_around(file: Settings, given: Nodes, wanted: Nodes, around: Nodes) -> None:
+    """Raise if the launcher of this node counts the nodes differently: they would wait for each other, or each train alone."""
+    if around.most is None:
+        return
+    nodes, other = file.get("num_machines"), f"but {around.source} says that this is"
+    if given.most is None and nodes is not None and not (around.least or 1) <= nodes <= around.most:
         raise ConfigurationError(
-            f"{file.source}: num_machines: {nodes}, but {around.source} says that this is one of {around.most} nodes. "
-            "Remove num_machines and machine_rank from the file, or give --num_machines."
+            f"{file.source}: num_machines: {nodes}, {other} one of {around.most} nodes. Remove num_machines and machine_rank "
+            "from the file, or give --num_machines."
         )
     if given.rank is None and wanted.rank is not None and around.rank not in (None, wanted.rank):
         raise ConfigurationError(
-            f"{file.source}: machine_rank: {wanted.rank}, but {around.source} says that this is node {around.rank}. Remove "
-            "machine_rank from the file, or give --machine_rank."
+            f"{file.source}: machine_rank: {wanted.rank}, {other} node {around.rank}. Remove machine_rank from the file, or "
+            "give --machine_rank."
         )
-
-
-def _check_count(wanted: Nodes, around: Nodes) -> None:
-    """Raise if the launcher of this node gives its rank among another number of nodes: they would wait for each other."""
-    if wanted.most is None or wanted.rank is not None or around.rank is None:
-        return
-    if around.most not in range(wanted.least or 1, wanted.most + 1):
-        text = wanted.most if wanted.least == wanted.most else f"{wanted.least}:{wanted.most}"
+    least, most = wanted.least or 1, wanted.most or around.most
+    if wanted.rank is None and around.rank is not None and not least <= around.most <= most:
         raise ConfigurationError(
-            f"--nnodes {text}, but {around.source} says that this is one of {around.most} nodes. Remove --nnodes, or "
+            f"--nnodes {most if least == most else f'{least}:{most}'}, {other} one of {around.most} nodes. Remove --nnodes, or "
             "number the nodes with --node-rank."
         )
 
