@@ -17,7 +17,7 @@ from trainkit.launch.nodes import Nodes, node_range, read_nodes
 
 __all__ = ["check_hosts", "count", "find_nodes", "hostfile", "merge_settings", "process_variables", "processes_per_node"]
 
-# Flags of Accelerate's with the same meaning.
+# Our flags, and Accelerate's with the same meaning.
 _SAME = {
     "nnodes": "num_machines",
     "node_rank": "machine_rank",
@@ -67,7 +67,7 @@ def _nodes_of_flags(args: argparse.Namespace, flags: Settings) -> Nodes:
     nnodes, node_rank, address, port = (_flag(args, flags, name, key) for name, key in _SAME.items())
     least, most = (None, None) if nnodes is None else node_range(nnodes, "--nnodes")
     rank = None if node_rank is None else count(node_rank, "--node-rank")
-    any_port = port is None or (port == "0" and args.master_port is None)  # 0 is Accelerate's word for it
+    any_port = port is None or (port == "0" and args.master_port is None)  # 0: any free port, as in Accelerate
     return Nodes(least, most, rank, address, None if any_port else count(port or "", "--master-port", 1, 65535))
 
 
@@ -81,7 +81,7 @@ def _flag(args: argparse.Namespace, flags: Settings, name: str, key: str) -> str
 
 
 def _nodes_of_file(file: Settings, flags: Settings, given: Nodes) -> Nodes:
-    """What a file adds to the flags. Accelerate writes num_machines: 1 and machine_rank: 0 for one node, which say nothing."""
+    """The nodes of a file. For one node Accelerate writes num_machines: 1 and machine_rank: 0, which are ignored."""
     nodes, rank = file.get("num_machines"), file.get("machine_rank")
     several, rank = (None, None) if nodes == 1 else (nodes, None if given.most == 1 else rank)
     port = flags.get("main_process_port", file.get("main_process_port"))
@@ -142,7 +142,7 @@ def processes_per_node(args: argparse.Namespace, flags: Settings, settings: Sett
 
 
 def _share(total: int, settings: Settings, nodes: Nodes) -> int:
-    """The processes of each node, of a number for all nodes."""
+    """The number of processes of each node, from the total number."""
     num_nodes, problem = nodes.most or 1, ""
     if nodes.least != nodes.most:
         problem = f"counts all nodes, and there may be {nodes.least} to {nodes.most}"

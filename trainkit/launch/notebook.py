@@ -175,8 +175,9 @@ def _command(shows_progress: bool) -> tuple[str, ...]:
 
 
 def _raise_failure(verdict: Verdict, failures: list[dict[str, Any]]) -> None:
-    """Raise what the processes have ended with; of several failures the first that does not follow from another."""
-    first = next((failure for failure in failures if not failure["follows"]), None)
+    """Raise the error of the run: the first failure that does not follow from another; what cannot be sent comes after it."""
+    causes = [failure for failure in failures if not failure["follows"]]
+    first = min(causes, key=lambda failure: bool(failure["refused"]), default=None)
     if verdict.code == INTERRUPTED:
         raise KeyboardInterrupt
     if verdict.code == PREEMPTED:
