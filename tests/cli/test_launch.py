@@ -124,13 +124,13 @@ def test_the_workers_get_the_variables_as_they_are(launch: Launch) -> None:
     (["--num_cpu_threads_per_process=2", "script.py"], "set it in the environment: OMP_NUM_THREADS="),
     (["--standalone", "script.py"], "unrecognized arguments: --standalone. Options of the script"),
     ([], "the following arguments are required: SCRIPT\n"),
-    (["--nproc-per-node", "two", "script.py"], "--nproc-per-node must be a whole number from 1 on, 'gpu' or 'auto', not"),
-    (["--nproc-per-node", "0", "script.py"], "--nproc-per-node must be a whole number from 1 on"),
+    (["--nproc-per-node", "two", "script.py"], "--nproc-per-node must be an integer ≥ 1, 'gpu' or 'auto', not"),
+    (["--nproc-per-node", "0", "script.py"], "--nproc-per-node must be an integer ≥ 1"),
     (["--nproc-per-node", "gpu", "script.py"], "--nproc-per-node gpu: torch finds no GPU. Give a number"),
-    (["--max-restarts", "-1", "script.py"], "--max-restarts must be a whole number from 0 on, not '-1'."),
-    (["--max-restarts", "x", "script.py"], "--max-restarts must be a whole number from 0 on, not 'x'."),
-    (["--master-port", "0", "script.py"], "--master-port must be a whole number from 1 to 65535, not '0'."),
-    (["--nnodes", "x", "script.py"], "--nnodes must be a number of machines, or the smallest and the largest as 2:4"),
+    (["--max-restarts", "-1", "script.py"], "--max-restarts must be an integer ≥ 0, not '-1'."),
+    (["--max-restarts", "x", "script.py"], "--max-restarts must be an integer ≥ 0, not 'x'."),
+    (["--master-port", "0", "script.py"], "--master-port must be an integer from 1 to 65535, not 0."),
+    (["--nnodes", "x", "script.py"], "--nnodes must be a number of nodes, or the smallest and the largest as 2:4"),
     (["--nnodes", "2", "script.py"], "2 nodes need the address of the one with --node-rank 0. Give it to all"),
     (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "script.py"], "--node-rank 2: the ranks of 2 nodes are 0 to"),
     (["--node-rank", "1", "script.py"], "--node-rank 1 with one node. Set the number of nodes: --nnodes N"),
@@ -149,7 +149,7 @@ def test_a_contradicting_environment_is_refused(
 ) -> None:
     monkeypatch.setenv("PET_NNODES", "many")
     assert main(["launch", "script.py"]) == 2
-    assert "PET_NNODES must be a number of machines" in capsys.readouterr().err
+    assert "PET_NNODES must be a number of nodes" in capsys.readouterr().err
 
 
 STEP = {
@@ -445,14 +445,14 @@ def test_what_each_machine_is_told_it_takes(hosts: Any, launch: Launch) -> None:
 
 @pytest.mark.parametrize("arguments, words", [
     (["--hostfile", "nowhere", "script.py"], "the hostfile 'nowhere' cannot be read"),
-    (["--hostfile", "hosts", "--nnodes", "2", "script.py"], "--nnodes cannot be combined with --hostfile, whose lines say"),
+    (["--hostfile", "hosts", "--nnodes", "2", "script.py"], "--nnodes cannot be combined with --hostfile, which sets it"),
     (["--hostfile", "hosts", "--nproc-per-node", "2", "script.py"], "--nproc-per-node cannot be combined with"),
     (["--hostfile", "hosts", "--node-rank", "0", "script.py"], "--node-rank cannot be combined with --ho"),
     (["--hostfile", "hosts", "--machine_rank", "0", "script.py"], "--machine_rank cannot be combined with"),
     (["--hostfile", "hosts", "--num_machines", "3", "script.py"], "the command line: num_machines: 3, but hosts has 2. Write"),
     (["--hostfile", "hosts", "--num_processes", "2", "script.py"], "num_processes: 2, but hosts has 12. Write num_processes: "),
     (["--hostfile", "hosts", "--master-addr", "localhost", "script.py"], "localhost means each machine itself, and 2 of them"),
-    (["--hostfile", "hosts", "--master-port", "x", "script.py"], "--master-port must be a whole number from 1 to 65535"),
+    (["--hostfile", "hosts", "--master-port", "x", "script.py"], "--master-port must be an integer from 1 to 65535"),
     (["--hostfile", "hosts", "scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),
     (["--hostfile", "hosts", "--export", "NOT_SET", "script.py"], "--export NOT_SET: it is not set here. Set it, or give its"),
     (["--hostfile", "hosts", "--export", "A B=1", "script.py"], "--export must be the name of a variable, or NAME=VALUE"),

@@ -23,22 +23,26 @@ from trainkit.launch.remote import HEARTBEAT, MARK, SIGNAL, START
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
 
-# ``work`` is what runs when the job has started; how long a silence may be counts from the first line after that.
+VERSIONS = MARK + b"v" + json.dumps(versions()).encode()
+# Runs ``work`` as the job. The timeout of heartbeats is ``silence`` from the first line after the job has printed.
 PROGRAM = """\
-import os, signal, subprocess, sys, time
+import sys
 from trainkit.cli import launch_child
 launch_child._HEARTBEAT_TIMEOUT = {vain}
-terminal = launch_child._Terminal()
-terminal.send(b"v", b"x")
-terminal.started.wait()
+send = launch_child._Terminal.send
+def at_work(terminal, kind, *lines):
+    if kind == b"1":
+        launch_child._HEARTBEAT_TIMEOUT = {silence}
+    send(terminal, kind, *lines)
+launch_child._Terminal.send = at_work
+sys.exit(launch_child.run([sys.executable, "-c", {work!r}]))
+"""
+WORK = """\
+import os, signal, subprocess, sys, time
 received = []
 for number in (signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, frame: received.append(number))
-launch_child._HEARTBEAT_TIMEOUT = {silence}
 print("at work", flush=True)
-{work}
-terminal.close()
-terminal.send(b"c", b"7")
 """
 SAVE = """\
 while not received:
@@ -49,16 +53,18 @@ for _ in range(3):  # more than one write, because the first to a lost connectio
 with open("new", "w") as file:
     file.write(str(sorted(set(received))))
 os.rename("new", "saved")
+sys.exit(7)
 """
 CHILD = """\
 child = "import sys; print(repr(sys.stdin.read()), flush=True); sys.stderr.write('to stderr\\\\n1%\\\\r2%')"
 subprocess.run([sys.executable, "-c", child])
 print("over", end="", flush=True)
+sys.exit(7)
 """
 
 
 class Part:
-    """A program in a terminal; the test is at the other end of it."""
+    """A program in a terminal whose other end is the test."""
 
     def __init__(self, *command: str) -> None:
         self.end, terminal = os.openpty()
@@ -72,23 +78,23 @@ class Part:
             [sys.executable, *command], stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=take_terminal
         )
         os.close(terminal)
-        self._heard = b""
+        self._received = b""
 
     def send(self, line: bytes) -> None:
         os.write(self.end, line + b"\n")
 
     def line(self) -> bytes:
         """The next line; ``b""`` when the program has ended."""
-        while b"\n" not in self._heard:
+        while b"\n" not in self._received:
             try:
-                self._heard += os.read(self.end, 65536)
+                self._received += os.read(self.end, 65536)
             except OSError:
                 return b""
-        line, _, self._heard = self._heard.partition(b"\n")
+        line, _, self._received = self._received.partition(b"\n")
         return line
 
     def lines(self) -> list[bytes]:
-        """All that come until the program has ended."""
+        """All lines until the program has ended."""
         return list(iter(self.line, b""))
 
     def hang_up(self) -> None:
@@ -101,12 +107,12 @@ Start = Callable[..., Part]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """``start(work, silence=…)``: a part at work."""
+    """``start(work, silence=…)``: a part whose job has printed its first line."""
     parts: list[Part] = []
 
     def run(work: str, silence: float = VAIN) -> Part:
-        parts.append(part := Part("-c", PROGRAM.format(work=work, silence=silence, vain=VAIN)))
-        assert part.line() == MARK + b"vx"
+        parts.append(part := Part("-c", PROGRAM.format(work=WORK + work, silence=silence, vain=VAIN)))
+        assert part.line() == VERSIONS
         part.send(START)
         assert part.line() == MARK + b"1at work"
         return part
@@ -123,7 +129,7 @@ def test_a_part(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:]); sys.exit(3)")
     arguments = ["--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "1", "script.py", "--x"]
     part = Part("-m", "trainkit.cli.launch_child", *arguments)
-    assert part.line() == MARK + b"v" + json.dumps(versions()).encode()
+    assert part.line() == VERSIONS
     part.send(START)
     assert part.lines() == [MARK + b"1rank 0 ['--x']", MARK + b"c3"]
     assert part.process.wait(PATIENCE) == 3
@@ -136,16 +142,16 @@ def test_versions() -> None:
     assert re.fullmatch(r"3\.\d+", found["Python"])
 
 
-def test_an_address_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
-    """A name that ssh alone has, in its own configuration."""
+def test_an_address_that_cannot_be_resolved(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as a name that is only in ssh's configuration."""
     assert main(["--nnodes", "2", "--master-addr", "no.such.host.invalid", "script.py"]) == 2
-    said = capsys.readouterr().err
-    assert "cannot resolve 'no.such.host.invalid', the address of the first host: " in said
-    assert said.endswith("Set a name that all hosts know: --master-addr HOST\n")
+    errors = capsys.readouterr().err
+    assert "cannot resolve 'no.such.host.invalid', the address of the first host: " in errors
+    assert errors.endswith("Set a name that all hosts know: --master-addr HOST\n")
 
 
 def test_what_workers_read_and_write(start: Start) -> None:
-    """They read nothing of what is for the agent, and all that they write comes before the exit code."""
+    """They get no input from the terminal, and all their output comes before the exit code."""
     lines = start(CHILD).lines()
     assert sorted(lines[:-1]) == [MARK + b"1''", MARK + b"1over", MARK + b"21%", MARK + b"22%", MARK + b"2to stderr"]
     assert lines[-1] == MARK + b"c7"
@@ -156,13 +162,13 @@ def test_signals(start: Start) -> None:
     part.send(HEARTBEAT)
     part.send(SIGNAL + b"%d" % signal.SIGUSR1)
     assert [line[:8] for line in part.lines()] == [MARK + b"1saving"] * 3 + [MARK + b"c7"]
-    assert part.process.wait(PATIENCE) == 0
+    assert part.process.wait(PATIENCE) == 7
     assert Path("saved").read_text() == str([int(signal.SIGUSR1)])
 
 
 @pytest.mark.parametrize("how", ["the terminal hangs up", "nothing comes", "nothing comes, and nothing is read"])
 def test_the_end_of_a_connection(start: Start, how: str) -> None:
-    """It has time to save, and what it prints meanwhile does not keep it from that."""
+    """The job has time to save, and can print meanwhile."""
     part = start(SAVE, **({} if how.startswith("the terminal") else {"silence": 0.5}))
     if how.startswith("the terminal"):
         part.hang_up()
@@ -171,13 +177,13 @@ def test_the_end_of_a_connection(start: Start, how: str) -> None:
     if how == "nothing comes":
         part.lines()
     wait_until(Path("saved").exists)
-    assert part.process.wait(PATIENCE) == 0
+    assert part.process.wait(PATIENCE) == 7
     assert Path("saved").read_text() == str([int(signal.SIGHUP)])
 
 
 @pytest.mark.prompt
 def test_heartbeats(start: Start) -> None:
-    """The silence counts from the last one."""
+    """The timeout counts from the last one."""
     part = start(SAVE, silence=within(2.0))
     for _ in range(25):
         part.send(HEARTBEAT)
@@ -187,8 +193,8 @@ def test_heartbeats(start: Start) -> None:
 
 
 def test_an_end_before_the_start(tmp_path: Path) -> None:
-    part = Part("-c", PROGRAM.format(work=SAVE, silence=VAIN, vain=VAIN))
-    assert part.line() == MARK + b"vx"
+    part = Part("-c", PROGRAM.format(work=WORK + SAVE, silence=VAIN, vain=VAIN))
+    assert part.line() == VERSIONS
     part.hang_up()
     assert part.process.wait(PATIENCE) == -signal.SIGHUP
     assert not Path("saved").exists()

@@ -19,7 +19,7 @@ HERE = r"test_cuda_watch\.py:\d+"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU on which nothing has been done yet, in debug mode."""
+    """A GPU that is not initialized, in debug mode."""
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "yes")
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_init", lambda: None, raising=False)
@@ -36,7 +36,7 @@ def test_the_line_is_noted(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     watch_cuda()
     assert len(torch.cuda._queued_calls) == 1
     assert cuda_watch._where is None
-    warn_if_cuda_initialized("devices=2")  # nothing to tell
+    warn_if_cuda_initialized("devices=2")  # no warning
     torch.cuda.init()
     assert torch.cuda.is_initialized()
     found = cuda_watch._where
@@ -47,17 +47,17 @@ def test_the_line_is_noted(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
         warn_if_cuda_initialized("notebook_launcher")
 
 
-def test_a_script_that_starts_its_processes_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(launch: str) -> None:
-        raise RuntimeError(launch)  # before anything is replaced
+def test_a_script_that_starts_its_processes_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warned(launch: str) -> None:
+        raise RuntimeError(launch)  # before the process is replaced
 
     monkeypatch.setattr("trainkit.launch.self_start.command_again", lambda processes: ["python", "train.py"])
-    monkeypatch.setattr("trainkit.launch.self_start.warn_if_cuda_initialized", told)
+    monkeypatch.setattr("trainkit.launch.self_start.warn_if_cuda_initialized", warned)
     with pytest.raises(RuntimeError, match="devices=2"):
         become_agent(2)
 
 
-def test_a_thread_of_its_own(gpu: None) -> None:
+def test_a_thread(gpu: None) -> None:
     watch_cuda()
     thread = threading.Thread(target=torch.cuda.init, name="loads")
     thread.start()
@@ -65,13 +65,13 @@ def test_a_thread_of_its_own(gpu: None) -> None:
     assert cuda_watch._where == "an unknown line of the thread 'loads'"
 
 
-def test_what_was_before_is_not_known(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_line(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     watch_cuda()
     assert cuda_watch._where == "an earlier line than 'import trainkit' (import it first to see which)"
 
 
-def test_nothing_is_watched_otherwise(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_watched_without_debug_mode(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_DEBUG_MODE")
     watch_cuda()
     torch.cuda.init()
@@ -79,7 +79,7 @@ def test_nothing_is_watched_otherwise(gpu: None, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("value, watching", [("1", True), ("0", False)])
-def test_it_begins_with_the_import(value: str, watching: bool) -> None:
+def test_watching_begins_with_the_import(value: str, watching: bool) -> None:
     text = "import trainkit, sys; print(getattr(sys.modules.get('trainkit.launch.cuda_watch'), '_watching', None))"
     done = run_python(text, env={"TRAINKIT_DEBUG_MODE": value})
     assert done.stdout.strip() == str(watching), done.stderr

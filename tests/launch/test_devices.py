@@ -1,4 +1,4 @@
-"""Which device each process takes; with GPUs that are only said to be there."""
+"""The device of each process, with mocked GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.launch.devices import device_of
 
 
 class Others(World):
-    """One of several processes, with what the others give in an exchange."""
+    """One of several ranks, with the values of the others in an exchange."""
 
     def __init__(self, rank: int, size: int, others: dict[int, Any], local_rank: int | None = None) -> None:
         super().__init__(rank, size, local_rank=rank if local_rank is None else local_rank, local_size=size)
@@ -29,7 +29,7 @@ class Others(World):
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``gpus(n)``: there are so many; what was set as the current one is in ``current``."""
+    """``gpus(n)`` mocks n GPUs; returns the list of devices that were set as the current one."""
     current: list[int] = []
 
     def there_are(count: int, seen: str = "gpu") -> list[int]:
@@ -77,12 +77,12 @@ def test_a_gpu_for_each_process(gpus: Any, wanted: RequestedDevices, count: int,
 
 @pytest.mark.parametrize("wanted, count, words", [
     (RequestedDevices("cuda"), 0, "rank 1: torch sees no GPU. Use accelerator='cpu'"),
-    (RequestedDevices("cuda"), 2, "rank 1: this machine has 3 processes, but torch sees 2 GPUs.*--nproc-per-node 2"),
-    (RequestedDevices("cuda", 2, (0, 1)), 4, r"rank 1: devices=\[0, 1\] names 2 GPUs, but this machine has 3 processes"),
+    (RequestedDevices("cuda"), 2, "rank 1: this node has 3 processes, but torch sees 2 GPUs.*--nproc-per-node 2"),
+    (RequestedDevices("cuda", 2, (0, 1)), 4, r"rank 1: devices=\[0, 1\] names 2 GPUs, but this node has 3 processes"),
     (RequestedDevices("cuda", 3, (0, 1, 4)), 4, r"rank 1: devices=\[0, 1, 4\]: there is no GPU number 4; torch sees 4, from 0"),
 ])  # fmt: skip
 def test_too_few_gpus(gpus: Any, wanted: RequestedDevices, count: int, words: str) -> None:
-    """The process that has none says so, and all raise it, so that nobody waits for it."""
+    """All ranks raise the error of the rank without a GPU, so that none waits for it."""
     gpus(count)
     world = Others(1, 3, {0: fine("a"), 2: fine("b")}, local_rank=2)
     with pytest.raises(ConfigurationError, match=words):
@@ -93,13 +93,13 @@ def test_too_few_gpus(gpus: Any, wanted: RequestedDevices, count: int, words: st
         device_of(RequestedDevices("cuda"), healthy)
 
 
-def test_two_processes_with_the_same_gpu(gpus: Any) -> None:
+def test_two_ranks_with_the_same_gpu(gpus: Any) -> None:
     gpus(1)
     with pytest.raises(ConfigurationError, match="ranks 0 and 1 have the same GPU"):
         device_of(RequestedDevices("cuda"), Others(1, 2, {0: fine("gpu0")}))
 
 
-def test_gpus_that_do_not_say_which_they_are(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_an_id(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace())
     assert device_of(RequestedDevices("cuda"), Others(1, 2, {0: fine("")})) == torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""Who started this process: environments as launchers and batch systems leave them, and such that contradict themselves."""
+"""Which launcher started this process: environments of launchers and batch systems, and contradictory ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPEN_MPI = """
     OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=4
     OMPI_COMM_WORLD_NODE_RANK=3 OMPI_UNIVERSE_SIZE=4 PMIX_RANK=3 PMIX_NAMESPACE=prterun-host-3391@1
 """
-TWO_MACHINES = OPEN_MPI.replace("LOCAL_RANK=3", "LOCAL_RANK=1").replace("LOCAL_SIZE=4", "LOCAL_SIZE=2")
+TWO_NODES = OPEN_MPI.replace("LOCAL_RANK=3", "LOCAL_RANK=1").replace("LOCAL_SIZE=4", "LOCAL_SIZE=2")
 HYDRA = "PMI_RANK=1 PMI_SIZE=2 PMI_FD=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 GFORTRAN_UNBUFFERED_PRECONNECTED=y"
 JSRUN = """
     LSB_JOBID=1234567 LSB_BATCH_JID=1234567 LSB_DJOB_NUMPROC=85 LSB_DJOB_RANKFILE=/home/u/.lsbatch/1.hostfile
@@ -56,7 +56,7 @@ def place(*numbers: int | None, at: str, port: int, by: str) -> tuple[object, ..
     return (*numbers, at, port, by)
 
 
-# What the variables are, and: rank, size, local rank, local size, node, nodes, where they meet, launcher; or None.
+# Variables, and: rank, size, local rank, local size, node, nodes, address and port, launcher; or None.
 PLACES = {
     "torchrun": (TORCHRUN, place(5, 8, 1, 4, 1, 2, at="node03", port=40781, by="torchrun")),
     "torchrun, one process": (
@@ -78,7 +78,7 @@ PLACES = {
         "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_SIZE=1 CROSS_RANK=0 CROSS_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500",
         place(0, 1, 0, 1, 0, 1, at="127.0.0.1", port=29500, by="deepspeed"),
     ),
-    "deepspeed, more processes on one machine": (  # where it numbers those of the other from 1 on
+    "deepspeed, more processes on one node": (  # whose other node has local ranks from 1 on
         "RANK=3 LOCAL_RANK=1 WORLD_SIZE=5 LOCAL_SIZE=2 CROSS_RANK=1 CROSS_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
         place(3, 5, 1, 2, 1, 2, at="10.0.0.1", port=29500, by="deepspeed"),
     ),
@@ -86,7 +86,7 @@ PLACES = {
         f"LOCAL_SIZE=2 CROSS_RANK=0 CROSS_SIZE=1 {TORCHRUN}",
         place(5, 8, 1, 4, 1, 2, at="node03", port=40781, by="torchrun"),
     ),
-    "by hand, on one machine": (
+    "by hand, on one node": (
         "RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500",
         place(1, 2, 1, 2, 0, 1, at="127.0.0.1", port=29500, by="a launcher"),
     ),
@@ -94,13 +94,13 @@ PLACES = {
         "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=29500",
         place(1, 2, 1, 2, 0, 1, at="localhost", port=29500, by="a launcher"),
     ),
-    "by hand, on several machines": (
+    "by hand, on several nodes": (
         "RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
         place(1, 2, None, None, None, None, at="10.0.0.1", port=29500, by="a launcher"),
     ),
     "by hand, one process": ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500", None),
     "SLURM, task of srun": (STEP, place(6, 8, 2, 4, 1, 2, at="node03", port=PORT, by="SLURM")),
-    "SLURM, with a meeting point": (
+    "SLURM, with an address": (
         f"{STEP} MASTER_ADDR=10.1.1.16 MASTER_PORT=12345",
         place(6, 8, 2, 4, 1, 2, at="10.1.1.16", port=12345, by="SLURM"),
     ),
@@ -112,7 +112,7 @@ PLACES = {
         f"{STEP} WORLD_SIZE=8",
         place(6, 8, 2, 4, 1, 2, at="node03", port=PORT, by="SLURM"),
     ),
-    "SLURM, one machine that meets itself": (
+    "SLURM, one node with a loopback address": (
         "SLURM_JOB_ID=258187 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_NTASKS=2 SLURM_NNODES=1 "
         "SLURM_NTASKS_PER_NODE=2 SLURM_NODELIST=gpu7 MASTER_ADDR=localhost",
         place(1, 2, 1, 2, 0, 1, at="localhost", port=PORT, by="SLURM"),
@@ -142,7 +142,7 @@ PLACES = {
     ),
     "Open MPI in a job of SLURM": (
         # the variables of SLURM are those of the daemon that mpirun has started by srun
-        f"{TWO_MACHINES} {JOB} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1",
+        f"{TWO_NODES} {JOB} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1",
         place(3, 4, 1, 2, None, None, at="node03", port=stable_port("mpi", "258187"), by="Open MPI"),
     ),
     "Open MPI, a single process": ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0", None),
@@ -194,7 +194,7 @@ def test_places(env: str | dict[str, str], expected: tuple[object, ...] | None) 
     assert found.reason
 
 
-def test_there_are_enough_of_them() -> None:
+def test_enough_places_are_tested() -> None:
     assert len(PLACES) >= 20
     assert sum(expected is None for _, expected in PLACES.values()) >= 4
 
@@ -206,16 +206,16 @@ CONTRADICTIONS = {
     "WORLD_SIZE=0": ("RANK=0 WORLD_SIZE=0", ["WORLD_SIZE=0"]),
     "rank too large": (
         "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1",
-        ["RANK=2", "WORLD_SIZE=2", "from 0 to 1"],
+        ["RANK=2", "WORLD_SIZE=2", "allows 0 to 1"],
     ),
     "rank too large, by hand": ("RANK=1 WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1", ["RANK=1", "WORLD_SIZE=1"]),
-    "no number": ("RANK=a WORLD_SIZE=2", ["RANK must be a whole number", "'a'"]),
-    "negative": ("RANK=-1 WORLD_SIZE=2", ["RANK must be a whole number", "'-1'"]),
+    "no number": ("RANK=a WORLD_SIZE=2", ["RANK must be an integer ≥ 0", "'a'"]),
+    "negative": ("RANK=-1 WORLD_SIZE=2", ["RANK must be an integer ≥ 0", "'-1'"]),
     "local rank too large": (
         "RANK=0 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1",
         ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"],
     ),
-    "more here than anywhere": (
+    "more local processes than processes": (
         "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4 MASTER_ADDR=h MASTER_PORT=1",
         ["LOCAL_WORLD_SIZE=4", "WORLD_SIZE=2"],
     ),
@@ -223,9 +223,9 @@ CONTRADICTIONS = {
         "RANK=0 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_SIZE=2 CROSS_RANK=0 CROSS_SIZE=2 MASTER_ADDR=h MASTER_PORT=1",
         ["LOCAL_RANK=2", "LOCAL_SIZE=2"],
     ),
-    "machine too large": (
+    "node too large": (
         "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 GROUP_RANK=2 GROUP_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1",
-        ["number of the machine=2", "number of machines=2"],
+        ["rank of the node=2", "number of nodes=2"],
     ),
     "no address": ("RANK=0 WORLD_SIZE=2 MASTER_PORT=29500", ["MASTER_ADDR is not set"]),
     "no port": ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=node03", ["MASTER_PORT is not set"]),
@@ -237,22 +237,22 @@ CONTRADICTIONS = {
     ),
     "left over, without a rank": (f"{STEP} WORLD_SIZE=16", ["WORLD_SIZE=16 is set", "SLURM has started 8", "Unset WORLD_SIZE"]),
     "left over, under mpirun": (f"{OPEN_MPI} WORLD_SIZE=2", ["WORLD_SIZE=2 is set", "Open MPI has started 4 processes"]),
-    "each machine meets itself": (
+    "a loopback address": (
         f"{STEP} MASTER_ADDR=localhost",
-        ["MASTER_ADDR=localhost means each machine itself", "SLURM has started the processes on several machines", "unset it"],
+        ["MASTER_ADDR=localhost is a loopback address", "SLURM has started the processes on several nodes", "unset it"],
     ),
-    "each machine meets itself, under mpirun": (
-        f"{TWO_MACHINES} MASTER_ADDR=127.0.0.1",
-        ["MASTER_ADDR=127.0.0.1 means each machine itself", "Open MPI has started the processes on several machines"],
+    "a loopback address, under mpirun": (
+        f"{TWO_NODES} MASTER_ADDR=127.0.0.1",
+        ["MASTER_ADDR=127.0.0.1 is a loopback address", "Open MPI has started the processes on several nodes"],
     ),
     "two MPIs": (f"{OPEN_MPI} PMI_RANK=0 PMI_SIZE=2", ["two launchers disagree", "3 of 4", "0 of 2"]),
     "MPI without a size": ("OMPI_COMM_WORLD_RANK=0", ["OMPI_COMM_WORLD_SIZE is not"]),
-    "MPI on several machines": (TWO_MACHINES, ["on which one rank 0 runs", "mpirun -x MASTER_ADDR=$(hostname)"]),
+    "MPI on several nodes": (TWO_NODES, ["on which one rank 0 runs", "mpirun -x MASTER_ADDR=$(hostname)"]),
     "task number too large": (variables(STEP, SLURM_PROCID="8"), ["SLURM_PROCID=8", "SLURM_STEP_NUM_TASKS=8"]),
     "SLURM without a number of tasks": ("SLURM_STEP_ID=0 SLURM_PROCID=0", ["SLURM_NTASKS is not", "srun"]),
     "SLURM without nodes": (
         "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_NNODES=2",
-        ["on which machine rank 0 runs", "export MASTER_ADDR=$(scontrol show hostnames"],
+        ["the node of rank 0 is not known", "export MASTER_ADDR=$(scontrol show hostnames"],
     ),
     "a list of nodes that is none": (variables(STEP, SLURM_STEP_NODELIST="node[3-"), ["list of nodes", "'node[3-'"]),
     "jsrun without hosts": (JSRUN, ["LSB_MCPU_HOSTS", "jsrun -E MASTER_ADDR=host"]),
@@ -306,7 +306,7 @@ def test_tasks_that_are_none() -> None:
         tasks_of_nodes("2x3")
 
 
-def test_the_port_of_a_job_is_the_same_for_all_and_another_for_another_job() -> None:
+def test_the_port_of_a_job() -> None:
     assert stable_port("258187", "0") == stable_port("258187", "0") == 17169
     ports = {stable_port(str(job), "0") for job in range(2000)}
     assert len(ports) > 1800

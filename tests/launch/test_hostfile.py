@@ -1,4 +1,4 @@
-"""The hostfile: what is read, and what is refused, with the number of its line."""
+"""The hostfile: valid lines, and errors with the number of the line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.hostfile import Host, parse_hostfile, read_hostfile
+from trainkit.launch.hostfile import Host, read_hostfile
 
 TEXT = """\
-# the machines of rack 7
+# the nodes of rack 7
 
 worker-0 slots=4
 \tuser@10.0.0.7\t slots=16   # with a name
@@ -19,18 +19,18 @@ worker-0 slots=4
 """
 
 
-def test_what_is_read(tmp_path: Path) -> None:
+def test_hosts(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(TEXT)
     hosts = read_hostfile("hosts")
     assert hosts == [Host("worker-0", 4), Host("user@10.0.0.7", 16), Host("fe80::1", 1)]
     assert [host.address for host in hosts] == ["worker-0", "10.0.0.7", "fe80::1"]
 
 
-def test_what_deepspeed_reads() -> None:
-    """It is the same file."""
+def test_deepspeed_reads_the_same(tmp_path: Path) -> None:
     from deepspeed.launcher.runner import _parse_hostfile
 
-    assert _parse_hostfile(TEXT.splitlines()) == {host.name: host.slots for host in parse_hostfile(TEXT, "hosts")}
+    (tmp_path / "hosts").write_text(TEXT)
+    assert _parse_hostfile(TEXT.splitlines()) == {host.name: host.slots for host in read_hostfile("hosts")}
 
 
 @pytest.mark.parametrize("text, words", [
@@ -45,9 +45,10 @@ def test_what_deepspeed_reads() -> None:
     ("a slots=4\nme@a slots=4", "hosts, line 2: 'a' is in line 1 already"),
     ("# nothing\n\n", "hosts names no host. It should have lines such as: node1 slots=8"),
 ])  # fmt: skip
-def test_what_is_refused(text: str, words: str) -> None:
+def test_wrong_lines(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
     with pytest.raises(ConfigurationError, match=words):
-        parse_hostfile(text, "hosts")
+        read_hostfile("hosts")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_what_contradicts_the_launcher() -> None:
     for wanted, words in (
         (
             RequestedDevices("cpu", 4),
-            ["devices=4 contradicts", "2 processes on 1 machine, by a launcher", "--nproc-per-node 4 script.py"],
+            ["devices=4 contradicts", "2 processes on 1 node, by a launcher", "--nproc-per-node 4 script.py"],
         ),
         (RequestedDevices("cpu", 1), ["devices=1 contradicts", "--nproc-per-node 1 script.py"]),
         (RequestedDevices("cpu", None, None, 2), ["num_nodes=2 contradicts"]),
@@ -168,7 +168,7 @@ def test_what_contradicts_the_launcher() -> None:
         assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
         assert not dist.is_initialized()  # nothing was begun
     world = join(RequestedDevices("cpu", 2), timeout=SHORT)
-    with pytest.raises(ConfigurationError, match="devices=4 contradicts what was started: 2 processes on 1 machine"):
+    with pytest.raises(ConfigurationError, match="devices=4 contradicts what was started: 2 processes on 1 node"):
         join(RequestedDevices("cpu", 4), timeout=SHORT)
     assert join(CPU, timeout=SHORT) is world
 
@@ -193,9 +193,7 @@ def test_a_group_of_the_user() -> None:
     assert dist.group.WORLD is group
     assert (world.rank, world.local_rank, world.local_size, world.nodes) == (dist.get_rank(), dist.get_rank(), 2, 1)
     assert lines == (["2 processes, of the process group that you initialised."] if world.rank == 0 else [])
-    with pytest.raises(
-        ConfigurationError, match="devices=3 contradicts what was started: 2 processes on 1 machine, by your own"
-    ):
+    with pytest.raises(ConfigurationError, match="devices=3 contradicts what was started: 2 processes on 1 node, by your own"):
         join(RequestedDevices("cpu", 3), timeout=SHORT)
     assert world.sums([1]) == [2]
     dist.barrier()

@@ -1,4 +1,4 @@
-"""What the environment says to ``trainkit launch`` of the machines of a job."""
+"""What the environment says about the nodes of a job."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ POD = "KUBERNETES_SERVICE_HOST=10.96.0.1"
         f"{POD} PET_NNODES=1:3 PET_N_PROC_PER_NODE=2 PET_MAX_RESTARTS=9 PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=w-0:23456",
         Nodes(1, 3, None, "w-0", 23456, "2", 9, "Kubernetes"),
     ),
-    ("LOCAL_RANK=0 TORCHELASTIC_RUN_ID=x PET_NNODES=2 RANK=0 WORLD_SIZE=2", Nodes()),  # inside of a worker
+    ("LOCAL_RANK=0 TORCHELASTIC_RUN_ID=x PET_NNODES=2 RANK=0 WORLD_SIZE=2", Nodes()),  # inside a worker
     ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=5", Nodes()),
 ])  # fmt: skip
 def test_what_the_environment_says(text: str, expected: Nodes) -> None:
     assert read_nodes(dict(word.split("=", 1) for word in text.split())) == expected
 
 
-def test_several_tasks_on_a_machine() -> None:
+def test_several_tasks_on_a_node() -> None:
     env = dict(word.split("=", 1) for word in STEP.format(tasks=4, each=2).split())
-    with pytest.raises(ConfigurationError, match="SLURM has started 4 processes, several on a machine.*--ntasks-per-node=1"):
+    with pytest.raises(ConfigurationError, match="SLURM has started 4 processes, several on a node.*--ntasks-per-node=1"):
         read_nodes(env)
 
 
@@ -57,7 +57,7 @@ def test_ranges(text: str, expected: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "4:2", "a", "1:", ":2", "1:b", "-1", "1:2:3"])
 def test_no_ranges(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="--nnodes must be a number of machines"):
+    with pytest.raises(ConfigurationError, match="--nnodes must be a number of nodes"):
         node_range(text, "--nnodes")
 
 
@@ -69,7 +69,7 @@ def test_times() -> None:
             grace({"TRAINKIT_GRACE": wrong})
 
 
-def test_what_the_agent_sets_for_itself_is_not_passed_on() -> None:
+def test_variables_of_the_agent_are_not_passed_on() -> None:
     env = {"A": "1"}
     assert quietly(env) == {"A": "1"}
     assert env == {"A": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

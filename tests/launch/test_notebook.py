@@ -1,4 +1,4 @@
-"""``notebook_launcher``: a function of a notebook, or of a script, in several fresh processes."""
+"""``notebook_launcher``: run a function of a notebook or script in several fresh processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from trainkit.config.carried import VARIABLE, carried
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
 from trainkit.launch import agent, notebook, notebook_child
 from trainkit.launch.agent import Job
-from trainkit.launch.notebook_child import CALL, SETTINGS, TASK, read_reports
+from trainkit.launch.notebook_child import CALL, FOLDER, TASK, read_reports
 from trainkit.launch.pickling import dump_call, dump_result
 from trainkit.launch.verdict import Verdict
 
@@ -64,11 +65,11 @@ def test_the_parameters_are_those_of_accelerate() -> None:
     ({"function": 3}, ConfigurationError, r"must be the function itself, not 3: notebook_launcher\(train\)"),
     ({"args": 3}, ConfigurationError, r"args must be a tuple of the function's arguments, as args=\(model,\), not 3"),
     ({"args": "ab"}, ConfigurationError, "args must be a tuple"),
-    ({"num_processes": 0}, ConfigurationError, "num_processes must be an integer ≥ 1, not 0"),
-    ({"num_processes": True}, ConfigurationError, "num_processes must be an integer ≥ 1, not True"),
+    ({"num_processes": 0}, ConfigurationError, r"\(num_processes=\) must be an integer ≥ 1 or None, not 0"),
+    ({"num_processes": True}, ConfigurationError, r"\(num_processes=\) must be an integer ≥ 1 or None, not True"),
     ({"mixed_precision": "fp8"}, UnsupportedArgumentError, "mixed_precision: fp8 is not offered; write bf16, or fp16"),
     ({"mixed_precision": "half"}, ConfigurationError, "mixed_precision must be one of no, fp16, bf16"),
-    ({"max_restarts": -1}, ConfigurationError, "max_restarts must be an integer ≥ 0"),
+    ({"max_restarts": -1}, ConfigurationError, r"\(max_restarts=\) must be an integer ≥ 0"),
     ({"num_nodes": 2}, ConfigurationError, r"num_nodes=2 needs the address of the first node.*master_addr='host0'"),
     ({"num_nodes": 2, "node_rank": 2}, ConfigurationError, "node_rank=2 must be less than num_nodes=2"),
     ({"use_port": "many"}, ConfigurationError, "use_port must be a port from 0 to 65535, not 'many'"),
@@ -83,7 +84,7 @@ def test_arguments_that_are_wrong(options: dict[str, Any], error: type[Exception
         notebook_launcher(**{"function": nothing, "num_processes": 2, **options})
 
 
-def test_a_process_of_several_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="this is one of 2 that a launcher has started.*Call the function itself"):
@@ -91,12 +92,19 @@ def test_a_process_of_several_starts_no_others(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
-    """``captured(num_processes=2)``: the job that would be run, as a job that ends well."""
+def tasks() -> list[dict[str, Any]]:
+    """The task file of each job; see ``captured``."""
+    return []
+
+
+@pytest.fixture
+def captured(tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Captured:
+    """``captured(num_processes=2)``: the job that would be run; it succeeds."""
     jobs: list[Job] = []
 
     def conduct(job: Job) -> Verdict:
         jobs.append(job)
+        tasks.append(json.loads(Path(job.environment[FOLDER], TASK).read_text()))
         return Verdict(0, True, None, None)
 
     monkeypatch.setattr(agent, "conduct", conduct)
@@ -109,7 +117,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
     return run
 
 
-def test_what_becomes_of_the_arguments(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_job(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None:
     job = captured(num_processes=2)
     assert capsys.readouterr().out == "Launching training on 2 CPUs.\n"
     assert (job.per_node, job.least, job.most, job.master_port, job.max_restarts) == (2, 1, 1, None, 0)
@@ -118,14 +126,14 @@ def test_what_becomes_of_the_arguments(captured: Captured, capsys: pytest.Captur
     assert job.command[0] == sys.executable
     assert repr(sys.path) in job.command[-1]
     assert carried(job.environment).get("mixed_precision") == "no"
-    assert TASK in job.environment
-    assert {TASK, VARIABLE} & os.environ.keys() == set()
+    assert FOLDER in job.environment
+    assert {FOLDER, VARIABLE} & os.environ.keys() == set()
     job = captured(num_processes=3, use_port="29501", max_restarts=2, mixed_precision="BF16")
     assert (job.per_node, job.master_port, job.max_restarts) == (3, 29501, 2)
     assert carried(job.environment).get("mixed_precision") == "bf16"
 
 
-def test_several_machines(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_nodes(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None:
     job = captured(num_processes=1, num_nodes=2, node_rank=1, master_addr="host0", rdzv_conf={"timeout": 5, "rank": 1})
     assert capsys.readouterr().out == "Launching training on one CPU on each of 2 nodes.\n"
     assert (job.per_node, job.least, job.most, job.node_rank) == (1, 2, 2, 1)
@@ -145,13 +153,17 @@ def test_one_process_for_each_gpu(
 
 
 def test_on_a_tpu_the_runtime_starts_the_processes(
-    captured: Captured, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    captured: Captured,
+    tasks: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setenv("MASTER_ADDR", "host0")
-    job = captured()
-    assert (job.per_node, json.loads(job.environment[TASK])["master"]) == (1, {"MASTER_ADDR": "host0"})
-    assert json.loads(captured(num_processes=1).environment[TASK])["replicas"] == 1
+    assert captured().per_node == 1
+    assert tasks[-1]["environment"]["MASTER_ADDR"] == "host0"
+    captured(num_processes=1)
+    assert [task["replicas"] for task in tasks] == [0, 1]
     assert capsys.readouterr().out == "Launching training on all TPU cores.\nLaunching training on 1 TPU cores.\n"
     with pytest.raises(UnsupportedArgumentError, match="num_nodes=2 is not supported on XLA, whose runtime knows the hosts"):
         captured(num_nodes=2, master_addr="host0")
@@ -164,11 +176,12 @@ def test_on_a_tpu_the_runtime_starts_the_processes(
         captured()
 
 
-def test_xlas_cpu_runtime_is_used_where_it_is_there(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_runtime_of_xla(captured: Captured, tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     for found, replicas in ((object(), 2), (None, None)):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
-        assert json.loads(captured(num_processes=2).environment[TASK])["replicas"] == replicas
+        captured(num_processes=2)
+        assert tasks[-1]["replicas"] == replicas
 
 
 # ---------------------------------------------------------------------------------------------------- a single process
@@ -191,20 +204,19 @@ def test_a_single_process_is_this_one(capsys: pytest.CaptureFixture[str], monkey
     with pytest.raises(ValueError, match="no"):
         notebook_launcher(train, (-1,), 1)
     assert seen == [(os.getpid(), 3, "bf16"), (os.getpid(), -1, "no")]
-    assert carried().values == {"gradient_accumulation_steps": 2}  # as it was
+    assert carried().values == {"gradient_accumulation_steps": 2}  # restored
 
 
 # ------------------------------------------------------------------------------------------------------------- the end
 
 
-def failure(rank: int, step: str, summary: str, follows: bool = False) -> dict[str, Any]:
-    return {"rank": rank, "step": step, "summary": summary, "follows": follows}
+def failure(rank: int, summary: str, refused: bool = False, follows: bool = False) -> dict[str, Any]:
+    return {"rank": rank, "summary": summary, "refused": refused, "follows": follows}
 
 
-FIRST = failure(1, "calling", "ValueError: no")
-FOLLOWS = failure(0, "calling", "RuntimeError: Connection closed by peer", True)
-LOADING = failure(0, "loading", "ModuleNotFoundError: No module named 'x'")
-RETURNING = failure(0, "returning", "the result cannot be sent back")
+FIRST = failure(1, "ValueError: no")
+FOLLOWS = failure(0, "RuntimeError: Connection closed by peer", follows=True)
+REFUSED = failure(0, "the result cannot be sent back", refused=True)
 
 
 @pytest.mark.parametrize("verdict, failures, error, message", [
@@ -213,18 +225,15 @@ RETURNING = failure(0, "returning", "the result cannot be sent back")
     (Verdict(1, False, "rank 0 ended with exit code 1", None), [FOLLOWS], ProcessFailedError, "Connection closed by peer"),
     (Verdict(3, False, "rank 1 ended with exit code 3", None), [], ProcessFailedError, "^rank 1 ended with exit code 3.$"),
     (Verdict(1, False, None, None), [], ProcessFailedError, "the processes have failed"),
-    (Verdict(1, False, "x", None), [LOADING], ConfigurationError, "No module named 'x'.*register_pickle_by_value"),
-    (Verdict(0, True, None, None), [RETURNING], ConfigurationError, "cannot be sent back"),
+    (Verdict(1, False, "x", None), [FOLLOWS, REFUSED], ConfigurationError, "cannot be sent back"),
+    (Verdict(1, False, "x", None), [REFUSED, FIRST], ProcessFailedError, "rank 1 failed: ValueError"),
+    (Verdict(0, True, None, None), [REFUSED], ConfigurationError, "cannot be sent back"),
     (Verdict(130, True, None, None), [FOLLOWS], KeyboardInterrupt, "^$"),
     (Verdict(143, True, None, None), [], Preempted, "stopped by a signal"),
 ])  # fmt: skip
-def test_how_it_ends(verdict: Verdict, failures: list[dict[str, Any]], error: type[BaseException], message: str) -> None:
+def test_failures(verdict: Verdict, failures: list[dict[str, Any]], error: type[BaseException], message: str) -> None:
     with pytest.raises(error, match=message):
         notebook._raise_failure(verdict, failures)
-
-
-def test_a_good_end() -> None:
-    notebook._raise_failure(Verdict(0, True, None, None), [])
 
 
 # -------------------------------------------------------------------------------------------------- within the process
@@ -235,13 +244,13 @@ Reports = tuple[list[dict[str, Any]], bytes | None]
 
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reports]:
-    """``run_here(call, rank)``: what a process with this rank reports, run in this one."""
+    """``run_here(call, rank)``: the reports of a process with this rank, run in this process."""
 
     def run(call: bytes, rank: int = 0, start: int = 0) -> Reports:
         (tmp_path / CALL).write_bytes(call)
-        (tmp_path / SETTINGS).write_text(json.dumps({"argv": sys.argv, "sources": {}, "shows_progress": {}}))
+        (tmp_path / TASK).write_text(json.dumps({"argv": sys.argv, "sources": {}, "shows_progress": {}}))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
-        notebook_child._run({"folder": str(tmp_path)}, rank, rank)
+        notebook_child._run(str(tmp_path), rank, rank)
         return read_reports(tmp_path)
 
     return run
@@ -251,19 +260,19 @@ def test_what_a_process_returns(run_here: Callable[..., Reports]) -> None:
     assert run_here(dump_call(lambda x: x + 1, (2,)), rank=1) == ([], None)
     assert run_here(dump_call(lambda x: x + 1, (2,))) == ([], dump_result(3))
     failures, result = run_here(dump_call(lambda: (i for i in range(3)), ()), start=1)
-    assert [(failure["rank"], failure["step"]) for failure in failures] == [(0, "returning")]
+    assert [(failure["rank"], failure["refused"]) for failure in failures] == [(0, True)]
     assert "(of type generator) cannot be sent back" in failures[0]["summary"]
     assert result is None
 
 
-def test_a_restart_forgets_the_reports_before_it(run_here: Callable[..., Reports], tmp_path: Path) -> None:
+def test_reports_are_of_the_last_start(run_here: Callable[..., Reports], tmp_path: Path) -> None:
     def fails(follows: bool) -> None:
         raise ProcessFailedError("rank 1 failed") if follows else ValueError("no")
 
     for rank, follows in ((2, True), (0, False)):
         with pytest.raises((ProcessFailedError, ValueError)):
             run_here(dump_call(fails, (follows,)), rank)
-    expected = [failure(2, "calling", "ProcessFailedError: rank 1 failed", True), failure(0, "calling", "ValueError: no")]
+    expected = [failure(2, "ProcessFailedError: rank 1 failed", follows=True), failure(0, "ValueError: no")]
     assert read_reports(tmp_path) == (expected, None)  # in the order in which they happened
     assert run_here(dump_call(lambda: "fine", ()), start=1) == ([], dump_result("fine"))
 
@@ -277,7 +286,9 @@ def test_what_cannot_be_loaded(run_here: Callable[..., Reports], capsys: pytest.
         with pytest.raises(SystemExit):
             run_here(dump_call(print, (Bad(),)), rank)
         assert ("ValueError: invalid literal" in capsys.readouterr().err) == (rank == 0)
-    assert [report["step"] for report in read_reports(tmp_path)[0]] == ["loading", "loading"]
+    reports = read_reports(tmp_path)[0]
+    assert [report["refused"] for report in reports] == [True, True]
+    assert re.search("cannot be loaded.*: ValueError: invalid.*register_pickle_by_value", reports[0]["summary"])
 
 
 def test_a_full_disk(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,11 +301,11 @@ def test_a_full_disk(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_only_this_user_can_read_what_is_sent(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is gone when the processes have ended."""
+    """The folder is removed at the end."""
     modes: list[tuple[Path, int]] = []
 
     def conduct(job: Job) -> Verdict:
-        folder = Path(json.loads(job.environment[TASK])["folder"])
+        folder = Path(job.environment[FOLDER])
         modes.append((folder, folder.stat().st_mode & 0o777))
         return Verdict(0, True, None, None)
 
@@ -352,7 +363,7 @@ if __name__ == "__main__":
 
 
 def test_a_script(run_dir: Path) -> None:
-    """It is not run again; what it defines, its arguments, its folder and where it finds modules are as in it."""
+    """It is not run again; its definitions, arguments, working directory and sys.path are those of the script."""
     (run_dir / "lib").mkdir()
     (run_dir / "lib" / "helper.py").write_text(HELPER)
     (run_dir / "script.py").write_text(SCRIPT)
@@ -494,7 +505,7 @@ print(notebook_launcher(train, (), 1, num_nodes=2, node_rank=int(sys.argv[1]), m
 
 
 @pytest.mark.slow
-def test_two_machines(run_dir: Path) -> None:
+def test_two_nodes(run_dir: Path) -> None:
     (run_dir / "script.py").write_text(NODE)
     port = str(free_port())
     command = [sys.executable, "script.py"]
@@ -525,7 +536,7 @@ notebook_launcher(train, num_processes=2)
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.slow
-def test_nothing_outlives_the_process_that_has_called_it(run_dir: Path) -> None:
+def test_workers_end_with_their_launcher(run_dir: Path) -> None:
     (run_dir / "script.py").write_text(ORPHANS)
     done = run_python("-u", "script.py", cwd=run_dir)
     assert done.returncode == -signal.SIGKILL, done.stderr

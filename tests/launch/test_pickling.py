@@ -1,4 +1,4 @@
-"""What is sent to fresh processes: functions by value, and a clear word on what cannot be sent."""
+"""What is sent to fresh processes: functions by value, and errors that name what cannot be sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Locked:
 
 
 def of_a_cell(function: Any) -> Any:
-    """The function as if it had been defined in a cell: it has no module that could be imported."""
+    """The function as if defined in a cell: its module cannot be imported."""
     made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     made.__module__ = "__main__"
     return made
@@ -39,7 +39,7 @@ def uses_a_lock() -> Any:
     return LOCK
 
 
-def test_functions_and_what_they_use_travel_by_value() -> None:
+def test_functions_are_sent_by_value() -> None:
     class Thing:
         def __init__(self, value: int) -> None:
             self.value = value
@@ -56,7 +56,7 @@ def test_a_model_keeps_its_ties() -> None:
     _, (other, strategies) = load(dump_call(print, (model, [DDPStrategy(), ZeROStrategy(stage=2)])))
     assert other[0].weight is other[1].weight
     assert torch.equal(other[0].weight, model[0].weight)
-    assert [strategy.name for strategy in strategies] == ["ddp", "zero2"]  # not joined yet: to be used there
+    assert [strategy.name for strategy in strategies] == ["ddp", "zero2"]  # not joined yet, so they can be used there
 
 
 def test_modules_and_data_of_the_framework() -> None:
@@ -92,8 +92,8 @@ def test_what_cannot_be_sent_is_named(function: Callable[..., Any], args: tuple[
     assert text.endswith("Create it inside the function, or pass what it is made of.")
 
 
-def test_what_has_met_the_processes_stays() -> None:
-    """An Accelerator of this one process would work in each of several, and each would train by itself."""
+def test_bound_objects_are_refused() -> None:
+    """With a copy of an Accelerator of a single process each process would train alone."""
     accelerator = Accelerator()
 
     def train() -> None:
@@ -107,7 +107,7 @@ def test_what_has_met_the_processes_stays() -> None:
         with pytest.raises(ConfigurationError) as caught:
             dump_call(function, args)  # type: ignore[arg-type]
         assert what in str(caught.value)
-        assert "create the Accelerator or Trainer inside the function" in str(caught.value)
+        assert "it belongs to this process. Create it inside the function" in str(caught.value)
 
 
 def test_results() -> None:
@@ -118,12 +118,12 @@ def test_results() -> None:
         ConfigurationError, match=r"has returned, but the result\[0\] \(of type lock\) cannot be sent back: TypeE"
     ):
         dump_result([LOCK])
-    with pytest.raises(ConfigurationError, match=r"return accelerator\.unwrap_model\(model\)"):
+    with pytest.raises(ConfigurationError, match=r"belongs to this process.*or accelerator\.unwrap_model\(model\)"):
         dump_result(Accelerator())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_of_a_gpu_come_on_the_cpu() -> None:
+def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
     model = nn.Linear(2, 2).cuda()
     _, (other, tensor) = load(dump_call(print, (model, torch.ones(2, device="cuda", requires_grad=True))))
     assert {p.device.type for p in other.parameters()} | {tensor.device.type} == {"cpu"}

@@ -1,4 +1,4 @@
-"""Parts of a job on several machines, with a shell instead of ssh and of the agents: what is shown, and who hears what."""
+"""``run_hosts`` with a local shell instead of ssh and of the agents: output, signals, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.launch.remote import START, host_script, run_hosts
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="bash and signals of POSIX")
 
-# What a host says and hears. ``told`` waits for a line; the end of the terminal ends it.
+# The part of a host. ``told`` waits for a line from the launcher; the end of the terminal ends it.
 HEAD = f"""\
 told() {{ while read -r line; do [[ $line = $1* ]] && return; done; exit 99; }}
 err() {{ printf '\\0362%s\\n' "$1"; }}
@@ -38,7 +38,7 @@ def part(does: str, **other: str) -> str:
     return HEAD.replace("{versions}", json.dumps({**versions(), **other})) + does + "\nexit\n"
 
 
-# One ends when it is known that the other has: a process that has ended is there until somebody has asked how.
+# The second ends after the first has: a process that has ended exists until its parent has read its exit code.
 FIRST = "echo $$ > new-pid; mv new-pid pid; "
 SECOND = 'until [ -e pid ] && ! kill -0 "$(cat pid)" 2> /dev/null; do sleep 0.01; done; '
 
@@ -57,7 +57,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(ssh: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``run(a="…", b="…")``: the exit code of these parts, with a patience of half a second where one has failed."""
+    """``run(a="…", b="…")``: the exit code of these parts; after a failure the others have half a second."""
 
     def start(grace: float = PATIENCE, patience: float = 0.5, join: float = PATIENCE, **parts: str) -> int:
         monkeypatch.setattr(remote, "_FAILURE_TIMEOUT", patience)
@@ -67,17 +67,17 @@ def run(ssh: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     return start
 
 
-def test_all_begin_when_all_are_ready(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_hosts_start_when_all_are_ready(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     begun = '{ [ -e ready ] || echo too early; }; err "of $line"; '
     late = part("echo b; " + ends(0)).replace("printf '\\036v", "sleep 0.5; touch ready; printf '\\036v", 1)
     assert run(a=part(begun + ends(0)), b=late) == 0
     assert capfd.readouterr() == ("b: b\n", "a: of start\n")
 
 
-def test_nothing_comes_before_a_machine_is_ready(
+def test_nothing_is_sent_before_a_host_is_ready(
     run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its set-up would take it for the end of the starter. Then there is a word now and then."""
+    """Its set-up would read it. Afterward heartbeats are sent."""
     monkeypatch.setattr(remote, "_HEARTBEAT", 0.01)
     late = part(f"told heartbeat; echo heartbeat; {ends(0)}").replace(
         "printf '\\036v", "read -r -t 0.3 line && echo early; printf '\\036v", 1
@@ -86,42 +86,41 @@ def test_nothing_comes_before_a_machine_is_ready(
     assert capfd.readouterr().out == "heartbeat\n"
 
 
-def test_one_machine_needs_no_name(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_single_host_has_no_prefix(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(a=part("echo output; err errors; " + ends(3))) == 3
     assert capfd.readouterr() == ("output\n", "errors\n")
 
 
-def test_the_others_are_told_when_one_fails(run: Run, tmp_path: Path) -> None:
+def test_other_hosts_are_stopped_after_a_failure(run: Run, tmp_path: Path) -> None:
     waits = f"told 'signal {int(signal.SIGTERM)}'; touch told-$$; {ends(143)}"
     assert run(a=part(waits), b=part(ends(7)), c=part(waits)) == 7
     assert len(list(tmp_path.glob("told-*"))) == 2
 
 
-def test_those_that_do_not_listen_are_left(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Their terminal hangs up."""
+def test_the_terminal_of_a_host_that_does_not_end_hangs_up(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     deaf = "trap 'touch left' HUP; while read -r line; do :; done"
     assert run(grace=0.1, a=part(deaf), b=part(ends(5))) == 5
     assert "trainkit: not ended in time: a. Closing the connection ends what runs there" in capfd.readouterr().err
     wait_until((tmp_path / "left").exists)
 
 
-# What a and b do, and the code that comes of it: the first that ends need not be the first that has failed.
+# What a and b do, and the exit code: the first host that ends need not be the first that failed.
 CAUSES = {
     "the first": (FIRST + ends(7), SECOND + ends(8), 7),
-    "what says more than 1": (FIRST + ends(1), SECOND + ends(7), 7),
-    "what follows from it, in our words": (
+    "a code other than 1": (FIRST + ends(1), SECOND + ends(7), 7),
+    "a failure that follows, by our message": (
         f"{FIRST}err 'trainkit: rank 0 ended because rank 3 failed: ValueError: x'; {ends(1)}",
         f"{SECOND}err 'ValueError: x'; {ends(1)}",
         1,
     ),
-    "what follows from it, in torch's": (
+    "a failure that follows, by torch's message": (
         f"{FIRST}err 'RuntimeError: Connection closed by peer [10.0.0.1]:2'; {ends(134)}",
         f"{SECOND}err 'ValueError: x'; {ends(9)}",
         9,
     ),
     "a lost agent": (SECOND + ends(7), f"{FIRST}exit 255", 1),
-    "nothing but a lost agent": (f"told signal; {ends(143)}", "exit 255", 1),
-    "one that was told to end": (f"told signal; {ends(143)}", ends(143), 143),
+    "only a lost agent": (f"told signal; {ends(143)}", "exit 255", 1),
+    "a host that was stopped": (f"told signal; {ends(143)}", ends(143), 143),
 }
 
 
@@ -131,7 +130,7 @@ def test_exit_codes(run: Run, first: str, second: str, code: int) -> None:
     assert run(grace=0.1, patience=patience, a=part(first), b=part(second)) == code
 
 
-def test_what_failed_first_is_read_last(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_traceback_of_the_first_failure_is_last(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     trace = "err 'Traceback (most recent call last):'; err '{}'; "
     cause = "err before; " + trace.format("ValueError: x") + ends(1)
     effect = part(SECOND + trace.format("RuntimeError: Connection closed by peer") + ends(1))
@@ -141,16 +140,16 @@ def test_what_failed_first_is_read_last(run: Run, capfd: pytest.CaptureFixture[s
     assert shown[-3:] == ["trainkit: a failed first, with:", *first]
     Path("pid").unlink()
     assert run(patience=PATIENCE, a=part(SECOND + cause), b=part(FIRST + ends(1))) == 1
-    assert capfd.readouterr().err.splitlines() == ["a: before", *first]  # it is last: nothing is said again
+    assert capfd.readouterr().err.splitlines() == ["a: before", *first]  # it is last already
 
 
-def test_a_lost_connection_is_named(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_connection(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(a=part("err 'Connection to a closed by remote host.'; exit 255"), b=part(f"told signal; {ends(143)}")) == 1
-    said = "trainkit: a ended without an exit code: connection lost, or agent killed; ssh says: Connection to"
-    assert said in capfd.readouterr().err.splitlines()[-1]
+    line = "trainkit: a ended without an exit code: connection lost, or agent killed; ssh says: Connection to"
+    assert line in capfd.readouterr().err.splitlines()[-1]
 
 
-# Scripts of two machines, and words of the error.
+# Scripts of two hosts, and words of the error.
 NOT_READY = {
     "away": (
         {"a": part(ends(0)), "away": ""},
@@ -186,8 +185,8 @@ NOT_READY = {
 
 
 @pytest.mark.parametrize("scripts, words", NOT_READY.values(), ids=NOT_READY.keys())
-def test_machines_that_are_not_ready(run: Run, tmp_path: Path, scripts: dict[str, str], words: str) -> None:
-    """Nothing is started then."""
+def test_hosts_that_are_not_ready(run: Run, tmp_path: Path, scripts: dict[str, str], words: str) -> None:
+    """No host starts."""
     patience = 1.0 if "not ready" in words else PATIENCE
     scripts = {name: text.replace("told start\n", "told start\ntouch started\n") for name, text in scripts.items()}
     with pytest.raises(ConfigurationError, match=words):
@@ -214,7 +213,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(ssh: list[str], tmp_path: Path) -> Iterator[Start]:
-    """``start(a="…")``: a starter in a process of its own, when its parts have made the file ``begun-NAME``."""
+    """``start(a="…")``: a launcher in its own process, after its parts have made the files ``begun-NAME``."""
     started: list[subprocess.Popen[str]] = []
 
     def run(**scripts: str) -> subprocess.Popen[str]:
@@ -235,7 +234,7 @@ def start(ssh: list[str], tmp_path: Path) -> Iterator[Start]:
 
 
 def as_a_shell() -> None:
-    """A group of its own in this session, which Ctrl-Z stops: in a session of its own nothing could."""
+    """A process group in this session, which Ctrl-Z can stop."""
     os.setpgrp()
     signal.signal(signal.SIGTSTP, signal.SIG_DFL)
 
@@ -244,15 +243,15 @@ def waits(name: str, then: str) -> str:
     return part(f"touch begun-{name}; {then}")
 
 
-@pytest.mark.parametrize("sent, heard, code", [
+@pytest.mark.parametrize("sent, received, code", [
     (signal.SIGINT, signal.SIGINT, 130),
     (signal.SIGTERM, signal.SIGTERM, 143),
     (signal.SIGHUP, signal.SIGTERM, 143),
     (signal.SIGUSR1, signal.SIGUSR1, 143),
 ])  # fmt: skip
-def test_signals_go_to_all(start: Start, sent: signal.Signals, heard: signal.Signals, code: int) -> None:
-    """From a terminal, too: ssh itself hears nothing of it."""
-    parts = {name: waits(name, f"told 'signal {int(heard)}'; {ends(code)}") for name in "ab"}
+def test_signals_go_to_all_hosts(start: Start, sent: signal.Signals, received: signal.Signals, code: int) -> None:
+    """Also those of a terminal, which ssh itself must not get."""
+    parts = {name: waits(name, f"told 'signal {int(received)}'; {ends(code)}") for name in "ab"}
     process = start(**parts)
     os.killpg(process.pid, sent)
     assert process.communicate(timeout=PATIENCE)[0] == f"{code}\n"
@@ -266,8 +265,8 @@ def test_ctrl_c_twice(start: Start) -> None:
     assert process.communicate(timeout=PATIENCE)[0] == "130\n"
 
 
-def test_ctrl_z_is_not_heard(start: Start) -> None:
-    """A starter that stands still would be taken to be gone."""
+def test_ctrl_z_has_no_effect(start: Start) -> None:
+    """A stopped launcher would send no heartbeats."""
     process = start(a=waits("a", f"told signal; {ends(143)}"))
     os.killpg(process.pid, signal.SIGTSTP)
     os.killpg(process.pid, signal.SIGTERM)
@@ -280,8 +279,7 @@ def test_a_signal_before_all_are_ready(start: Start) -> None:
     assert process.communicate(timeout=VAIN / 2)[0] == "143\n"
 
 
-def test_a_signal_while_machines_are_called(ssh: list[str]) -> None:
-    """It is not lost on those that come after it."""
+def test_a_signal_while_ssh_is_started(ssh: list[str]) -> None:
     program = """
         import asyncio, os, signal, sys
         from trainkit.launch import remote
@@ -298,7 +296,7 @@ def test_a_signal_while_machines_are_called(ssh: list[str]) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "143\n", "")
 
 
-def test_the_end_of_a_starter_that_is_killed(start: Start, tmp_path: Path) -> None:
+def test_hosts_end_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> None:
     process = start(a=part("trap 'touch left' HUP; touch begun-a; while read -r line; do :; done"))
     process.kill()
     wait_until((tmp_path / "left").exists)
@@ -308,7 +306,7 @@ def test_the_end_of_a_starter_that_is_killed(start: Start, tmp_path: Path) -> No
 
 ODD = ["a b", "it's", '"$HOME"', "`date`", "back\\slash", "new\nline", "*", "--x=é", "", "!"]
 
-# Instead of Python: it prints what it was given. Nothing of the script may be left to read.
+# Instead of Python: it prints its input, directory, variables and arguments. The script must have been read completely.
 PYTHON = """\
 #!/bin/bash
 printf '\\036v%s\\n' "$VERSIONS"
@@ -325,9 +323,7 @@ def python(tmp_path: Path) -> str:
     return str(tmp_path / "my $py")
 
 
-def test_the_script_passes_everything_on_as_it_is(
-    run: Run, python: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_passes_odd_characters_on(run: Run, python: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "the folder").mkdir()
     exports = {"A": ODD[2] + ODD[5] + "x" * 100_000, "VERSIONS": json.dumps(versions())}
     setup = "B=$A; export B\ncat; echo $((6 * 7))"
@@ -336,7 +332,7 @@ def test_the_script_passes_everything_on_as_it_is(
     assert capfd.readouterr().out == "42\n" + "".join(f"<{word}>" for word in words).replace("\n", "~") + "\n"
 
 
-def test_no_list_of_processes_shows_a_value(run: Run, tmp_path: Path) -> None:
+def test_no_list_of_processes_shows_values(run: Run, tmp_path: Path) -> None:
     exports = {"SECRET": "hidden" * 3}
     lists = "grep -l -r hiddenhidden /proc/[0-9]*/cmdline 2> /dev/null; ! grep -q -r hiddenhidden /proc/$$/cmdline && exit 5"
     if not Path("/proc/self/cmdline").exists():
@@ -357,16 +353,13 @@ def test_another_python(run: Run, python: str, tmp_path: Path, capfd: pytest.Cap
     ("source nowhere.sh", "exit code 1: .*nowhere.sh: No such file or directory"),
     ("if [", "exit code [12]: .*syntax error"),
     ("}", "exit code [12]: "),
+    ("", "exit code 1: .*cd: .*must be there under the same paths"),
     ("TRAINKIT_PYTHON=/nowhere/python", "exit code 127: .*/nowhere/python: No such file or directory"),
 ])  # fmt: skip
 def test_a_setup_that_fails(run: Run, python: str, tmp_path: Path, setup: str, words: str) -> None:
+    folder = "/nowhere" if "cd: " in words else str(tmp_path)
     with pytest.raises(ConfigurationError, match=words):
-        run(a=host_script(python, str(tmp_path), setup, {}, []))
-
-
-def test_a_folder_that_is_not_there(run: Run, python: str) -> None:
-    with pytest.raises(ConfigurationError, match="exit code 1: .*cd: .*must be there under the same paths"):
-        run(a=host_script(python, "/nowhere", "", {}, []))
+        run(a=host_script(python, folder, setup, {}, []))
 
 
 def test_a_setup_ends_with_the_launcher(start: Start, tmp_path: Path) -> None:
@@ -377,8 +370,8 @@ def test_a_setup_ends_with_the_launcher(start: Start, tmp_path: Path) -> None:
     assert not (tmp_path / "over").exists()
 
 
-def test_what_comes_from_a_terminal(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    """Lines end with a new line, or with a return that redraws them; a character that is no text is replaced."""
+def test_output_of_a_terminal(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """Lines end with a new line, or with a return that redraws them; invalid UTF-8 is replaced."""
     shown = r"printf '\0361one\n\0362two\r\nraw 1%%\rraw 2%%\n\0361b\377d\nlast'; "
     assert run(a=part(shown + "exit 255")) == 1
     out, err = capfd.readouterr()

@@ -1,7 +1,6 @@
-"""``trainkit launch --hostfile``, whole: on two hosts with a network between them, and by a real ssh where there is its server.
+"""``trainkit launch --hostfile`` end to end: on two hosts with a network between them, and by a real ssh if sshd is installed.
 
-On the two hosts a program runs instead of ssh that enters the other host: the network, the names and the processes of each host
-are its own, but nothing is encrypted.
+On the two hosts a program that enters the other host runs instead of ssh. Each host has its own network, name and processes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 def start_task(hosts: Hosts, folder: Path, task: Task) -> Program:
-    """With the script of the tests on two hosts."""
+    """Start the script of the tests on two hosts."""
     Path(task.folder).mkdir()
     return start(hosts, folder, str(TESTS / "helpers/launch/two_hosts.py"), json.dumps(asdict(task)))
 
@@ -63,8 +62,8 @@ def start(hosts: Hosts, folder: Path, *script: str) -> Program:
     return hosts.start(0, [sys.executable, "-m", "trainkit", "launch", *options, *script], settings)
 
 
-def starter() -> int:
-    """Its process id, as it is outside of the hosts."""
+def launcher() -> int:
+    """The process id of the launcher outside the hosts."""
     begin = [sys.executable, "-m", "trainkit", "launch", "--hostfile"]
     found = [
         int(path.parent.name)
@@ -76,7 +75,7 @@ def starter() -> int:
 
 
 def test_the_code_of_the_host_that_failed(hosts: Hosts, tmp_path: Path) -> None:
-    """With a script that knows nothing of trainkit."""
+    """With a script that does not use trainkit."""
     script = "import os, sys, time; print(os.uname().nodename, sys.argv[1:]); rank = int(os.environ['RANK'])"
     (tmp_path / "script.py").write_text(f"{script}; time.sleep(0.5 * (1 - rank)); sys.exit(1 + 6 * rank)\n")
     program = start(hosts, tmp_path, "script.py", "it's")
@@ -99,14 +98,14 @@ def test_one_command_trains_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_starter_that_is_killed(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_launcher_that_is_killed(hosts: Hosts, tmp_path: Path) -> None:
     """Both hosts save, and nothing is left on either."""
     run = tmp_path / "run"
     program = start_task(hosts, tmp_path, Task(str(run), gate=3))
     gates = [run / f"gate-0-{rank}" for rank in range(2)]
     wait_until(lambda: all(gate.exists() for gate in gates) or program.process.poll() is not None)
     assert all(gate.exists() for gate in gates), program.output
-    os.kill(starter(), signal.SIGKILL)
+    os.kill(launcher(), signal.SIGKILL)
     (run / "open").touch()
     wait_until(lambda: hosts.processes(0) == hosts.processes(1) == 0)
     assert list(run.rglob("step-*"))
@@ -132,7 +131,7 @@ Host node
   StrictHostKeyChecking accept-new
   LogLevel ERROR
 """
-# A worker, and the processes that it has started; it saves when it is told to end.
+# A worker with a child process; it saves when it gets SIGTERM.
 WORKER = """\
 import os, signal, subprocess, sys, time
 def end(number, frame):
@@ -153,7 +152,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[list[str]]:
-    """The command that reaches this machine by the name ``node``."""
+    """The ssh command that reaches this host by the name ``node``."""
     sshd = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
     if sshd is None or shutil.which("ssh-keygen") is None:
         pytest.skip("there is no sshd (Debian: openssh-server)")
@@ -170,7 +169,7 @@ def server(tmp_path: Path) -> Iterator[list[str]]:
         deadline = time.monotonic() + 20
         while subprocess.run([*command, "-o", "BatchMode=yes", "node", "true"], capture_output=True).returncode:
             if process.poll() is not None or time.monotonic() > deadline:
-                pytest.skip(f"sshd does not run here: {log.read_text()[-300:] if log.exists() else 'it says nothing'}")
+                pytest.skip(f"sshd does not run here: {log.read_text()[-300:] if log.exists() else 'no log'}")
             time.sleep(0.1)
         yield command
     finally:
@@ -198,8 +197,8 @@ def test_an_exit_code_by_a_real_ssh(server: list[str]) -> None:
 
 
 @pytest.mark.parametrize("sent, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_an_end_by_a_real_ssh(server: list[str], sent: signal.Signals, code: int) -> None:
-    """Nothing is left, and there was time to save; also when the starter is killed, and can tell nobody."""
+def test_stopping_by_a_real_ssh(server: list[str], sent: signal.Signals, code: int) -> None:
+    """The worker saves and no process is left, also when the launcher is killed."""
     process = launch(server, "wait")
     wait_until(lambda: Path("ready").exists() or process.poll() is not None)
     pids = [int(pid) for pid in Path("ready").read_text().split()]

@@ -1,4 +1,4 @@
-"""Where a run runs: what ``accelerator``, ``devices`` and ``num_nodes`` may be, and which strategy they come to."""
+"""The values of ``accelerator``, ``devices`` and ``num_nodes``, and the strategy that they resolve to."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def test_devices(devices: Any, per_node: int | None, indices: tuple[int, ...] | 
 
 
 @pytest.mark.parametrize("devices", [0, "0", [], [-1], ["0"], [True], True, 1.5, "one", ",", -2, {0: 1}])
-def test_devices_that_make_no_sense(devices: Any) -> None:
+def test_wrong_devices(devices: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"devices must be 'auto', a number, or a list of GPUs such as \[0, 1\], not"):
         read_wanted("cpu", devices, None)
 
 
 def test_a_gpu_that_is_named_twice() -> None:
-    with pytest.raises(ConfigurationError, match="names a GPU twice"):
+    with pytest.raises(ConfigurationError, match=r"names a GPU twice.*devices=\[1\]"):
         read_wanted("cuda", [1, 1], None)
 
 
 @pytest.mark.parametrize("nodes", [0, -1, True, 1.0, "2"])
-def test_nodes_that_make_no_sense(nodes: Any) -> None:
+def test_wrong_num_nodes(nodes: Any) -> None:
     with pytest.raises(ConfigurationError, match="num_nodes must be an integer ≥ 1, not"):
         read_wanted("cpu", 1, nodes)
 
@@ -102,7 +102,7 @@ def test_auto_is_ddp_on_several_processes() -> None:
 
 
 def test_an_own_loop_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes those that there are: a script on a machine with GPUs is not started anew for each."""
+    """It uses the processes that were started: a script on a node with GPUs is not restarted for each of them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [processes(RequestedDevices("cuda")), processes(RequestedDevices("cuda", as_started=True))] == [4, 1]

@@ -56,7 +56,7 @@ def test_a_tpu_is_used_where_it_can_be(
     monkeypatch.setattr(tpu, "tpu_is_here", lambda: here)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     assert tpu_is_chosen(env) is chosen
-    said = ["this machine has a TPU, which is not used: torch_xla is not installed. pip install 'trainkit-torch[xla]'"]
+    said = ["this host has a TPU, which is not used: torch_xla is not installed. To use it: pip install 'trainkit-torch[xla]'"]
     assert caplog.messages == (said if here and not installed else [])
 
 
@@ -101,16 +101,14 @@ def test_replicas_on_several_hosts() -> None:
 
 def test_where_they_meet_must_be_known() -> None:
     with pytest.raises(
-        ConfigurationError, match="2 processes on 2 hosts, but not how the first host is called.*MASTER_ADDR=host0"
+        ConfigurationError, match="2 processes on 2 hosts, but not the address of the first host.*MASTER_ADDR=host0"
     ):
         place_in_slice(0, 2, 0, 1, {}, 1)
 
 
 def test_processes_that_the_runtime_does_not_know_of_are_refused() -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    with pytest.raises(
-        ConfigurationError, match="has started 2 processes .*XLA's runtime knows of 1: each would train by itself"
-    ):
+    with pytest.raises(ConfigurationError, match="has started 2 processes .*XLA's runtime knows of 1: each would train alone"):
         place_in_slice(0, 1, 0, 1, torchrun, 1)
     fitting = place_in_slice(1, 2, 0, 1, torchrun, 1)
     assert fitting is not None

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
+from trainkit.checks import whole_number
 from trainkit.config.carried import carry
 from trainkit.config.keys import HOSTFILE, MULTINODE_LAUNCHER
 from trainkit.config.settled import settled
@@ -16,7 +17,7 @@ from trainkit.launch.nodes import Nodes, node_range, read_nodes
 
 __all__ = ["check_hosts", "count", "find_nodes", "hostfile", "merge_settings", "process_variables", "processes_per_node"]
 
-# Our flags, and the keys that mean the same.
+# Our flags, and Accelerate's with the same meaning.
 _SAME = {
     "nnodes": "num_machines",
     "node_rank": "machine_rank",
@@ -26,7 +27,7 @@ _SAME = {
 
 
 def merge_settings(args: argparse.Namespace, flags: Settings, file: Settings) -> Settings:
-    """The settings of the run; ``--nnodes`` and ``--nproc-per-node`` beat the same keys of a file."""
+    """The settings of the run; ``--nnodes`` and ``--nproc-per-node`` override the same keys of a file."""
     if args.nproc_per_node is not None:
         file = file.without("num_processes")
     counted = "num_processes" in {*flags.values, *file.values}
@@ -36,43 +37,38 @@ def merge_settings(args: argparse.Namespace, flags: Settings, file: Settings) ->
 
 
 def find_nodes(args: argparse.Namespace, flags: Settings, file: Settings, env: Mapping[str, str]) -> Nodes:
-    """The nodes of the job. Flags beat the file, and the file beats the environment.
+    """The nodes of the job. Flags override the file, which overrides the environment.
 
     Raises:
         ConfigurationError: they contradict each other, or something is missing.
     """
-    nnodes, node_rank, address, port = (_flag(args, flags, name, key) for name, key in _SAME.items())
-    address = address or file.get("main_process_ip")
-    port = port or (str(file.get("main_process_port")) if "main_process_port" in file.values else None)
-    if port == "0" and args.master_port is None:
-        port = None
-    least, most = (None, None) if nnodes is None else node_range(nnodes, "--nnodes")
-    around = Nodes() if most == 1 else read_nodes({**env, "MASTER_ADDR": address} if address else env)
-    rank = None if node_rank is None else count(node_rank, "--node-rank")
-    least, most, rank = _with_file(file, around, least, most, rank)
-    number = around.master_port if port is None else count(port, "--master-port", 1, 65535)
-    if most is None:
-        least, most = around.least, around.most
-    elif rank is None and around.rank is not None and around.most not in range(least or 1, most + 1):
+    given = _nodes_of_flags(args, flags)
+    wanted = given.over(_nodes_of_file(file, flags, given))
+    address = wanted.master_addr
+    around = Nodes() if given.most == 1 else read_nodes({**env, "MASTER_ADDR": address} if address else env)
+    _check_around(file, given, wanted, around)
+    nodes = wanted.over(around)
+    if nodes.most in (None, 1):
+        if nodes.rank:
+            raise ConfigurationError(f"--node-rank {nodes.rank} with one node. Set the number of nodes: --nnodes N")
+        return replace(nodes, least=1, most=1, rank=None, master_addr=None)
+    if nodes.rank is not None and nodes.rank >= nodes.most:
+        name = "--node-rank" if wanted.rank is not None else f"{around.source} says that this is node"
+        raise ConfigurationError(f"{name} {nodes.rank}: the ranks of {nodes.most} nodes are 0 to {nodes.most - 1}.")
+    if nodes.master_addr is None:
         raise ConfigurationError(
-            f"--nnodes {nnodes or most}, but {around.source} says that this is one of {around.most} nodes. Remove --nnodes, or "
-            "number the nodes with --node-rank."
-        )
-    name = "--node-rank" if rank is not None else f"{around.source} says that this is node"
-    rank = around.rank if rank is None else rank
-    if most in (None, 1):
-        if rank:
-            raise ConfigurationError(f"--node-rank {rank} with one node. Set the number of nodes: --nnodes N")
-        return Nodes(1, 1, None, None, number, around.per_node, around.max_restarts)
-    if rank is not None and rank >= most:
-        raise ConfigurationError(f"{name} {rank}: the ranks of {most} nodes are 0 to {most - 1}.")
-    address = address or around.master_addr
-    if address is None:
-        raise ConfigurationError(
-            f"{most} nodes need the address of the one with --node-rank 0. Give it to all of them: --master-addr HOST "
+            f"{nodes.most} nodes need the address of the one with --node-rank 0. Give it to all of them: --master-addr HOST "
             "(main_process_ip in a configuration file)."
         )
-    return Nodes(least, most, rank, address, number, around.per_node, around.max_restarts, around.source)
+    return nodes
+
+
+def _nodes_of_flags(args: argparse.Namespace, flags: Settings) -> Nodes:
+    nnodes, node_rank, address, port = (_flag(args, flags, name, key) for name, key in _SAME.items())
+    least, most = (None, None) if nnodes is None else node_range(nnodes, "--nnodes")
+    rank = None if node_rank is None else count(node_rank, "--node-rank")
+    any_port = port is None or (port == "0" and args.master_port is None)  # 0: any free port, as in Accelerate
+    return Nodes(least, most, rank, address, None if any_port else count(port or "", "--master-port", 1, 65535))
 
 
 def _flag(args: argparse.Namespace, flags: Settings, name: str, key: str) -> str | None:
@@ -84,26 +80,35 @@ def _flag(args: argparse.Namespace, flags: Settings, name: str, key: str) -> str
     return ours if same is None else str(same)
 
 
-def _with_file(
-    file: Settings, around: Nodes, least: int | None, most: int | None, rank: int | None
-) -> tuple[int | None, int | None, int | None]:
-    """Add what the file says; an error if the launcher of this node counts differently, because each would train alone."""
-    nodes, node_rank = file.get("num_machines"), file.get("machine_rank")
-    if most is None and nodes is not None:
-        if around.most is not None and not (around.least or 1) <= nodes <= around.most:
-            raise ConfigurationError(
-                f"{file.source}: num_machines: {nodes}, but {around.source} says that this is one of {around.most} nodes. "
-                "Remove num_machines and machine_rank from the file, or give --num_machines."
-            )
-        least, most = (nodes, nodes) if nodes > 1 else (None, None)
-    if rank is None and node_rank is not None and nodes != 1 and most != 1:  # Accelerate writes rank 0 also for one node
-        if around.rank not in (None, node_rank):
-            raise ConfigurationError(
-                f"{file.source}: machine_rank: {node_rank}, but {around.source} says that this is node {around.rank}. Remove "
-                "machine_rank from the file, or give --machine_rank."
-            )
-        rank = node_rank
-    return least, most, rank
+def _nodes_of_file(file: Settings, flags: Settings, given: Nodes) -> Nodes:
+    """The nodes of a file. For one node Accelerate writes num_machines: 1 and machine_rank: 0, which are ignored."""
+    nodes, rank = file.get("num_machines"), file.get("machine_rank")
+    several, rank = (None, None) if nodes == 1 else (nodes, None if given.most == 1 else rank)
+    port = flags.get("main_process_port", file.get("main_process_port"))
+    return Nodes(several, several, rank, file.get("main_process_ip"), port or None)
+
+
+def _check_around(file: Settings, given: Nodes, wanted: Nodes, around: Nodes) -> None:
+    """Raise if the launcher of this node counts the nodes differently: they would wait for each other, or each train alone."""
+    if around.most is None:
+        return
+    nodes, other = file.get("num_machines"), f"but {around.source} says that this is"
+    if given.most is None and nodes is not None and not (around.least or 1) <= nodes <= around.most:
+        raise ConfigurationError(
+            f"{file.source}: num_machines: {nodes}, {other} one of {around.most} nodes. Remove num_machines and machine_rank "
+            "from the file, or give --num_machines."
+        )
+    if given.rank is None and wanted.rank is not None and around.rank not in (None, wanted.rank):
+        raise ConfigurationError(
+            f"{file.source}: machine_rank: {wanted.rank}, {other} node {around.rank}. Remove machine_rank from the file, or "
+            "give --machine_rank."
+        )
+    least, most = wanted.least or 1, wanted.most or around.most
+    if wanted.rank is None and around.rank is not None and not least <= around.most <= most:
+        raise ConfigurationError(
+            f"--nnodes {most if least == most else f'{least}:{most}'}, {other} one of {around.most} nodes. Remove --nnodes, or "
+            "number the nodes with --node-rank."
+        )
 
 
 def processes_per_node(args: argparse.Namespace, flags: Settings, settings: Settings, nodes: Nodes) -> int:
@@ -112,9 +117,7 @@ def processes_per_node(args: argparse.Namespace, flags: Settings, settings: Sett
     Raises:
         ConfigurationError: the number is wrong, contradicts another one, or needs more GPUs than there are.
     """
-    kind, num_nodes, total = settings.get("distributed_type"), nodes.most or 1, settings.get("num_processes")
-    gpus, problem = _visible_gpus(settings), ""
-    single = settings.info is not None and (settings.info.one_device or settings.info.one_process)
+    total, gpus, num_nodes = settings.get("num_processes"), _visible_gpus(settings), nodes.most or 1
     if args.nproc_per_node is not None:
         each = _resolve(args.nproc_per_node, "--nproc-per-node", gpus)
         if "num_processes" in flags.values and each * num_nodes != total:
@@ -122,33 +125,50 @@ def processes_per_node(args: argparse.Namespace, flags: Settings, settings: Sett
                 f"--nproc-per-node {each} on {num_nodes} node{'s' if num_nodes > 1 else ''} and --num_processes {total} "
                 "contradict each other. Give one of them."
             )
-    elif total is not None and not single:
-        each = total // num_nodes
-        if nodes.least != nodes.most:
-            problem = f"num_processes: {total} counts all nodes, and there may be {nodes.least} to {nodes.most}. Give"
-        elif total % num_nodes:
-            problem = f"num_processes: {total} cannot be divided by {num_nodes} nodes. Give"
-        problem += " --nproc-per-node N." if problem else ""
-    elif not single and (nodes.per_node is not None or not settings.get("use_cpu")):
+    elif settings.info is not None and (settings.info.one_device or settings.info.one_process):
+        each = 1
+    elif total is not None:
+        each = _share(total, settings, nodes)
+    elif nodes.per_node is not None or not settings.get("use_cpu"):
         each = _resolve(nodes.per_node or "auto", "PET_NPROC_PER_NODE", gpus)
+    elif settings.get("distributed_type") == "MULTI_CPU":
+        raise ConfigurationError(
+            f"{settings.source}: distributed_type: MULTI_CPU needs a number of processes. Write num_processes: 2"
+        )
     else:
         each = 1
-        if kind == "MULTI_CPU":
-            problem = "distributed_type: MULTI_CPU needs a number of processes. Write num_processes: 2"
-    if kind == "NO" and each * num_nodes > 1:
-        problem = f"distributed_type: NO is one process, not {each * num_nodes}. Give --distributed_type MULTI_GPU."
+    _check_devices(settings, each, each * num_nodes, gpus)
+    return each
+
+
+def _share(total: int, settings: Settings, nodes: Nodes) -> int:
+    """The number of processes of each node, from the total number."""
+    num_nodes, problem = nodes.most or 1, ""
+    if nodes.least != nodes.most:
+        problem = f"counts all nodes, and there may be {nodes.least} to {nodes.most}"
+    elif total % num_nodes:
+        problem = f"cannot be divided by {num_nodes} nodes"
+    if problem:
+        raise ConfigurationError(f"{settings.source}: num_processes: {total} {problem}. Give --nproc-per-node N.")
+    return total // num_nodes
+
+
+def _check_devices(settings: Settings, each: int, total: int, gpus: str | None) -> None:
+    """Raise if ``distributed_type`` or ``gpu_ids`` does not allow the number of processes."""
+    kind, problem = settings.get("distributed_type"), ""
+    if kind == "NO" and total > 1:
+        problem = f"distributed_type: NO is one process, not {total}. Give --distributed_type MULTI_GPU."
     elif gpus is not None and each > len(gpus.split(",")):
-        problem = problem or f"gpu_ids: {gpus} is fewer than the {each} processes of a node. Name as many, or remove it."
+        problem = f"gpu_ids: {gpus} is fewer than the {each} processes of a node. Name as many, or remove it."
     elif kind == "MULTI_GPU" and not settings.get("use_cpu") and _num_gpus() == 0:
-        problem = problem or "distributed_type: MULTI_GPU, but torch finds no GPU here. Write MULTI_CPU, or give --cpu."
+        problem = "distributed_type: MULTI_GPU, but torch finds no GPU here. Write MULTI_CPU, or give --cpu."
     if problem:
         raise ConfigurationError(f"{settings.source}: {problem}")
-    return each
 
 
 def _resolve(text: str, name: str, gpus: str | None) -> int:
     if text not in ("auto", "gpu"):
-        return count(text, name, 1, more=", 'gpu' or 'auto'")
+        return count(text, name, 1, expected="an integer ≥ 1, 'gpu' or 'auto'")
     number = _num_gpus() if gpus is None else len(gpus.split(","))
     if text == "gpu" and number == 0:
         raise ConfigurationError(f"{name} gpu: torch finds no GPU. Give a number: --nproc-per-node 2")
@@ -186,7 +206,7 @@ def check_hosts(hosts: list[Host], file: str, args: argparse.Namespace, flags: S
     for name, value in given.items():
         if value is not None:
             flag = name if name == "machine_rank" else name.replace("_", "-")
-            raise ConfigurationError(f"--{flag} cannot be combined with --hostfile, whose lines say that. Remove it.")
+            raise ConfigurationError(f"--{flag} cannot be combined with --hostfile, which sets it. Remove it.")
     for key, number in {"num_machines": len(hosts), "num_processes": sum(host.slots for host in hosts)}.items():
         if settings.get(key, number) != number:
             raise ConfigurationError(
@@ -194,9 +214,7 @@ def check_hosts(hosts: list[Host], file: str, args: argparse.Namespace, flags: S
             )
 
 
-def count(text: str, name: str, least: int = 0, most: int = 2**31, more: str = "") -> int:
-    """An argument as an integer within bounds."""
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        bounds = f"from {least} on" if most == 2**31 else f"from {least} to {most}"
-        raise ConfigurationError(f"{name} must be a whole number {bounds}{more}, not {text!r}.")
-    return int(text)
+def count(text: str, name: str, least: int = 0, most: int | None = None, expected: str = "") -> int:
+    """The value of an option as an integer within bounds."""
+    value = int(text) if text.isascii() and text.isdigit() else text
+    return whole_number(value, name, least, most, expected=expected, fix=f"{name} {max(least, 1)}")

@@ -1,4 +1,4 @@
-"""What SLURM, MPI and LSF say to the processes that they start."""
+"""The place of a process that SLURM, MPI or LSF has started, by the environment variables that they set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainkit.launch.place import Place, checked, number, port_number, stable_po
 
 __all__ = ["hosts", "jsrun_place", "mpi_place", "slurm_place", "tasks_of_nodes"]
 
-# The smallest of the step ids that SLURM keeps for itself: batch scripts, interactive shells.
+# The smallest of SLURM's own step ids: batch scripts, interactive shells.
 _OWN_STEPS = 0xFFFFFFF0
 
 # Launcher, rank, size, local rank, local size.
@@ -22,7 +22,7 @@ _MPI = (
 
 
 def slurm_place(env: Mapping[str, str]) -> Place | None:
-    """A task of ``srun``. The script of a batch job, the shell of ``salloc`` and that of ``srun --pty`` are none."""
+    """A task of ``srun``; ``None`` in the script of a batch job, the shell of ``salloc`` and that of ``srun --pty``."""
     step, rank = number(env, "SLURM_STEP_ID", "SLURM_STEPID"), number(env, "SLURM_PROCID")
     if step is None or step >= _OWN_STEPS or rank is None or env.get("SLURM_PTY_PORT"):
         return None
@@ -30,8 +30,8 @@ def slurm_place(env: Mapping[str, str]) -> Place | None:
     size = number(env, tasks)
     if size is None:
         raise ConfigurationError(
-            "SLURM_PROCID and SLURM_STEP_ID are set, but SLURM_NTASKS is not. Start the script with srun, and pass its whole "
-            "environment on (srun --export=ALL)."
+            "SLURM_PROCID and SLURM_STEP_ID are set, but SLURM_NTASKS is not. Start the script with the whole environment: "
+            "srun --export=ALL python script.py"
         )
     if size == 1:
         return None
@@ -45,7 +45,7 @@ def slurm_place(env: Mapping[str, str]) -> Place | None:
         counts[node] if node is not None and node < len(counts) else None,
         node,
         nodes,
-        *_slurm_meeting_point(env, nodes),
+        *_slurm_address(env, nodes),
         "SLURM",
         "srun has set SLURM_PROCID",
     )
@@ -53,7 +53,7 @@ def slurm_place(env: Mapping[str, str]) -> Place | None:
 
 
 def _tasks(env: Mapping[str, str], size: int) -> list[int]:
-    """The number of tasks of each node; empty where that is not known."""
+    """The number of tasks of each node; empty if it is not known."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         text = env.get(name)
         if text:
@@ -66,7 +66,7 @@ def _tasks(env: Mapping[str, str], size: int) -> list[int]:
     return []
 
 
-def _slurm_meeting_point(env: Mapping[str, str], nodes: int | None) -> tuple[str, int]:
+def _slurm_address(env: Mapping[str, str], nodes: int | None) -> tuple[str, int]:
     job, step = env.get("SLURM_JOB_ID", env.get("SLURM_JOBID")), env.get("SLURM_STEP_ID")
     address = env.get("MASTER_ADDR", "").strip()
     names = next((env[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if env.get(n)), "")
@@ -76,30 +76,30 @@ def _slurm_meeting_point(env: Mapping[str, str], nodes: int | None) -> tuple[str
         address = "127.0.0.1"
     if not address:
         raise ConfigurationError(
-            "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so it is not known on which machine rank 0 runs. Set it: "
+            "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so the node of rank 0 is not known. Set its address: "
             'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         )
     return address, port_number(env, "MASTER_PORT") or stable_port(job, step)
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """``"2(x3),1"``, as SLURM counts the tasks of nodes, in full: ``[2, 2, 2, 1]``."""
+    """SLURM's ``"2(x3),1"`` as a list: ``[2, 2, 2, 1]``."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
-            raise ConfigurationError(f"expected SLURM's number of tasks of each node, as '2(x3),1', got {text!r}.")
+            raise ConfigurationError(f"expected SLURM's number of tasks of each node, as '2(x3),1', not {text!r}.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def hosts(text: str) -> Iterator[str]:
-    """The names that SLURM's list of nodes stands for: ``"node[03-05,9],gpu7"`` is node03, node04, node05, node9, gpu7.
+    """The names in SLURM's list of nodes: ``"node[03-05,9],gpu7"`` is node03, node04, node05, node9, gpu7.
 
     Raises:
-        ConfigurationError: it is no such list.
+        ConfigurationError: it is not such a list.
     """
-    for part in re.split(r",(?![^\[]*\])", text):  # at commas that are not in brackets
+    for part in re.split(r",(?![^\[]*\])", text):  # at commas outside brackets
         yield from _expanded(part.strip(), text)
 
 
@@ -107,13 +107,13 @@ def _expanded(part: str, text: str) -> Iterator[str]:
     match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", part)
     if match is None:
         if not part or "[" in part or "]" in part:
-            raise ConfigurationError(f"expected SLURM's list of nodes, as 'node[03-05,9],gpu7', got {text!r}.")
+            raise ConfigurationError(f"expected SLURM's list of nodes, as 'node[03-05,9],gpu7', not {text!r}.")
         yield part
         return
     for piece in match[2].split(","):
         span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
         if span is None or int(span[2] or span[1]) < int(span[1]):
-            raise ConfigurationError(f"expected SLURM's list of nodes, as 'node[03-05,9],gpu7', got {text!r}.")
+            raise ConfigurationError(f"expected SLURM's list of nodes, as 'node[03-05,9],gpu7', not {text!r}.")
         for index in range(int(span[1]), int(span[2] or span[1]) + 1):
             for rest in _expanded(match[3], text) if match[3] else [""]:
                 yield f"{match[1]}{index:0{len(span[1])}d}{rest}"
@@ -132,8 +132,8 @@ def mpi_place(env: Mapping[str, str]) -> Place | None:
         if said != (index, count):
             raise ConfigurationError(
                 f"two launchers disagree: {launcher} says that this is process {index} of {count} ({rank}, {size}), {names[0]} "
-                f"that it is process {said[0]} of {said[1]} ({names[1]}, {names[2]}). Start mpirun from a shell in which the "
-                "variables of the other are not set."
+                f"that it is process {said[0]} of {said[1]} ({names[1]}, {names[2]}). Before mpirun, unset the variables of "
+                f"the other one: unset {names[1]} {names[2]}"
             )
     hydra = rank == "PMI_RANK"
     here = number(env, local_size, "PMI_LOCAL_SIZE") if hydra else number(env, local_size)
@@ -145,7 +145,7 @@ def mpi_place(env: Mapping[str, str]) -> Place | None:
         here,
         0 if together else None,
         1 if together else None,
-        *_mpi_meeting_point(env, count, here),
+        *_mpi_address(env, count, here),
         launcher,
         f"mpirun has set {rank}",
     )
@@ -161,7 +161,7 @@ def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, i
     return index, count
 
 
-def _mpi_meeting_point(env: Mapping[str, str], size: int, local_size: int | None) -> tuple[str, int]:
+def _mpi_address(env: Mapping[str, str], size: int, local_size: int | None) -> tuple[str, int]:
     if size <= 1:
         return "", 0
     job = next((env[n] for n in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") if env.get(n)), "")
@@ -174,15 +174,15 @@ def _mpi_meeting_point(env: Mapping[str, str], size: int, local_size: int | None
         address = _first_of_batch(env)
     if not address:
         raise ConfigurationError(
-            "mpirun has started processes on several machines, and does not say on which one rank 0 runs. Tell it: "
-            "mpirun -x MASTER_ADDR=$(hostname) …   (Open MPI), or mpirun -genv MASTER_ADDR $(hostname) …   (MPICH, Intel MPI), "
-            "on the machine that comes first."
+            "mpirun has started processes on several nodes, and does not say on which one rank 0 runs. Set it, on the first "
+            "node: mpirun -x MASTER_ADDR=$(hostname) …   (Open MPI), or mpirun -genv MASTER_ADDR $(hostname) …   (MPICH, "
+            "Intel MPI)"
         )
     return address, port
 
 
 def _first_of_batch(env: Mapping[str, str]) -> str:
-    """The first machine of the batch job that mpirun runs in, "" if it runs in none that is known."""
+    """The first node of the batch job that mpirun runs in; "" if none is known."""
     names = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if names:
         return next(hosts(names))
@@ -202,12 +202,12 @@ def jsrun_place(env: Mapping[str, str]) -> Place | None:
         raise ConfigurationError("JSM_NAMESPACE_RANK is set, but JSM_NAMESPACE_SIZE is not. Start the script with jsrun.")
     listed = env.get("LSB_MCPU_HOSTS", "").split()
     names, slots = listed[::2], listed[1::2]
-    if len(names) > 1 and slots[:1] == ["1"]:  # the machine that the batch script runs on, where jsrun starts nothing
+    if len(names) > 1 and slots[:1] == ["1"]:  # the node of the batch script, on which jsrun starts nothing
         names = names[1:]
     address = env.get("MASTER_ADDR", "").strip() or (names[0] if names else "")
     if not address and size > 1:
         raise ConfigurationError(
-            "jsrun has started this process, but LSB_MCPU_HOSTS, which names the machines, is not set. Set the one of rank 0: "
+            "jsrun has started this process, but LSB_MCPU_HOSTS, which names the nodes, is not set. Set the node of rank 0: "
             "jsrun -E MASTER_ADDR=host …"
         )
     port = port_number(env, "MASTER_PORT") or stable_port("lsf", env.get("LSB_JOBID"))

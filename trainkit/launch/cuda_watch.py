@@ -1,4 +1,4 @@
-"""In debug mode, note which line initializes CUDA, and warn of it when processes are started later."""
+"""In debug mode: record which line initializes CUDA, and name it in a warning when processes are started later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _where: str | None = None
 
 
 def watch_cuda() -> None:
-    """In debug mode, note the line that initializes CUDA from now on."""
+    """In debug mode, record the line that initializes CUDA from now on."""
     global _watching, _where
     if _watching or not debugging():
         return
@@ -31,7 +31,7 @@ def watch_cuda() -> None:
 
 
 def warn_if_cuda_initialized(launcher: str) -> None:
-    """In debug mode, warn if this process, which is about to start others, has initialized CUDA.
+    """In debug mode, warn if this process has initialized CUDA before it starts others.
 
     Args:
         launcher: what starts them, as the user calls it.

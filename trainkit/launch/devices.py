@@ -1,4 +1,4 @@
-"""The number of processes per node, the check that it is the one that was started, and the device of each process."""
+"""The number of processes per node, the check against what was started, and the device of each process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HOW = {
 
 
 def processes_of_a_machine(wanted: RequestedDevices) -> int:
-    """The processes that a machine is to have where no launcher has started any: those asked for, else one for each GPU."""
+    """Number of processes of a node if no launcher has started any: the requested number, else one for each GPU."""
     if wanted.per_node is not None and wanted.per_node >= 0:
         return wanted.per_node
     if wanted.indices is not None:
@@ -59,7 +59,7 @@ def check_wanted(wanted: RequestedDevices, size: int, local_size: int | None, no
     if not _contradict(each, machines, size, local_size, nodes):
         return
     asked = ", ".join(f"{name}={n}" for name, n in (("devices", each), ("num_nodes", machines)) if n is not None)
-    there = counted(size, "process") + (f" on {counted(nodes, 'machine')}" if nodes else "")
+    there = counted(size, "process") + (f" on {counted(nodes, 'node')}" if nodes else "")
     how = _HOW.get(launcher, "trainkit launch --nproc-per-node {each} script.py")
     number = each or max(1, size // (nodes or 1))
     raise ConfigurationError(
@@ -83,18 +83,18 @@ def device_of(wanted: RequestedDevices, world: World) -> torch.device:
     """The device of this process; collective.
 
     Args:
-        wanted: what the user asked for.
+        wanted: what the user requested.
         world: the processes of the run.
 
     Raises:
-        ConfigurationError: there is none for this process or another one of the run; on all of them.
+        ConfigurationError: a process has no device; raised on all ranks.
     """
     cuda = wanted.accelerator == "cuda" or (wanted.accelerator == "auto" and torch.cuda.is_available())
     if not cuda:
         if wanted.accelerator == "mps" and world.local_size > 1:
             raise ConfigurationError(
-                f"accelerator='mps': there is one such device, and this machine has {world.local_size} processes. Use "
-                "accelerator='cpu', or one process."
+                f"accelerator='mps': there is one such device, but this node has {world.local_size} processes. Use "
+                "accelerator='cpu', or one process: devices=1"
             )
         return torch.device("mps" if wanted.accelerator == "mps" else "cpu")
     index, problem = _gpu(wanted, world)
@@ -108,34 +108,32 @@ def device_of(wanted: RequestedDevices, world: World) -> torch.device:
 
 
 def _gpu(wanted: RequestedDevices, world: World) -> tuple[int, str | None]:
-    """The number of this process's GPU, and what is wrong with it."""
+    """The index of this process's GPU, and what is wrong with it."""
     if not torch.cuda.is_available():
         return 0, "torch sees no GPU. Use accelerator='cpu', or install a build of torch for CUDA."
     count = torch.cuda.device_count()
     if wanted.indices is not None:
         if world.local_rank >= len(wanted.indices):
             return 0, (
-                f"devices={list(wanted.indices)} names {counted(len(wanted.indices), 'GPU')}, but this machine has "
-                f"{world.local_size} "
-                "processes. Name one for each."
+                f"devices={list(wanted.indices)} names {counted(len(wanted.indices), 'GPU')}, but this node has "
+                f"{world.local_size} processes. Name one for each."
             )
         index = wanted.indices[world.local_rank]
         if index >= count:
             return 0, f"devices={list(wanted.indices)}: there is no GPU number {index}; torch sees {count}, from 0."
         return index, None
-    if count == 1:  # a batch system shows each process its own; whether it does is seen below
+    if count == 1:  # a batch system may show each process its own; a shared one is found below
         return 0, None
     if world.local_rank >= count:
         return 0, (
-            f"this machine has {world.local_size} processes, but torch sees {counted(count, 'GPU')}. Start one "
-            f"process for each GPU "
-            f"(--nproc-per-node {count}), or use accelerator='cpu'."
+            f"this node has {world.local_size} processes, but torch sees {counted(count, 'GPU')}. Start one process for each "
+            f"GPU: --nproc-per-node {count}, or use accelerator='cpu'."
         )
     return world.local_rank, None
 
 
 def _identity(index: int) -> str:
-    """What tells a GPU from all others; "" where that is not known."""
+    """A unique id of a GPU; "" if it has none."""
     properties: Any = torch.cuda.get_device_properties(index)
     return str(getattr(properties, "uuid", ""))
 
@@ -145,7 +143,7 @@ def _refuse_sharing(gpus: list[str]) -> None:
     for rank, gpu in enumerate(gpus):
         if gpu and gpu in known:
             raise ConfigurationError(
-                f"ranks {known[gpu]} and {rank} have the same GPU, and each process needs one of its own. Start as many "
-                "processes as there are GPUs, and let the batch system show each process all GPUs of the machine, or its own."
+                f"ranks {known[gpu]} and {rank} have the same GPU, but each process needs its own. Start as many processes as "
+                "there are GPUs, and let the batch system show each process all GPUs of the node, or its own one."
             )
         known[gpu] = rank

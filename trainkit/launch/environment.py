@@ -1,4 +1,4 @@
-"""Who started this process, read from environment variables: torchrun, DeepSpeed, SLURM, MPI, LSF, Kubernetes, or nobody."""
+"""``read_place``: which launcher started this process, by environment variables: torchrun, DeepSpeed, SLURM, MPI, LSF, …"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trainkit.launch.place import Place, checked, is_local, number, port_number
 
 __all__ = ["LAUNCHER", "SCRIPT", "Place", "read_place"]
 
-# The processes of this machine, its number, the number of machines: as torchrun and as DeepSpeed's launcher call them.
+# Processes of this node, its rank, number of nodes: the variables of torchrun and of DeepSpeed's launcher.
 _TORCHRUN = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _DEEPSPEED = ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
-# Set by our own agent: what has started it, for messages.
+# Set by our own agent: what started it, for messages.
 LAUNCHER = "TRAINKIT_LAUNCHER"
 SCRIPT = "this script"
 
@@ -26,21 +26,21 @@ _FIX = (
 
 
 def read_place(env: Mapping[str, str]) -> Place | None:
-    """Which of several started processes this one is.
+    """The place of this process among those that a launcher started.
 
     Args:
         env: the environment variables, as in ``os.environ``.
 
     Returns:
-        The place; ``None`` where nobody started several processes: a shell, a notebook, the script of a batch job, an
+        The place; ``None`` if no launcher started several processes: in a shell, a notebook, the script of a batch job, an
         interactive shell in an allocation, a single task.
 
     Raises:
-        ConfigurationError: the variables contradict each other, or one that is needed is missing.
+        ConfigurationError: the variables contradict each other, or a required one is missing.
     """
     plain = _plain(env)
     if plain is not None and env.get("LOCAL_RANK", "") != "":
-        return plain  # a launcher's whole set; what else is set belongs to what started that launcher
+        return plain  # a complete set; other variables are of what started that launcher
     outer = _cluster(env)
     if plain is None or outer is None:
         return plain or outer or _kubernetes(env)
@@ -54,24 +54,24 @@ def read_place(env: Mapping[str, str]) -> Place | None:
 
 
 def _cluster(env: Mapping[str, str]) -> Place | None:
-    """What started this process in a cluster. mpirun inside of a SLURM job counts, not the daemons that it started by srun."""
+    """The place by a batch system or MPI. In a SLURM job mpirun counts, not its daemons, which srun started."""
     jsrun, mpi, slurm = jsrun_place(env), mpi_place(env), slurm_place(env)
     if mpi is not None and slurm is not None and (mpi.rank, mpi.size) == (slurm.rank, slurm.size):
-        return slurm  # srun --mpi=pmi2 sets both, and SLURM's have more to say
+        return slurm  # srun --mpi=pmi2 sets both, and SLURM's say more
     place = jsrun or mpi or slurm
     if place is None or place.size == 1:
         return None
     apart = (place.nodes or 1) > 1 or (place.local_size or place.size) < place.size
     if apart and is_local(place.master_addr):
         raise ConfigurationError(
-            f"MASTER_ADDR={place.master_addr} means each machine itself, but {place.launcher} has started the processes on "
-            "several machines. Set it to the name of the one with rank 0, or unset it."
+            f"MASTER_ADDR={place.master_addr} is a loopback address, but {place.launcher} has started the processes on several "
+            "nodes. Set it to the name of the node of rank 0, or unset it: unset MASTER_ADDR"
         )
     return place
 
 
 def _plain(env: Mapping[str, str]) -> Place | None:
-    """The place by RANK and WORLD_SIZE, which torchrun and the Kubernetes operators set, and users by hand."""
+    """The place by RANK and WORLD_SIZE, which torchrun, the Kubernetes operators or the user set."""
     rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
     if rank is None:
         _check_lone_size(env, size)
@@ -79,27 +79,27 @@ def _plain(env: Mapping[str, str]) -> Place | None:
     if size is None:
         raise ConfigurationError(f"RANK={rank} is set, but WORLD_SIZE is not. {_FIX}")
     if size == 0:
-        raise ConfigurationError(f"WORLD_SIZE=0: there must be one process at least. {_FIX}")
+        raise ConfigurationError(f"WORLD_SIZE=0: it must be at least 1. {_FIX}")
     by_hand = env.get("LOCAL_RANK", "") == ""
     if by_hand and size == 1 and rank == 0:
         return None  # the same as without a launcher
     if by_hand and _cluster(env) is not None:  # the cluster knows the address of the main process
         return Place(rank, size, None, None, None, None, "", 0, "RANK and WORLD_SIZE", "")
     launcher, reason = _started_by(env)
-    here, machine, machines = _DEEPSPEED if launcher == "deepspeed" else _TORCHRUN
+    local_size, node, nodes = _DEEPSPEED if launcher == "deepspeed" else _TORCHRUN
     place = Place(
         rank,
         size,
         number(env, "LOCAL_RANK"),
-        number(env, here),
-        number(env, machine),
-        number(env, machines),
-        *_meeting_point(env, size),
+        number(env, local_size),
+        number(env, node),
+        number(env, nodes),
+        *_address(env, size),
         launcher,
         reason,
     )
-    place = checked(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", here)
-    return _one_in_each_pod(env, place) if by_hand and _in_kubernetes(env) else _with_machines(place)
+    place = checked(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size)
+    return _one_in_each_pod(env, place) if by_hand and _in_kubernetes(env) else _with_nodes(place)
 
 
 def _check_lone_size(env: Mapping[str, str], size: int | None) -> None:
@@ -118,7 +118,7 @@ def _check_lone_size(env: Mapping[str, str], size: int | None) -> None:
 
 def _started_by(env: Mapping[str, str]) -> tuple[str, str]:
     if LAUNCHER in env:
-        return env[LAUNCHER], "it asks for them" if env[LAUNCHER] == SCRIPT else f"{LAUNCHER} is set"
+        return env[LAUNCHER], "it requests them" if env[LAUNCHER] == SCRIPT else f"{LAUNCHER} is set"
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun", "TORCHELASTIC_RUN_ID is set"
     if all(env.get(name, "") != "" for name in _DEEPSPEED):
@@ -128,7 +128,7 @@ def _started_by(env: Mapping[str, str]) -> tuple[str, str]:
     return "a launcher", "RANK and WORLD_SIZE are set"
 
 
-def _meeting_point(env: Mapping[str, str], size: int) -> tuple[str, int]:
+def _address(env: Mapping[str, str], size: int) -> tuple[str, int]:
     address, port = env.get("MASTER_ADDR", "").strip(), port_number(env, "MASTER_PORT")
     if size == 1:
         return address, port or 0
@@ -138,9 +138,9 @@ def _meeting_point(env: Mapping[str, str], size: int) -> tuple[str, int]:
     return address, port
 
 
-def _with_machines(place: Place) -> Place:
-    """What follows from the rest, where a launcher has not said which machine the process is on."""
-    if place.local_rank is None and is_local(place.master_addr):  # all on this machine, else they could not meet
+def _with_nodes(place: Place) -> Place:
+    """Add the node of the process if the launcher has not set it and it follows from the rest."""
+    if place.local_rank is None and is_local(place.master_addr):  # all are on this node, or could not connect
         return replace(place, local_rank=place.rank, local_size=place.size, node=0, nodes=1)
     local_size = place.local_size
     if local_size is None and place.local_rank is not None and is_local(place.master_addr):
@@ -160,18 +160,18 @@ def _in_kubernetes(env: Mapping[str, str]) -> bool:
 
 
 def _one_in_each_pod(env: Mapping[str, str], place: Place) -> Place:
-    """A job of the training operator numbers its pods; in each runs what its command starts, here one process."""
+    """The training operator numbers its pods; each runs the processes that its command starts, here one."""
     each = env.get("PET_NPROC_PER_NODE", "1")
     if each.isdigit() and int(each) > 1:
         raise ConfigurationError(
-            f"PET_NPROC_PER_NODE={each}: each pod is to run {each} processes, but this script was started as a single one. "
-            "Let the command of the pods be: trainkit launch script.py   (or torchrun), which reads these variables."
+            f"PET_NPROC_PER_NODE={each}: each pod should run {each} processes, but this script was started as one. Set the "
+            "command of the pods to: trainkit launch script.py   (or torchrun), which reads these variables."
         )
     return replace(place, local_rank=0, local_size=1, node=place.rank, nodes=place.size)
 
 
 def _kubernetes(env: Mapping[str, str]) -> Place | None:
-    """The PET_ variables, which are meant for torchrun, in a pod whose command is the script itself."""
+    """The place by the PET_ variables, which are for torchrun, in a pod whose command is the script itself."""
     text = env.get("PET_NNODES", "1").strip()
     if text in ("", "1", "1:1"):
         return None
@@ -179,9 +179,9 @@ def _kubernetes(env: Mapping[str, str]) -> Place | None:
     address, port = env.get("PET_MASTER_ADDR", "").strip(), port_number(env, "PET_MASTER_PORT")
     if nodes is None or rank is None or not address or port is None:
         raise ConfigurationError(
-            f"PET_NNODES={text}: this pod is one of several, but which one, and where they meet, a launcher must find out. "
-            "Let the command of the pods be: trainkit launch script.py   (or torchrun). To run this process alone, unset "
-            "PET_NNODES."
+            f"PET_NNODES={text}: this pod is one of several, but its rank and the address of the first one are not set. Set "
+            "the command of the pods to: trainkit launch script.py   (or torchrun). To run this process alone: unset "
+            "PET_NNODES"
         )
     place = Place(rank, nodes, 0, 1, rank, nodes, address, port, "Kubernetes", "PET_NNODES and PET_NODE_RANK are set")
     return _one_in_each_pod(env, checked(place, "PET_NODE_RANK", "PET_NNODES"))

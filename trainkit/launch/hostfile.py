@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["Host", "parse_hostfile", "read_hostfile"]
+__all__ = ["Host", "read_hostfile"]
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """A host, by the name that ssh knows (also ``user@name``), and its number of processes."""
 
     name: str
@@ -25,38 +24,30 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """The hosts of a file, in its order; see :func:`parse_hostfile`."""
+    """The hosts of a file, in its order; ``#`` begins a comment.
+
+    Raises:
+        ConfigurationError: no such file, a wrong line, a host that is named twice, or no host.
+    """
     try:
-        return parse_hostfile(Path(path).read_text("utf-8"), str(path))
+        text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not a text file with lines such as: node1 slots=8"
         raise ConfigurationError(f"the hostfile {str(path)!r} cannot be read: {why}.") from error
-
-
-def parse_hostfile(text: str, source: str) -> list[Host]:
-    """The hosts that a text names; what follows a ``#`` is a comment.
-
-    Raises:
-        ConfigurationError: a wrong line, a host that is named twice, or no host. ``source`` names the file.
-    """
-    lines: dict[str, int] = {}
-    hosts = []
+    hosts: dict[str, tuple[Host, int]] = {}  # by address, with the line
     for number, line in enumerate(text.splitlines(), 1):
         content = re.sub(r"(^|\s)#.*", "", line).strip()
         if not content:
             continue
         match = re.fullmatch(r"([^\s-]\S*)\s+slots=0*([1-9]\d*)", content)  # ssh would take -x for an option
         if match is None:
-            raise ConfigurationError(
-                f"{source}, line {number}: expected a host and its number of processes, as 'node1 slots=8', not {content!r}."
-            )
-        hosts.append(Host(match[1], int(match[2])))
-        first = lines.setdefault(hosts[-1].address, number)
-        if first != number:
-            raise ConfigurationError(
-                f"{source}, line {number}: {hosts[-1].address!r} is in line {first} already. Name each host once, with all its "
-                "slots."
-            )
+            problem = f"expected a host and its number of processes, as 'node1 slots=8', not {content!r}."
+            raise ConfigurationError(f"{path}, line {number}: {problem}")
+        host = Host(match[1], int(match[2]))
+        if host.address in hosts:
+            problem = f"{host.address!r} is in line {hosts[host.address][1]} already. Name each host once, with all its slots."
+            raise ConfigurationError(f"{path}, line {number}: {problem}")
+        hosts[host.address] = host, number
     if not hosts:
-        raise ConfigurationError(f"{source} names no host. It should have lines such as: node1 slots=8")
-    return hosts
+        raise ConfigurationError(f"{path} names no host. It should have lines such as: node1 slots=8")
+    return [host for host, _ in hosts.values()]

@@ -1,9 +1,9 @@
-"""What the environment says of the machines of a job to ``trainkit launch``, which starts the workers of one of them."""
+"""What the environment says about the nodes of a job to ``trainkit launch``, which starts the workers of one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch.clusters import jsrun_place, mpi_place, slurm_place
@@ -14,17 +14,17 @@ __all__ = ["Nodes", "grace", "join_timeout", "node_range", "quietly", "read_node
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a job, as far as they are known; ``None`` is what was not said.
+    """The nodes of a job, as far as they are known; ``None``: not set.
 
     Attributes:
-        least: machines that are needed.
-        most: machines that are taken.
-        rank: the number of this one.
-        master_addr: where they meet.
-        master_port: the port there.
-        per_node: the processes of each: a number, "auto" or "gpu".
-        max_restarts: how often the processes may be started anew.
-        source: who said it, for messages.
+        least: smallest number of nodes that the job runs on.
+        most: largest number.
+        rank: rank of this node.
+        master_addr: address of the first node.
+        master_port: port on the first node.
+        per_node: processes of each node: a number, "auto" or "gpu".
+        max_restarts: how many times to restart all processes after a failure.
+        source: what set these values, for messages.
     """
 
     least: int | None = None
@@ -34,53 +34,57 @@ class Nodes:
     master_port: int | None = None
     per_node: str | None = None
     max_restarts: int | None = None
-    source: str = "nobody"
+    source: str | None = None
+
+    def over(self, other: Nodes) -> Nodes:
+        """These values, and those of ``other`` for what is not set."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Nodes(*(theirs if ours is None else ours for ours, theirs in pairs))
 
 
 def read_nodes(env: Mapping[str, str]) -> Nodes:
-    """What the environment variables say: those of Kubernetes' training operators, or of a batch system that has started
-    one process on each machine.
+    """The nodes by the variables of Kubernetes' training operators, or of a batch system with one process on each node.
 
     Raises:
-        ConfigurationError: they contradict each other, or several processes were started on a machine.
+        ConfigurationError: the variables contradict each other, or several processes were started on a node.
     """
     if env.get("LOCAL_RANK") and env.get("TORCHELASTIC_RUN_ID"):
-        return Nodes()  # inside of a worker: what is set is about that worker
+        return Nodes()  # inside a worker, whose own place the variables describe
     if env.get("PET_NNODES"):
         return _kubernetes(env)
     place = jsrun_place(env) or mpi_place(env) or slurm_place(env)
     if place is not None and place.size > 1:
         if place.local_size not in (None, 1) or (place.nodes is not None and place.nodes != place.size):
             raise ConfigurationError(
-                f"{place.launcher} has started {place.size} processes, several on a machine, and each would start workers "
-                "of its own. Start one on each machine (srun --ntasks-per-node=1 trainkit launch …), or leave trainkit launch "
-                f"out: {place.launcher} starts the script itself, once for each GPU."
+                f"{place.launcher} has started {place.size} processes, several on a node, and each would start workers of its "
+                "own. Start one on each node: srun --ntasks-per-node=1 trainkit launch …   Or remove trainkit launch: "
+                f"{place.launcher} then starts the script itself, once for each GPU."
             )
         return Nodes(place.size, place.size, place.rank, place.master_addr, place.master_port, source=place.launcher)
-    return _numbered(env)
+    return _pods(env)
 
 
 def node_range(text: str, name: str) -> tuple[int, int]:
-    """``"2"`` or ``"1:4"`` as the smallest and the largest number of machines."""
+    """``"2"`` or ``"1:4"`` as the smallest and the largest number of nodes."""
     low, between, high = text.strip().partition(":")
     high = high if between else low
     if not low.isdigit() or not high.isdigit() or not 1 <= int(low) <= int(high):
-        raise ConfigurationError(f"{name} must be a number of machines, or the smallest and the largest as 2:4, not {text!r}.")
+        raise ConfigurationError(f"{name} must be a number of nodes, or the smallest and the largest as 2:4, not {text!r}.")
     return int(low), int(high)
 
 
 def grace(env: Mapping[str, str]) -> float:
-    """The seconds that workers have to save and end after a signal: ``TRAINKIT_GRACE``, else 30."""
+    """Seconds for workers to save and end after a signal: ``TRAINKIT_GRACE``, default 30."""
     return _seconds(env, "TRAINKIT_GRACE", 30.0)
 
 
 def join_timeout(env: Mapping[str, str]) -> float:
-    """The seconds that machines wait for each other: ``TRAINKIT_JOIN_TIMEOUT``, else 600."""
+    """Seconds that nodes wait for each other: ``TRAINKIT_JOIN_TIMEOUT``, default 600."""
     return _seconds(env, "TRAINKIT_JOIN_TIMEOUT", 600.0)
 
 
 def quietly(env: MutableMapping[str, str]) -> dict[str, str]:
-    """Keep torch's own C++ log out of what the agent prints; before torch is imported. Returns the variables of the workers."""
+    """Before torch is imported: keep its C++ log out of the agent's output. Returns the variables for the workers."""
     before = dict(env)
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return before
@@ -112,8 +116,8 @@ def _kubernetes(env: Mapping[str, str]) -> Nodes:
     )
 
 
-def _numbered(env: Mapping[str, str]) -> Nodes:
-    """RANK and WORLD_SIZE of pods: the first operator for PyTorch had nothing else."""
+def _pods(env: Mapping[str, str]) -> Nodes:
+    """Pods numbered by RANK and WORLD_SIZE, which is all that the first operator for PyTorch sets."""
     rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
     if "KUBERNETES_SERVICE_HOST" not in env or rank is None or size is None or size < 2:
         return Nodes()

@@ -1,4 +1,9 @@
-"""``notebook_launcher``: run a function of a notebook or script in several fresh processes."""
+"""``notebook_launcher``: run a function of a notebook or script in several fresh processes.
+
+:mod:`trainkit.launch.agent` starts the processes; the pickled call and its result go through a folder. Beyond that, users rely
+on what Accelerate's function checks and prints, on errors that name what cannot be sent or which rank has failed, on the source
+of cells in tracebacks, and on XLA, whose runtime starts the processes itself.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+from trainkit.checks import is_number, whole_number
 from trainkit.config.carried import VARIABLE, Settings, carried, carry
 from trainkit.config.keys import KEYS, checked
 from trainkit.distributed.failure import summary
@@ -20,7 +27,8 @@ from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, U
 from trainkit.launch.cuda_watch import warn_if_cuda_initialized
 from trainkit.launch.environment import read_place
 from trainkit.launch.nodes import grace, join_timeout
-from trainkit.launch.notebook_child import CALL, SETTINGS, TASK, read_reports
+from trainkit.launch.notebook_child import CALL, FOLDER, TASK, read_reports
+from trainkit.launch.pickling import dump_call, load
 from trainkit.launch.tpu import tpu_is_chosen
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED, Verdict
 
@@ -82,21 +90,14 @@ def notebook_launcher(
     if not isinstance(args, tuple | list):
         raise ConfigurationError(f"{_NAME}: args must be a tuple of the function's arguments, as args=(model,), not {args!r}.")
     mixed_precision = checked("mixed_precision", mixed_precision, KEYS, "mixed_precision")
-    for name, value, least in (
-        ("num_processes", 1 if num_processes is None else num_processes, 1),
-        ("max_restarts", max_restarts, 0),
-        ("num_nodes", num_nodes, 1),
-        ("node_rank", node_rank, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{_NAME}: {name} must be an integer ≥ {least}, not {value!r}.")
-    timeout = _join_timeout(dict(rdzv_conf or {}), node_rank)
+    num_processes = whole_number(num_processes, f"{_NAME}(num_processes=)", 1, optional=True)
+    max_restarts = whole_number(max_restarts, f"{_NAME}(max_restarts=)")
+    nodes = {
+        **_nodes(num_nodes, node_rank, master_addr, str(use_port), str(rdzv_endpoint)),
+        "join_timeout": _join_timeout(dict(rdzv_conf or {}), node_rank),
+    }
     if rdzv_backend not in ("static", "c10d"):
         raise UnsupportedArgumentError(f"{_NAME}: rdzv_backend={rdzv_backend!r} is not supported. Remove it.")
-    host, colon, port = str(rdzv_endpoint).rpartition(":")
-    if rdzv_endpoint:
-        master_addr, use_port = (host, port) if colon else (rdzv_endpoint, use_port)
-    nodes = _nodes(num_nodes, node_rank, master_addr, str(use_port), bool(rdzv_endpoint))
     _refuse_worker(num_nodes)
     settings = Settings({"mixed_precision": mixed_precision}, source=_NAME)
     if VARIABLE in os.environ:  # set by the launcher of this process
@@ -106,56 +107,42 @@ def notebook_launcher(
     if count == 1 and num_nodes == 1 and replicas is None:
         return _run_here(function, args, carry(settings))
     warn_if_cuda_initialized(_NAME)
-    job = {**nodes, "per_node": count, "max_restarts": max_restarts, "join_timeout": timeout}
-    return _launch(function, tuple(args), carry(settings), job, log_line_prefix_template, replicas)
+    job = {**nodes, "per_node": count, "max_restarts": max_restarts}
+    return _launch(dump_call(function, tuple(args)), carry(settings), job, log_line_prefix_template, replicas)
 
 
 def _launch(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    variables: Mapping[str, str],
-    options: Mapping[str, Any],
-    template: str | None,
-    replicas: int | None,
+    call: bytes, variables: Mapping[str, str], options: Mapping[str, Any], template: str | None, replicas: int | None
 ) -> Any:
     from trainkit.launch.agent import Job, conduct
-    from trainkit.launch.pickling import dump_call, load
     from trainkit.launch.worker_output import WorkerOutput, is_redirected, shows_progress
 
-    call, progress = dump_call(function, args), shows_progress()
+    progress, environment = shows_progress(), {**os.environ, **variables}
     output = WorkerOutput(template) if template is not None or is_redirected() else None
-    # the source of cells, which is in no file, for tracebacks
-    sources = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None}
-    settings = {"argv": sys.argv, "sources": sources, "shows_progress": {} if output is None else progress}
-    master = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}  # the agent sets others
-    try:
-        with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:  # which only this user can read
-            try:
-                Path(folder, CALL).write_bytes(call)
-                Path(folder, SETTINGS).write_text(json.dumps(settings))
-            except OSError as error:
-                raise ConfigurationError(
-                    f"{_NAME}: cannot write {len(call)} bytes to {folder}: {error.strerror}. Before Python starts, set a "
-                    "folder with more space: export TMPDIR=/path"
-                ) from error
-            del call
-            task = json.dumps({"folder": folder, "replicas": replicas, "master": master})
-            job = Job(
-                _command(progress["stdout"]),
-                {**os.environ, **variables, TASK: task},
-                launcher=_NAME,
-                grace=grace(os.environ),
-                output=None if output is None else output.take,
-                **options,
-            )
-            try:
-                verdict = conduct(job)
-            except ConfigurationError as error:
-                raise ConfigurationError(f"{error} (In {_NAME}: master_addr, use_port and node_rank.)") from error
-            failures, result = read_reports(Path(folder))
-    finally:
-        if output is not None:
-            output.close()
+    task = {
+        "argv": sys.argv,
+        # of cells, which are in no file, for tracebacks
+        "sources": {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None},
+        "shows_progress": {} if output is None else progress,
+        "replicas": replicas,
+        "environment": {} if replicas is None else environment,
+    }
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder, closing(output) if output else nullcontext():
+        _write(Path(folder), call, task)  # into a folder that only this user can read
+        del call
+        job = Job(
+            _command(progress["stdout"]),
+            {**environment, FOLDER: folder},
+            launcher=_NAME,
+            grace=grace(os.environ),
+            output=None if output is None else output.take,
+            **options,
+        )
+        try:
+            verdict = conduct(job)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error} (In {_NAME}: master_addr, use_port and node_rank.)") from error
+        failures, result = read_reports(Path(folder))
     _raise_failure(verdict, failures)
     try:
         return None if result is None else load(result)
@@ -163,6 +150,17 @@ def _launch(
         raise ConfigurationError(
             f"{_NAME}: the function has returned, but its result cannot be read here: {summary(error)}. Return numbers, "
             "tensors and a state_dict, or save the result to a file."
+        ) from error
+
+
+def _write(folder: Path, call: bytes, task: Mapping[str, Any]) -> None:
+    try:
+        (folder / CALL).write_bytes(call)
+        (folder / TASK).write_text(json.dumps(task))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{_NAME}: cannot write {len(call)} bytes to {folder}: {error.strerror}. Before Python starts, set a folder with "
+            "more space: export TMPDIR=/path"
         ) from error
 
 
@@ -177,32 +175,31 @@ def _command(shows_progress: bool) -> tuple[str, ...]:
 
 
 def _raise_failure(verdict: Verdict, failures: list[dict[str, Any]]) -> None:
-    by_step = {failure["step"]: failure for failure in reversed(failures)}  # the first of each step
-    if verdict.code == 0:
-        if "returning" in by_step:
-            raise ConfigurationError(by_step["returning"]["summary"])
-        return
+    """Raise the error of the run: the first failure that does not follow from another; what cannot be sent comes after it."""
+    causes = [failure for failure in failures if not failure["follows"]]
+    first = min(causes, key=lambda failure: bool(failure["refused"]), default=None)
     if verdict.code == INTERRUPTED:
         raise KeyboardInterrupt
     if verdict.code == PREEMPTED:
         raise Preempted(verdict.first or "the processes were stopped by a signal")
-    if "loading" in by_step:
-        raise ConfigurationError(
-            f"{_NAME}: the function or its arguments cannot be loaded in another process: {by_step['loading']['summary']}. "
-            "Modules are imported there from sys.path. Define the function in a cell or in the script, save the module to a "
-            "file, or send it by value: cloudpickle.register_pickle_by_value(module)"
-        )
-    first = next((failure for failure in failures if not failure["follows"]), None)
+    if first is not None and first["refused"]:
+        raise ConfigurationError(first["summary"])
+    if verdict.code == 0:
+        return
     if first is not None:
         raise ProcessFailedError(f"rank {first['rank']} failed: {first['summary']}. Its traceback is in the output.")
     why = verdict.last_words or next((failure["summary"] for failure in failures), None) or verdict.first
     raise ProcessFailedError(f"{why or 'the processes have failed'}.")
 
 
-def _nodes(num_nodes: int, node_rank: int, master_addr: str, port: str, endpoint: bool) -> dict[str, Any]:
+def _nodes(num_nodes: int, node_rank: int, master_addr: str, port: str, endpoint: str) -> dict[str, Any]:
     """The nodes, as arguments of :class:`trainkit.launch.agent.Job`."""
-    if node_rank >= num_nodes:
+    whole_number(num_nodes, f"{_NAME}(num_nodes=)", 1)
+    if whole_number(node_rank, f"{_NAME}(node_rank=)") >= num_nodes:
         raise ConfigurationError(f"{_NAME}: node_rank={node_rank} must be less than num_nodes={num_nodes}.")
+    if endpoint:
+        host, colon, given = endpoint.rpartition(":")
+        master_addr, port = (host, given) if colon else (endpoint, port)
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(f"{_NAME}: use_port must be a port from 0 to 65535, not {port!r}.")
     if num_nodes == 1:
@@ -219,7 +216,7 @@ def _join_timeout(conf: dict[str, Any], node_rank: int) -> float:
     timeout = join_timeout(os.environ)
     for name, value in conf.items():
         if name in ("timeout", "join_timeout"):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            if not is_number(value) or not 0 < value < float("inf"):
                 raise ConfigurationError(f"{_NAME}: rdzv_conf: {name} must be a number of seconds, not {value!r}.")
             timeout = float(value)
         elif name != "rank" or value != node_rank:

@@ -22,7 +22,6 @@ from trainkit.errors import ConfigurationError
 __all__ = ["dump_call", "dump_result", "load"]
 
 _MAX_DEPTH = 8  # how deep to search an object for the part that cannot be pickled
-_MAKE_INSIDE = "It already belongs to this process: create the Accelerator or Trainer inside the function."
 
 
 class _BoundError(Exception):
@@ -51,15 +50,9 @@ def dump_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     Raises:
         ConfigurationError: a part cannot be pickled; the message names it.
     """
-    try:
-        return _dump((function, args))
-    except Exception as error:
-        name = _name(function)
-        parts = {name: function, **{f"argument {index}": value for index, value in enumerate(args)}}
-        part, why = _first_culprit(parts) or (f"{name} with its arguments", error)
-        fix = "Create it inside the function, or pass what it is made of."
-        reason = f". {_MAKE_INSIDE}" if isinstance(why, _BoundError) else f": {_text(why)}. {fix}"
-        raise ConfigurationError(f"notebook_launcher: {part} cannot be sent to other processes{reason}") from error
+    parts = {_name(function): function, **{f"argument {index}": value for index, value in enumerate(args)}}
+    fix = "Create it inside the function, or pass what it is made of."
+    return _dump_parts((function, args), parts, "", "cannot be sent to other processes", fix)
 
 
 def dump_result(result: Any) -> bytes:
@@ -68,16 +61,8 @@ def dump_result(result: Any) -> bytes:
     Raises:
         ConfigurationError: a part cannot be pickled; the message names it.
     """
-    try:
-        return _dump(result)
-    except Exception as error:
-        part, why = _first_culprit({"the result": result}) or ("the result", error)
-        bound = "it belongs to the process group (for a prepared model, return accelerator.unwrap_model(model))"
-        raise ConfigurationError(
-            f"notebook_launcher: the function has returned, but {part} cannot be sent back: "
-            f"{bound if isinstance(why, _BoundError) else _text(why)}. Return numbers, tensors or a state_dict, or save the "
-            "result to a file."
-        ) from error
+    fix = "Return numbers, tensors, a state_dict or accelerator.unwrap_model(model), or save the result to a file."
+    return _dump_parts(result, {"the result": result}, "the function has returned, but ", "cannot be sent back", fix)
 
 
 def load(data: bytes) -> Any:
@@ -89,6 +74,17 @@ def _dump(value: Any) -> bytes:
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
+
+
+def _dump_parts(value: Any, parts: Mapping[str, Any], before: str, problem: str, fix: str) -> bytes:
+    """Pickle a value that has these parts, or say which of them is the problem."""
+    try:
+        return _dump(value)
+    except Exception as error:
+        part, why = _first_culprit(parts) or (next(iter(parts)), error)
+        bound = isinstance(why, _BoundError)
+        reason = "it belongs to this process" if bound else f"{type(why).__name__}: {str(why).strip().rstrip('.')}"
+        raise ConfigurationError(f"notebook_launcher: {before}{part} {problem}: {reason}. {fix}") from error
 
 
 def _first_culprit(parts: Mapping[str, Any], depth: int = 0) -> tuple[str, Exception] | None:
@@ -132,7 +128,3 @@ def _outer_variables(function: FunctionType) -> dict[str, Any]:
 
 def _name(function: Callable[..., Any]) -> str:
     return f"the function {getattr(function, '__name__', type(function).__name__)}"
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}"

@@ -1,8 +1,10 @@
 """``run_hosts``: run the parts of a job on several hosts by ``ssh -tt``; returns the exit code of the host that failed first.
 
 ssh opens a terminal on each host. When ssh ends, because this process or the connection does, the terminal hangs up, which ends
-what runs there. The other end is :mod:`trainkit.cli.launch_child`. It sends lines that begin with a mark and the kind of line:
-``1`` and ``2`` for output, ``v`` for its versions when it is ready, ``c`` for its exit code; ``s`` asks for the script.
+what runs there. A terminal alone merges the two streams of output, has no key for SIGTERM and no word for a silent network.
+So the other end, :mod:`trainkit.cli.launch_child`, sends lines that begin with a mark and the kind of line: ``1`` and ``2`` for
+output, ``v`` for its versions when it is ready, ``c`` for its exit code; ``s`` asks for the script. It gets :data:`START`,
+:data:`HEARTBEAT` and :data:`SIGNAL`.
 """
 
 from __future__ import annotations
@@ -32,11 +34,10 @@ __all__ = ["HEARTBEAT", "LINE_END", "MARK", "SIGNAL", "START", "host_script", "r
 MARK, LINE_END = b"\x1e", re.compile(rb"\r?\n|\r(?=[^\n])")  # a progress bar returns to the start of the line
 START, HEARTBEAT, SIGNAL = b"start", b"heartbeat", b"signal "  # lines to the hosts
 
-# a terminal without escapes, in which a line "~." would close the connection; no questions
-_OPTIONS = ("-tt", "-enone", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
+# a terminal without escapes, in which a line "~." would close the connection; no questions; no word when the terminal closes
+_OPTIONS = ("-tt", "-enone", "-oBatchMode=yes", "-oLogLevel=ERROR", "-oConnectTimeout=10", "-oServerAliveInterval=20")
 # bash reads the script from the terminal, so that no list of processes shows the values in it
 _READ_SCRIPT = """exec bash -c 'stty raw -echo && printf "\\036s\\n" && eval "$(head -c {})"'"""
-_CLOSED = re.compile(rb"(Shared c|C)onnection to .* closed\.")  # what ssh prints after each terminal
 _HEARTBEAT = 10.0  # seconds
 _FAILURE_TIMEOUT = 15.0  # seconds for the other hosts to end by themselves after a failure
 _AGENT_TIMEOUT = 15.0  # seconds for an agent to end, in addition to the grace period of its workers
@@ -78,23 +79,24 @@ def run_hosts(scripts: Mapping[str, str], ssh: Sequence[str], grace: float, join
 
 
 class _Host:
-    """A host and its ssh; ``code`` is how it ended, ``lost`` that this is no code of its own, ``tail`` its last error lines."""
+    """A host and its ssh; ``code`` is its exit code, ``lost`` that it has sent none, ``tail`` its last error lines."""
 
     def __init__(self, name: str, script: bytes, process: Any) -> None:
         self.name, self.script, self.process = name, script, process
         self.versions: dict[str, str] = {}
-        self.sent_code: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.sent_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.code: int | None = None
         self.lost = False
         self.tail: deque[str] = deque(maxlen=200)
 
     @property
-    def exit_code(self) -> int:
-        return 1 if self.lost or self.code is None else self.code
-
-    @property
     def last_line(self) -> str:
         return next((line.strip() for line in reversed(self.tail) if line.strip()), "")
+
+    @property
+    def has_followed(self) -> bool:
+        """Whether it failed because another host did."""
+        return names_another_failure("\n".join(list(self.tail)[-8:]))
 
 
 class _Launcher:
@@ -145,14 +147,13 @@ class _Launcher:
         self._changed.set()
 
     async def _watch(self, host: _Host) -> None:
-        """Show the output of a host until it has ended."""
+        """Show the output of a host until it has sent its exit code, or its terminal has hung up."""
         reads = [self._read(host, number, getattr(host.process, name)) for number, name in ((1, "stdout"), (2, "stderr"))]
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(each) for each in (*reads, host.process.wait())]
-        ended: asyncio.Future[Any] = asyncio.create_task(asyncio.wait(tasks))
-        await asyncio.wait({ended, host.sent_code}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({ended}, timeout=_CLOSE_TIMEOUT)  # another process may hold its output open
+        await asyncio.wait({tasks[0], host.sent_code}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT)  # another process may hold the output of ssh open
         host.lost = not host.sent_code.done()
-        host.code = host.process.returncode if host.lost else host.sent_code.result()
+        host.code = 1 if host.lost else host.sent_code.result()
         self._changed.set()
 
     async def _read(self, host: _Host, number: int, stream: asyncio.StreamReader) -> None:
@@ -173,7 +174,7 @@ class _Launcher:
             self._changed.set()
         elif kind == b"c":
             host.sent_code.set_result(int(line[2:]))
-        elif kind or (line and not _CLOSED.match(line)):
+        elif kind or line:
             text = (line[2:] if kind else line).decode(errors="replace")
             if kind != b"1":  # errors, and all that comes from the set-up
                 host.tail.append(text)
@@ -230,16 +231,17 @@ class _Launcher:
         return True
 
     async def _wait_for_end(self) -> None:
-        running, sent, stopping, deadline = list(self._hosts), 0, False, math.inf
-        while running:
+        """Pass signals on, and stop the other hosts after a failure; until all have ended, or their time is up."""
+        passed, stopping, deadline = 0, False, math.inf
+        while any(host.code is None for host in self._hosts):
             await self._wait(deadline)
-            failed = [host for host in running if host.code not in (None, 0)]
-            running = [host for host in running if host.code is None]
-            for number in self._signals[sent:]:
+            for number in self._signals[passed:]:
                 self._send(SIGNAL + b"%d" % number)
-                timeout = _AGENT_TIMEOUT + (0.0 if sent else self._grace)
-                again = self._signals == [signal.SIGINT]  # the user can press it again
-                deadline, stopping, sent = min(deadline, math.inf if again else time.monotonic() + timeout), True, sent + 1
+                timeout = _AGENT_TIMEOUT + (0.0 if passed else self._grace)
+                again = self._signals == [signal.SIGINT]  # the user can press Ctrl-C again
+                deadline, stopping = min(deadline, math.inf if again else time.monotonic() + timeout), True
+                passed += 1
+            failed = [host for host in self._hosts if host.code and host not in self._failed]
             if failed and not stopping:
                 self._failed += failed
                 saving = any(host.code in (PREEMPTED, INTERRUPTED) for host in failed)
@@ -251,25 +253,29 @@ class _Launcher:
                 deadline, stopping = time.monotonic() + self._grace + _AGENT_TIMEOUT, True
 
     async def _result(self) -> int:
-        lost, late = [host for host in self._hosts if host.lost], [host.name for host in self._hosts if host.code is None]
-        for host in lost:
-            why = f"; ssh says: {host.last_line}" if host.code == _SSH_FAILED and host.last_line else ""
-            await self._show(2, f"{host.name} ended without an exit code: connection lost, or agent killed{why}")
-        if late:
-            await self._show(2, f"not ended in time: {', '.join(late)}. Closing the connection ends what runs there.")
-        codes = [host.exit_code for host in self._hosts]
+        """The exit code of the job; the user reads last why it is not 0."""
+        explained = await self._explain_missing_codes()
+        codes = [1 if host.code is None else host.code for host in self._hosts]
         if signal.SIGINT in self._signals[:1]:
             return INTERRUPTED if any(codes) else 0
         if not self._failed:
             return PREEMPTED if PREEMPTED in codes else max(codes)
-        first = min(self._failed, key=lambda host: (_has_followed(host), host.code in _UNSPECIFIC))
-        tail = list(first.tail)
-        starts = [at for at, line in enumerate(tail) if "Traceback (most recent call last)" in line]
-        if starts and self._last_error is not first and not lost and not late:  # it should be the last thing on the terminal
+        first = min(self._failed, key=lambda host: (host.has_followed, host.code in _UNSPECIFIC and not host.lost))
+        _, trace, rest = "\n".join(first.tail).rpartition("Traceback (most recent call last)")
+        if trace and not explained and self._last_error is not first:
             await self._show(2, f"{first.name} failed first, with:")
-            for line in tail[starts[-1] :]:
+            for line in (trace + rest).split("\n"):
                 await self._show(2, line, first)
-        return first.exit_code
+        return first.code or 1
+
+    async def _explain_missing_codes(self) -> bool:
+        """Name the hosts that have sent no exit code; returns whether there are any."""
+        for host in (lost := [host for host in self._hosts if host.lost]):
+            why = f"; ssh says: {host.last_line}" if host.process.returncode == _SSH_FAILED and host.last_line else ""
+            await self._show(2, f"{host.name} ended without an exit code: connection lost, or agent killed{why}")
+        if late := [host.name for host in self._hosts if host.code is None]:
+            await self._show(2, f"not ended in time: {', '.join(late)}. Closing the connection ends what runs there.")
+        return bool(lost or late)
 
 
 def _end_with_parent() -> None:
@@ -278,22 +284,18 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
-def _has_followed(host: _Host) -> bool:
-    """Whether it failed because another host did."""
-    return names_another_failure("\n".join(list(host.tail)[-8:]))
-
-
 def _why_not_ready(host: _Host, ssh: Sequence[str]) -> str:
     why = host.last_line
-    if host.code == _SSH_FAILED:
+    code = host.process.returncode
+    if code == _SSH_FAILED:
         return (
             f"{host.name} cannot be reached: {why or 'ssh gives no reason'}. This must work without a question: "
             f"{shlex.join(ssh)} -o BatchMode=yes {host.name} true"
         )
     hint = ""
-    if "No module named" in why or ": cd: " in why or host.code in (126, 127):
+    if "No module named" in why or ": cd: " in why or code in (126, 127):
         hint = (
             f" trainkit {__version__}, its Python and the working directory must be there under the same paths as here. To use "
             "another Python: --setup 'TRAINKIT_PYTHON=/path/to/python'; for packages that are missing: --export PYTHONPATH"
         )
-    return f"the set-up of {host.name} ended with exit code {host.code}: {why or 'it gives no reason'}.{hint}"
+    return f"the set-up of {host.name} ended with exit code {code}: {why or 'it gives no reason'}.{hint}"

@@ -1,4 +1,4 @@
-"""Where a run runs: ``accelerator``, ``devices``, ``num_nodes`` and ``strategy`` → a strategy that is one of the processes."""
+"""Resolve ``accelerator``, ``devices``, ``num_nodes`` and ``strategy`` to a strategy on this process's device."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "m
 
 
 def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> RequestedDevices:
-    """What the arguments of the same names ask for.
+    """The devices that these arguments request.
 
     Raises:
-        ConfigurationError: devices or nodes that make no sense.
+        ConfigurationError: a wrong value of devices or num_nodes.
         UnknownNameError: an unknown accelerator.
         UnsupportedArgumentError: an HPU or IPU.
     """
@@ -52,12 +52,14 @@ def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> RequestedDevi
 
 
 def _read_devices(devices: Any) -> tuple[int | None, tuple[int, ...] | None]:
-    """Number of processes per node (-1: one for each GPU), and the indices of the GPUs if they were given."""
+    """Number of processes per node (-1: one for each GPU), and the indices of the GPUs if given."""
     if devices in ("auto", None):
         return None, None
     if (named := _named_gpus(devices)) is not None:
         if len(set(named)) < len(named):
-            raise ConfigurationError(f"devices={list(named)!r} names a GPU twice.")
+            raise ConfigurationError(
+                f"devices={list(named)!r} names a GPU twice. Name each once: devices={sorted(set(named))!r}"
+            )
         return len(named), named
     if devices in (-1, "-1"):
         return -1, None
@@ -77,17 +79,14 @@ def _named_gpus(devices: Any) -> tuple[int, ...] | None:
 
 
 def chosen_strategy(name: str, wanted: RequestedDevices) -> str:
-    """The name of the strategy that another name, ``"auto"`` among them, comes to.
+    """The name of the strategy to use; ``"auto"`` is replaced unless the run has one device that is not a TPU.
 
     Args:
         name: as the user gave it.
-        wanted: where to run.
-
-    Returns:
-        "auto" only where it is one device that is not a TPU.
+        wanted: the requested devices.
 
     Raises:
-        ConfigurationError: it does not run there, or the variables of a launcher contradict each other.
+        ConfigurationError: the strategy does not support the device, or the variables of a launcher contradict each other.
     """
     info = find_info(name)
     if name == "auto":
@@ -99,7 +98,9 @@ def chosen_strategy(name: str, wanted: RequestedDevices) -> str:
     if info is not None and info.one_device:
         note_alone(1)
     if wanted.accelerator == DEVICE and (info is None or DEVICE not in info.devices):
-        raise ConfigurationError(f"accelerator='tpu' works with strategy='xla', not with {name!r}. Leave strategy out.")
+        raise ConfigurationError(
+            f"accelerator='tpu' works with strategy='xla', not with {name!r}. Remove strategy, or set strategy='xla'."
+        )
     return name
 
 
@@ -117,18 +118,18 @@ def joined_strategy(
     arguments: StepArguments | None = None,
     said: str = "",
 ) -> Strategy:
-    """The strategy, on its device, as one of the processes of the run.
+    """The strategy on its device, after this process has joined the others of the run.
 
     Args:
         strategy: a name or an object; "auto": one device, or DDP on several.
-        wanted: where to run.
-        sync_batchnorm: statistics over all processes.
-        precision: that it is to have.
-        arguments: of the ``Trainer``, which must not ask for what the strategy cannot do.
-        said: a notice, once it is known which process speaks.
+        wanted: the requested devices.
+        sync_batchnorm: compute BatchNorm statistics over all processes.
+        precision: its precision.
+        arguments: those of the ``Trainer``; what the strategy does not support is refused.
+        said: a notice to print after joining, when the main process is known.
 
     Raises:
-        ConfigurationError: arguments that contradict each other or what is there.
+        ConfigurationError: arguments that contradict each other or the devices of this process.
     """
     if isinstance(strategy, str):
         name = chosen_strategy(strategy, wanted)
@@ -155,14 +156,16 @@ def joined_strategy(
 
 
 def _single_device(wanted: RequestedDevices) -> torch.device | str:
-    """The device of a run on one."""
+    """The device of a run on a single one."""
     if wanted.indices is None or len(wanted.indices) != 1:
         return wanted.accelerator
     (index,) = wanted.indices
     if wanted.accelerator in ("auto", "cuda") and torch.cuda.is_available():
         return torch.device("cuda", index)
     if index:
-        raise ConfigurationError(f"devices=[{index}]: there is no GPU number {index} for accelerator={wanted.accelerator!r}.")
+        raise ConfigurationError(
+            f"devices=[{index}]: there is no GPU number {index} for accelerator={wanted.accelerator!r}. Remove devices."
+        )
     return wanted.accelerator
 
 
@@ -173,5 +176,5 @@ def _check_device(made: Strategy, wanted: RequestedDevices) -> None:
 
 def _synchronize_batchnorm(made: Strategy) -> None:
     if not made.can_sync_batchnorm:
-        raise ConfigurationError(f"sync_batchnorm=True works with strategy='ddp' only, and this is {made!r}. Leave it out.")
+        raise ConfigurationError(f"sync_batchnorm=True works with strategy='ddp' only, not with {made!r}. Remove it.")
     made.sync_batchnorm = True

@@ -1,4 +1,4 @@
-"""Whether a machine has a TPU, found out without loading what runs on it."""
+"""Whether this host has a TPU, without loading torch_xla; and the place of a process on a TPU slice."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DEVICE = "xla"
 # Set while XLA's runtime starts replicas, and in them.
 REPLICA = "TRAINKIT_XLA_REPLICA"
 
-# Google's number among the makers of PCI devices, and those of its TPU chips, as torch_xla/_internal/tpu.py has them.
+# The PCI ids of Google and of its TPU chips, as in torch_xla/_internal/tpu.py.
 _VENDOR = "0x1ae0"
 _CHIPS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 
 
 def tpu_is_here(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether the machine has a TPU."""
+    """Whether this host has a TPU."""
     for device in devices.glob("*"):
         try:
             vendor, chip = (device / "vendor").read_text().strip(), (device / "device").read_text().strip()
@@ -39,9 +39,9 @@ def tpu_is_here(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 
 def tpu_is_chosen(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether a run that leaves the choice open runs on a TPU: there is one, and what runs on it is installed.
+    """Whether a run with automatic choice of the device uses a TPU: there is one, and torch_xla is installed.
 
-    A replica that XLA's runtime has started runs on that runtime, whichever it is.
+    A replica that XLA's runtime has started uses that runtime, on any device.
     """
     if REPLICA in env:
         return True
@@ -51,36 +51,38 @@ def tpu_is_chosen(env: Mapping[str, str] = os.environ) -> bool:
     if not tpu_is_here():
         return False
     if importlib.util.find_spec("torch_xla") is None:
-        notice("this machine has a TPU, which is not used: torch_xla is not installed. pip install 'trainkit-torch[xla]'")
+        notice(
+            "this host has a TPU, which is not used: torch_xla is not installed. To use it: pip install 'trainkit-torch[xla]'"
+        )
         return False
     return True
 
 
 def runtime_is_loaded() -> bool:
-    """Whether this process has loaded XLA's runtime, in which threads may be what processes are elsewhere."""
+    """Whether this process has loaded XLA's runtime, whose replicas may be threads instead of processes."""
     return "torch_xla" in sys.modules
 
 
 def place_in_slice(rank: int, size: int, local_rank: int, local_size: int, env: Mapping[str, str], parent: int) -> Place | None:
-    """Which process of a run on a TPU slice this one is; ``None`` if it is the only one.
+    """The place of this process on a TPU slice; ``None`` if it is the only one.
 
     Args:
-        rank: as the runtime counts the processes.
-        size: likewise.
-        local_rank: among those of its host.
-        local_size: the processes of a host.
+        rank: rank of the process in XLA's runtime.
+        size: number of processes in XLA's runtime.
+        local_rank: rank among the processes of its host.
+        local_size: number of processes of a host.
         env: the environment variables; those of Cloud TPU name the hosts.
-        parent: the process that has started those of this host, which tells two runs on it apart.
+        parent: id of the process that started those of this host, so that two runs on it use different ports.
 
     Raises:
-        ConfigurationError: a launcher has started other processes than the runtime knows of; it is not known where they meet.
+        ConfigurationError: a launcher has started another number of processes, or the address of the first host is not set.
     """
     started = read_place(env)
     if started is not None and started.size not in (1, size):
         raise ConfigurationError(
             f"{started.launcher} has started {started.size} processes ({started.reason}), but XLA's runtime knows of {size}: "
-            "each would train by itself. Start the script once on each host; with mode='spmd' it drives all devices of the "
-            "host, with mode='replicas' it starts its processes by XLAStrategy.launch(main)."
+            "each would train alone. Start the script once on each host; with mode='spmd' it uses all devices of the host, "
+            "with mode='replicas' it starts its processes: XLAStrategy.launch(main)"
         )
     if size == 1:
         return None
@@ -89,8 +91,8 @@ def place_in_slice(rank: int, size: int, local_rank: int, local_size: int, env: 
     address = env.get("MASTER_ADDR", "").strip() or ("127.0.0.1" if nodes == 1 else hosts[0] if hosts else "")
     if not address:
         raise ConfigurationError(
-            f"XLA's runtime knows of {size} processes on {nodes} hosts, but not how the first host is called. Set it on all of "
-            "them: export MASTER_ADDR=host0"
+            f"XLA's runtime knows of {size} processes on {nodes} hosts, but not the address of the first host. Set it on all "
+            "of them: export MASTER_ADDR=host0"
         )
     job = str(parent) if nodes == 1 else ",".join(hosts) or address
     port = port_number(env, "MASTER_PORT") or stable_port("xla", job)

@@ -1,9 +1,9 @@
-"""Two machines in one: ``Hosts`` has two network namespaces with a cable between them, and starts programs on either side.
+"""``Hosts``: two hosts on one machine, as network namespaces with a cable between them, and programs on either of them.
 
-Each host has a network, a name and processes of its own; the file system is the same, as on machines with a shared folder,
-but for what a program is not to see of it. All lives in namespaces of one small process that reads from a pipe: when the
-pipe is closed, also because the test process was killed, the kernel ends every process in them and removes the rest. Nothing
-has a name outside, so that any number of tests can run at a time. With user namespaces no root is needed.
+Each host has its own network, name and processes. They share the file system, but a program may see another folder in the place
+of one. All run in the namespaces of one small process that reads from a pipe: when the pipe is closed, also because the test
+process was killed, the kernel ends every process in them and removes the rest. Nothing has a name outside, so any number of
+tests can run at the same time. With user namespaces no root is needed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from helpers.patience import PATIENCE
 __all__ = ["ADDRESSES", "NAMES", "Hosts", "Program"]
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_ADMIN = ":/usr/sbin:/sbin"  # where some of the tools are, and which users do not search
+_ADMIN = ":/usr/sbin:/sbin"  # where some of the tools are, which is not in the PATH of users
 _TOOLS = ("unshare", "nsenter", "ip", "mount", "hostname")
 NAMES = ("host-0", "host-1")
-_NOWHERE = "02:00:00:00:00:99"  # a hardware address that nobody has
+_NOWHERE = "02:00:00:00:00:99"  # a hardware address that does not exist
 
-# ``ip netns`` keeps names in /var/run/netns, here in one that only these processes see.
+# ``ip netns`` keeps names in /var/run/netns; this one is visible to these processes only.
 _SET_UP = f"""
 mkdir -p /var/run/netns 2> /dev/null || {{ mount -t tmpfs none /run; mkdir -p /var/run/netns; }}
 mount -t tmpfs none /var/run/netns
@@ -40,7 +40,7 @@ echo ready
 cat
 """
 
-# $1: the name of the host, $2: where to go, $3 and $4: what is to be seen in the place of what; the rest is the program.
+# $1: the name of the host, $2: the working directory, $3: a folder to mount at $4; the rest is the program.
 _ENTER = 'hostname "$1"; [ -z "$3" ] || mount --bind "$3" "$4"; cd "$2"; shift 4; exec "$@"'
 
 
@@ -48,8 +48,8 @@ class Program:
     """A program that runs on a host.
 
     Attributes:
-        process: it, from outside.
-        file: what it prints goes there.
+        process: the process outside the host.
+        file: the file of its output.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], file: Path) -> None:
@@ -57,11 +57,11 @@ class Program:
 
     @property
     def output(self) -> str:
-        """What it has printed."""
+        """Its output so far."""
         return self.file.read_text()
 
     def code(self, patience: float = PATIENCE) -> int:
-        """Its exit code, negative for a signal, when it has ended; it must within ``patience`` seconds."""
+        """Its exit code, negative for a signal; it must end within ``patience`` seconds."""
         try:
             return self.process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -69,12 +69,12 @@ class Program:
 
 
 class Hosts:
-    """Two hosts, 0 and 1, with the addresses :data:`ADDRESSES`; to be used in a ``with``.
+    """Two hosts, 0 and 1, with the addresses :data:`ADDRESSES`; a context manager.
 
     The test is skipped where the tools are missing or the system allows no such namespaces.
 
     Args:
-        folder: for files with what programs print.
+        folder: for the output files of programs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,7 +95,7 @@ class Hosts:
         self._first = _child_of(self._keeper.pid)
 
     def _keep(self) -> subprocess.Popen[str]:
-        """The process that all lives in."""
+        """The process whose namespaces all others use."""
         user = [] if self._as_root else ["--user", "--map-root-user"]
         return subprocess.Popen(
             ["unshare", *user, "--mount", "--net", "--pid", "--fork", "--mount-proc", "sh", "-ec", _SET_UP],
@@ -112,7 +112,7 @@ class Hosts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._keeper.stdin is not None
-        self._keeper.stdin.close()  # by which all processes are ended; it is the last one, and waits for the others
+        self._keeper.stdin.close()  # which ends all processes; it waits for the others
         self._keeper.stdin = None
         for program in self._programs:
             program.code()
@@ -131,7 +131,7 @@ class Hosts:
             host: 0 or 1.
             command: of the program.
             env: all its variables.
-            instead: ``(this, that)``: at the path ``that`` it sees the folder ``this``.
+            instead: ``(this, that)``: mount the folder ``this`` at the path ``that``.
         """
         file = self._folder / f"host-{host}-{len(self._programs)}.txt"
         this, that = map(str, instead or ("", ""))
@@ -149,7 +149,7 @@ class Hosts:
         return self._programs[-1]
 
     def cut(self) -> None:
-        """From now on what one host sends does not get to the other, and neither is told."""
+        """Drop all packets between the hosts; neither gets an error."""
         for host, other in ((0, 1), (1, 0)):
             self._ip(host, "neigh", "replace", ADDRESSES[other], "lladdr", _NOWHERE, "dev", "eth0", "nud", "permanent")
 
@@ -171,7 +171,7 @@ class Hosts:
         self._run("sh", "-c", f"kill -9 $(ip netns pids {NAMES[host]})")
 
     def processes(self, host: int) -> int:
-        """How many processes a host has."""
+        """Number of processes of a host."""
         return len(self._run("ip", "netns", "pids", NAMES[host]).split())
 
     @property

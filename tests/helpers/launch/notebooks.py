@@ -1,4 +1,4 @@
-"""Cells run in a real Jupyter kernel, one after the other: ``from helpers.launch.notebooks import run_cells``."""
+"""Run cells in a real Jupyter kernel: ``from helpers.launch.notebooks import run_cells``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Outputs", "run_cells"]
 
 
 class Outputs(NamedTuple):
-    """What a cell has shown.
+    """The outputs of a cell.
 
     Attributes:
-        stdout: what was printed.
-        stderr: likewise.
-        value: of its last expression, as text.
-        error: what it raised, as ``"ValueError: no"``.
+        stdout: its standard output.
+        stderr: its standard error.
+        value: the value of its last expression, as text.
+        error: the exception, as ``"ValueError: no"``.
     """
 
     stdout: str
@@ -30,10 +30,10 @@ class Outputs(NamedTuple):
 
 
 def run_cells(folder: Path, cells: list[str]) -> list[Outputs]:
-    """Run cells in a kernel of its own; a cell that raises does not keep the next ones from being run.
+    """Run cells in a new kernel; after a cell that raises the next ones run too.
 
     Args:
-        folder: where the kernel works, and what it leaves behind goes.
+        folder: the working directory of the kernel, also for its files.
         cells: their source.
     """
     (folder / "cells.json").write_text(json.dumps(cells))

@@ -1,4 +1,4 @@
-"""A program instead of ssh that has a terminal, as ``ssh -tt`` has: ``from helpers.launch.terminals import write_ssh``."""
+"""A local program instead of ``ssh -tt``, with a terminal: ``from helpers.launch.terminals import write_ssh``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from pathlib import Path
 
 __all__ = ["write_ssh"]
 
-# The terminal hangs up when the program ends, as that of ssh does when its connection ends.
+# The terminal hangs up when the program ends, as with ssh.
 _SSH = """\
 #!{python}
 import os, pty, sys
 words = sys.argv[1:]
 options = [word for word in words if word.startswith("-")]
-assert {{"-tt", "-enone", "-oBatchMode=yes"}} <= {{*options}}, options
+assert {{"-tt", "-enone", "-oBatchMode=yes", "-oLogLevel=ERROR"}} <= {{*options}}, options
 del words[: len(options)]
 host, command = words
 if host == "away":
     sys.exit(print("ssh: connect to host away port 22: Connection refused", file=sys.stderr) or 255)
 code = os.waitstatus_to_exitcode(pty.spawn([*{enter}, "sh", "-c", command]))
-sys.stderr.write(f"Connection to {{host}} closed.\\r\\n")
 sys.exit(code if code >= 0 else 255)
 """
 
