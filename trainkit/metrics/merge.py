@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.console import warn
 from trainkit.distributed.world import World
-from trainkit.metrics.reduce import Told, step_number
+from trainkit.metrics.reduce import RankRecord, step_number
 from trainkit.metrics.saved_metrics import unstored
 from trainkit.metrics.saved_objects import merge_objects, merge_values
 from trainkit.metrics.values import read
@@ -132,7 +132,7 @@ def _step_value(by_rank: Mapping[int, Mapping[str, Any]]) -> Tensor | None:
             weight = 1 if entry["step_weight"] is None and len(by_rank) == 1 else entry["step_weight"]
             step = [number, weight, entry["stamp"]]
             options = [entry["on_step"], entry["on_epoch"], False, None]
-            told.append(Told(old, [entry["name"], entry["suffix"], options, how, False, 0, step, False, False, None]))
+            told.append(RankRecord(old, [entry["name"], entry["suffix"], options, how, False, 0, step, False, False, None]))
     reduced = step_number(told)
     if reduced is None:
         return None

@@ -13,7 +13,7 @@ from trainkit.errors import MetricError
 from trainkit.metrics.saved_metrics import without_it
 from trainkit.metrics.values import one_element, reduction_of, stacked
 
-__all__ = ["Described", "Record", "Scope", "cadence"]
+__all__ = ["MetricInfo", "Record", "Scope", "cadence"]
 
 _RESERVED = ("epoch", "step")  # columns that the loggers fill
 _CHUNK = 64  # values of an epoch that are kept before they are summed up: one kernel instead of 64, and bounded memory
@@ -63,7 +63,7 @@ def cadence(name: str, signature: tuple[Any, ...]) -> tuple[bool, bool]:
     return on_step, on_epoch
 
 
-class Described:
+class MetricInfo:
     """What is known of a metric without its values, on whatever process.
 
     Args:
@@ -99,11 +99,11 @@ class Described:
         return self.name + ("_epoch" if self.on_step else "") + self.suffix
 
 
-class Record(Described):
+class Record(MetricInfo):
     """A metric that this process logs.
 
     Args:
-        key: as of :class:`Described`.
+        key: as of :class:`MetricInfo`.
         signature: prog_bar, logger, on_step, on_epoch, reduce_fx, scope, rank_zero_only, as ``log`` was given them.
         on_step: what that comes to.
         on_epoch: likewise.

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from trainkit.errors import MetricError
-from trainkit.metrics.record import Described, Record
+from trainkit.metrics.record import MetricInfo, Record
 from trainkit.metrics.values import one_element, read
 
 __all__ = [
     "FINGERPRINTS",
     "Groups",
-    "Told",
+    "RankRecord",
     "apply",
     "check",
     "described",
@@ -35,7 +35,7 @@ __all__ = [
 FINGERPRINTS = 1 << 62  # they are added up in 64 signed bits, and negated
 
 
-class Told(Described):
+class RankRecord(MetricInfo):
     """What one process has told of a metric.
 
     Args:
@@ -62,7 +62,7 @@ class Told(Described):
         self.rank = rank
 
 
-Groups = dict[tuple[str, str], list[Told]]  # for each metric what the processes have told of it, in the order of their ranks
+Groups = dict[tuple[str, str], list[RankRecord]]  # what the ranks reported of each metric, in rank order
 
 
 def described(record: Record) -> list[Any]:
@@ -119,7 +119,7 @@ def groups(gathered: Iterable[Iterable[Sequence[Any]]]) -> Groups:
     found: Groups = {}
     for rank, metrics in enumerate(gathered):
         for data in metrics:
-            one = Told(rank, data)
+            one = RankRecord(rank, data)
             found.setdefault((one.name, one.suffix), []).append(one)
     return found
 
@@ -158,7 +158,7 @@ def check(
         raise MetricError("\n".join(wrong))
 
 
-def _missing(group: Sequence[Told], had: Sequence[bool]) -> list[str]:
+def _missing(group: Sequence[RankRecord], had: Sequence[bool]) -> list[str]:
     """A complaint if ranks that had a batch have not logged a metric."""
     first, there = group[0], sorted({one.rank for one in group})
     missing = [rank for rank, needed in enumerate(had) if needed and rank not in there]
@@ -175,11 +175,11 @@ def _had_batch(stamp: int, last: int, gaps: Sequence[Sequence[int]]) -> bool:
     return last >= max(stamp, 0) and not any(first <= stamp < end for first, end in gaps)
 
 
-def _options(one: Told) -> dict[str, Any]:
+def _options(one: RankRecord) -> dict[str, Any]:
     return {"on_step": one.on_step, "on_epoch": one.on_epoch, "reduce_fx": one.how, "rank_zero_only": one.main_only}
 
 
-def _differing(first: Told, other: Told) -> str:
+def _differing(first: RankRecord, other: RankRecord) -> str:
     pairs = zip(_options(first).items(), _options(other).values(), strict=True)
     which = [(name, one, another) for (name, one), another in pairs if one != another]
     here = ", ".join(f"{name}={one!r}" for name, one, _ in which)
@@ -213,11 +213,11 @@ def fingerprint(record: Record) -> int:
 # ---------------------------------------------------------------------------------------------------- what it comes to
 
 
-def _newest(group: Sequence[Told]) -> int:
+def _newest(group: Sequence[RankRecord]) -> int:
     return max((one.step[2] for one in group if one.step is not None), default=-1)
 
 
-def step_number(group: Sequence[Told], *, last: bool = False) -> tuple[float | list[float], int] | None:
+def step_number(group: Sequence[RankRecord], *, last: bool = False) -> tuple[float | list[float], int] | None:
     """The value of a step, reduced over all processes, and its stamp; ``None`` if there is none.
 
     Only values of the newest stamp count. For a function it is the list of the values; a single value is returned as it is.
@@ -242,13 +242,13 @@ def step_number(group: Sequence[Told], *, last: bool = False) -> tuple[float | l
     return _combined(how, values), newest
 
 
-def _steps_at(stamp: int, group: Sequence[Told]) -> list[Any]:
+def _steps_at(stamp: int, group: Sequence[RankRecord]) -> list[Any]:
     """The steps with a stamp; one without a weight was reduced before and only counts if there is no other."""
     steps = [one.step for one in group if one.step is not None and one.step[2] == stamp]
     return [step for step in steps if step[1] is not None] or steps[:1]
 
 
-def epoch_number(group: Sequence[Told]) -> float | None:
+def epoch_number(group: Sequence[RankRecord]) -> float | None:
     """The value of the epoch of a metric that is made of numbers by "mean", "sum", "min" or "max"; ``None`` if it has none."""
     parts = [one.epoch for one in group if one.epoch is not None]
     if not parts:
@@ -257,7 +257,7 @@ def epoch_number(group: Sequence[Told]) -> float | None:
     return _mean(totals, sum(part[1] for part in parts)) if group[0].how == "mean" else _combined(group[0].how, totals)
 
 
-def values_of(group: Sequence[Told]) -> list[float]:
+def values_of(group: Sequence[RankRecord]) -> list[float]:
     """All values of the epoch, for a function, in the order of the data set: that of the batches, which go round the ranks."""
     found: list[tuple[int, int, int, float]] = []
     for one in group:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainkit.data.window import NOTHING
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
-from trainkit.metrics.record import Described, Record, Scope, cadence
+from trainkit.metrics.record import MetricInfo, Record, Scope, cadence
 from trainkit.metrics.reduce import FINGERPRINTS, check, described, fingerprint, groups
 from trainkit.metrics.results import MetricResults
 from trainkit.metrics.saved_metrics import adopt, capture, fill
@@ -230,10 +230,10 @@ class MetricStore:
             if metric.stamp >= first:
                 metric.loaders.append(index)
 
-    def _end_epoch(self, seen: dict[str, Any]) -> tuple[list[Described], list[str], list[float], dict[Key, Record]]:
+    def _end_epoch(self, seen: dict[str, Any]) -> tuple[list[MetricInfo], list[str], list[float], dict[Key, Record]]:
         if self.scope not in _EVALUATION:
             seen.update(self.step_values())
-        done: list[tuple[Described, Any]] = []
+        done: list[tuple[MetricInfo, Any]] = []
         for metric in self._metrics.values():
             value = metric.epoch_value()
             if value is not None:
@@ -250,7 +250,7 @@ class MetricStore:
 
     def _publish(
         self,
-        metrics: Sequence[Described],
+        metrics: Sequence[MetricInfo],
         names: Sequence[str],
         numbers: Sequence[float],
         *,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
-from trainkit.metrics.record import Described, Record, Scope
-from trainkit.metrics.reduce import Groups, Told, apply, check, epoch_number, groups, step_number, tell, values_of
+from trainkit.metrics.record import MetricInfo, Record, Scope
+from trainkit.metrics.reduce import Groups, RankRecord, apply, check, epoch_number, groups, step_number, tell, values_of
 from trainkit.metrics.saved_metrics import warn_missing
 from trainkit.metrics.torchmetrics import computed, states_of
 from trainkit.metrics.values import one_element, read
@@ -23,7 +23,7 @@ __all__ = ["Ended", "Key", "agree_on_steps", "end_epoch", "end_row", "end_step"]
 
 Key = tuple[str, str]
 Records = MutableMapping[Key, Record]
-Ended = tuple[list[Described], list[str], list[float]]  # metrics, the names of what has ended, its values
+Ended = tuple[list[MetricInfo], list[str], list[float]]  # metrics, the names of what has ended, its values
 
 
 def end_step(
@@ -50,7 +50,7 @@ def end_step(
     old = [record for key, record in waiting.items() if key not in found]
     new = _agree_on(world, found, records, last=False)
     callback.update(_by_name(new))
-    metrics: list[Described] = [*old, *(group[0] for group, _ in new.values())]
+    metrics: list[MetricInfo] = [*old, *(group[0] for group, _ in new.values())]
     numbers = read([record.step_value for record in old]) + [number for _, number in new.values()]
     return metrics, [metric.step_name for metric in metrics], numbers
 
@@ -61,7 +61,9 @@ def agree_on_steps(world: World, records: Records, *, last: bool) -> dict[str, A
     return _by_name(_agree_on(world, groups(world.exchange(told)), records, last=last))
 
 
-def end_row(world: World, fresh: Iterable[Record], had_batch: bool, count: int) -> list[tuple[int, list[Told], list[float]]]:
+def end_row(
+    world: World, fresh: Iterable[Record], had_batch: bool, count: int
+) -> list[tuple[int, list[RankRecord], list[float]]]:
     """The values of each batch of a row of an evaluation: the number of the batch, metrics and values.
 
     Args:
@@ -72,10 +74,10 @@ def end_row(world: World, fresh: Iterable[Record], had_batch: bool, count: int) 
     """
     gathered = world.exchange([had_batch, tell(fresh)])
     number = count - sum(had for had, _ in gathered)
-    rows: list[tuple[int, list[Told], list[float]]] = []
+    rows: list[tuple[int, list[RankRecord], list[float]]] = []
     for rank, (had, told) in enumerate(gathered):
         number += had
-        metrics = [Told(rank, data) for data in told]
+        metrics = [RankRecord(rank, data) for data in told]
         if metrics:
             rows.append((number, metrics, [metric.step[0] for metric in metrics if metric.step is not None]))
     return rows
@@ -89,7 +91,7 @@ def end_epoch(
     callback: MutableMapping[str, Any],
     *,
     last: bool,
-) -> tuple[list[Described], list[str], list[float], dict[Key, Record]]:
+) -> tuple[list[MetricInfo], list[str], list[float], dict[Key, Record]]:
     """The values of an epoch, and the metrics whose step value waits for the next log boundary.
 
     Args:
@@ -114,7 +116,7 @@ def end_epoch(
     for record in records.values():
         if record.torchmetric is not None:
             record.torchmetric.reset()
-    done: list[tuple[Described, float]] = []
+    done: list[tuple[MetricInfo, float]] = []
     for key, group in found.items():
         value = values.get(key)
         if value is not None:
@@ -125,7 +127,7 @@ def end_epoch(
     return metrics, [m.epoch_name for m in metrics], [value for _, value in done], _waiting(steps, records)
 
 
-def _waiting(steps: Mapping[Key, tuple[list[Told], float]], records: Records) -> dict[Key, Record]:
+def _waiting(steps: Mapping[Key, tuple[list[RankRecord], float]], records: Records) -> dict[Key, Record]:
     """The metrics whose step value the loggers have not received, also those that this process has not logged itself."""
     waiting: dict[Key, Record] = {}
     for key, (group, number) in steps.items():
@@ -140,26 +142,26 @@ def _tensor(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float64)
 
 
-def _record(one: Told) -> Record:
+def _record(one: RankRecord) -> Record:
     """A metric that this process has not logged itself."""
     signature = (one.prog_bar, one.logger, one.on_step, one.on_epoch, "mean", Scope.TRAIN_BATCH, one.main_only)
     return Record((one.name, one.suffix), signature, one.on_step, one.on_epoch)
 
 
-def _by_name(steps: Mapping[Key, tuple[list[Told], float]]) -> dict[str, Any]:
+def _by_name(steps: Mapping[Key, tuple[list[RankRecord], float]]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for group, number in steps.values():
         named[group[0].full_name] = named[group[0].step_name] = _tensor(number)
     return named
 
 
-def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> dict[Key, tuple[list[Told], float]]:
+def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> dict[Key, tuple[list[RankRecord], float]]:
     """The value of the step of each metric that has one; from here on the records have it, too."""
     there = {key: step for key, group in found.items() if (step := step_number(group, last=last)) is not None}
     lists = {key: values for key, (values, _) in there.items() if isinstance(values, list)}
     alike = all(len(found[key]) == world.size and not any(one.awaits for one in found[key]) for key in lists)
     applied = _first_of(world, {key: _applied(records.get(key), values) for key, values in lists.items()}, alone=alike)
-    agreed: dict[Key, tuple[list[Told], float]] = {}
+    agreed: dict[Key, tuple[list[RankRecord], float]] = {}
     for key, (value, stamp) in there.items():
         number = applied[key] if isinstance(value, list) else value
         if number is None:
@@ -174,7 +176,7 @@ def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> d
 # ---------------------------------------------------------------------------------------------- functions and objects
 
 
-def _is_number(group: list[Told]) -> bool:
+def _is_number(group: list[RankRecord]) -> bool:
     return group[0].on_epoch and group[0].how not in ("function", "object")
 
 
@@ -244,7 +246,7 @@ def _object_calls(world: World, found: Groups, records: Records) -> dict[Key, Ca
     return calls | {key: _computing(records.get(key), [_states(records.get(key))]) for key in main_only}
 
 
-def _reducing(group: list[Told], record: Record | None) -> Callable[[], float] | None:
+def _reducing(group: list[RankRecord], record: Record | None) -> Callable[[], float] | None:
     """A call of a function with all values of the epoch; restored and not back, it may have been called before."""
     values = values_of(group)
     if record is None or record.awaits is None:
@@ -272,7 +274,7 @@ def _computing(record: Record | None, gathered: list[dict[str, Any]]) -> Callabl
     return lambda: read([one_element(name, computed(name, metric, gathered))])[0]
 
 
-def _refuse_strange(group: list[Told]) -> None:
+def _refuse_strange(group: list[RankRecord]) -> None:
     """An object of another library has states that nobody knows how to combine."""
     for one in group:
         if one.epoch is not None and not one.epoch[1]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainkit.errors import CorruptCheckpointError
 from trainkit.optim.parameter_names import without_checkpoint_wrapper
 
-__all__ = ["Described", "StoredSlots", "copied"]
+__all__ = ["SavedOptimizer", "StoredSlots", "copied"]
 
 _Need = Callable[[bool, str], None]
 """``need(condition, problem)`` raises ``CorruptCheckpointError`` if the condition is false."""
@@ -79,7 +79,7 @@ class StoredSlots:
 
 
 @dataclass
-class Described:
+class SavedOptimizer:
     """What :attr:`trainkit.state.optimizer.OptimizerState.described` says, its structure checked.
 
     Attributes:
@@ -99,7 +99,7 @@ class Described:
     opaque: Any = None
 
     @classmethod
-    def read(cls, described: Any, tensors: Mapping[str, Tensor], index: int, what: str) -> Described:
+    def read(cls, described: Any, tensors: Mapping[str, Tensor], index: int, what: str) -> SavedOptimizer:
         """Check the description and give each parameter its tensors.
 
         Raises:

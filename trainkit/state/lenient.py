@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainkit.state.described import Described
+from trainkit.state.described import SavedOptimizer
 
 __all__ = ["group_names", "same_groups", "with_parameters_of"]
 
@@ -20,7 +20,9 @@ def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str
     return [[names.get(id(p), "a parameter of no module") for p in group["params"]] for group in optimizer.param_groups]
 
 
-def with_parameters_of(optimizer: Optimizer, names: Mapping[int, str], saved: Described) -> tuple[Described, list[str]]:
+def with_parameters_of(
+    optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
+) -> tuple[SavedOptimizer, list[str]]:
     """The saved state, changed to fit the parameters of this optimizer, and notices for the user.
 
     A group gets the options of the saved group that has most of its parameters. Parameters that were not saved have no state.

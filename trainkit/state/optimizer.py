@@ -21,7 +21,7 @@ from trainkit.console import counted
 from trainkit.errors import StateMismatchError, UnsavableError
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.registry import strategy_infos
-from trainkit.state.described import Described, StoredSlots, copied
+from trainkit.state.described import SavedOptimizer, StoredSlots, copied
 from trainkit.state.fit import castable
 from trainkit.state.lenient import group_names, with_parameters_of
 
@@ -143,7 +143,7 @@ def plan_optimizer(
         StateMismatchError: another class, other groups or shapes; the message lists everything, and nothing was changed.
         CorruptCheckpointError: the description is malformed or contradicts the tensors.
     """
-    saved = Described.read(described, tensors, index, what)
+    saved = SavedOptimizer.read(described, tensors, index, what)
     kind = _kind(optimizer)
     saved, notices = (saved, []) if strict else with_parameters_of(optimizer, names, saved)
     complaints, lacking = _compare_groups(optimizer, names, saved)
@@ -206,7 +206,7 @@ def _is_usual(whole: Any, groups: list[list[str]]) -> bool:
 
 
 def _compare_groups(
-    optimizer: Optimizer, names: Mapping[int, str], saved: Described
+    optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
 ) -> tuple[list[str], list[dict[str, Tensor]]]:
     """The mismatches, and the parameters by name of each saved group that is to be added."""
     here = group_names(optimizer, names)
@@ -250,7 +250,7 @@ def _difference(theirs: list[str], ours: list[str]) -> str:
     return "; ".join(parts) or f"in another order: {', '.join(theirs)} in the checkpoint, {', '.join(ours)} here"
 
 
-def _compare_slots(parameters: Mapping[str, Tensor], saved: Described, dtypes: Mapping[str, torch.dtype]) -> Iterator[str]:
+def _compare_slots(parameters: Mapping[str, Tensor], saved: SavedOptimizer, dtypes: Mapping[str, torch.dtype]) -> Iterator[str]:
     for name, stored in saved.state.items():
         parameter = parameters[name]
         for slot, tensor in stored.tensors.items():
@@ -274,7 +274,7 @@ def _wanted_dtype(slot: str, tensor: Tensor, parameter: Tensor, before: torch.dt
 
 def _load(
     optimizer: Optimizer,
-    saved: Described,
+    saved: SavedOptimizer,
     lacking: list[dict[str, Tensor]],
     parameters: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
@@ -328,7 +328,7 @@ def _load(
     return notices + kept
 
 
-def _add_groups(optimizer: Optimizer, saved: Described, lacking: list[dict[str, Tensor]]) -> list[str]:
+def _add_groups(optimizer: Optimizer, saved: SavedOptimizer, lacking: list[dict[str, Tensor]]) -> list[str]:
     notices = []
     for found in lacking:
         number = len(optimizer.param_groups)
@@ -339,7 +339,7 @@ def _add_groups(optimizer: Optimizer, saved: Described, lacking: list[dict[str, 
     return notices
 
 
-def _groups(optimizer: Optimizer, saved: Described, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]], list[str]]:
+def _groups(optimizer: Optimizer, saved: SavedOptimizer, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]], list[str]]:
     """The groups for ``load_state_dict``, and what of this run's is kept."""
     groups, kept = [], []
     for number, (group, (names, options)) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
