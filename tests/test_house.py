@@ -167,12 +167,9 @@ LONG: dict[str, str] = {
 # Functions that are still to be divided; none may be added.
 STILL_COMPLEX: set[str] = {
     "_check_contradictions",
-    "_claim",
-    "_entry",
     "_in_shared_windows",
     "_judge",
     "_launch",
-    "_on_message",
     "_plain",
     "_prepared",
     "_restore",
@@ -186,10 +183,8 @@ STILL_COMPLEX: set[str] = {
     "find_nodes",
     "judge",
     "notebook_launcher",
-    "other",
     "processes_per_node",
     "reason_against",
-    "register",
     "start",
     "supervise",
     "train_epoch",

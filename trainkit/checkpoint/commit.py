@@ -18,7 +18,7 @@ from pathlib import Path
 from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks, wait_for_path
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
-from trainkit.checkpoint.reader import read_small_file
+from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.tensor_file import write_file
 from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError

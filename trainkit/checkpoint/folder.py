@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.checkpoint.commit import sync_folder
+from trainkit.checkpoint.identify import has_checkpoint_files, is_checkpoint
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.reader import has_checkpoint_files, inspect_checkpoint, is_checkpoint, read_small_file
+from trainkit.checkpoint.reader import inspect_checkpoint
+from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.paths import local_path
 
