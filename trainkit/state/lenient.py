@@ -57,9 +57,9 @@ def _notices(kept: Collection[str], saved: Collection[str]) -> list[str]:
 
 
 def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) -> bool:
-    """Whether each group is, by its parameters, the saved one of the same number, so that a schedule of one fits the other."""
+    """Whether each group has the parameters of the saved group with the same index, so that a saved schedule fits."""
     if not isinstance(described, dict) or not isinstance(described.get("groups"), list):
-        return True  # which is said elsewhere
+        return True  # which is an error elsewhere
     theirs = [own["parameters"] for own in described["groups"]]
     here = group_names(optimizer, names)
     matches = _matches(here, theirs)
@@ -69,9 +69,9 @@ def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) 
 
 
 def _matches(here: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> list[int | None]:
-    """For each group here the number of the saved one that has most of its parameters.
+    """For each group the index of the saved group that has most of its parameters.
 
-    One that has none of any gets the saved one of the same number, if that is no other's.
+    A group without saved parameters gets the saved group of the same index, if that is not assigned.
     """
     matches: list[int | None] = []
     for own in here:
@@ -87,7 +87,7 @@ def _matches(here: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> 
 def _to_be_added(
     theirs: Sequence[Sequence[str]], matches: Sequence[int | None], taken: set[str], known: Mapping[str, Tensor]
 ) -> list[int]:
-    """The saved groups that were added during training: their parameters are the modules', and in no group here."""
+    """The saved groups that were added during training: their parameters belong to the modules, and to no group here."""
     return [
         number
         for number, own in enumerate(theirs)
