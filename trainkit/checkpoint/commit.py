@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks, wait_for_path
 from trainkit.checkpoint.draft import Draft
+from trainkit.checkpoint.identify import hidden_path
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.tensor_file import write_file
@@ -27,7 +28,6 @@ from trainkit.tagged_json.strict_json import MAX_JSON_BYTES
 __all__ = ["check_target", "commit", "sync_folder"]
 
 _ALONE = Team()
-_MAX_NAME = 255  # bytes, on every file system in use
 _ABANDONED = 3600.0  # seconds without a change, after which an unfinished save is removed
 _FOLDER_BYTES = 2 * 4096  # what a folder and its entry in the parent may need in addition to its files
 _DIGEST_LINE = re.compile(rb"[0-9a-f]{64}  manifest\.json\n")
@@ -104,7 +104,7 @@ class _Commit:
         self._draft, self._target, self._replace, self._main = draft, target, replace, main
         self._old: set[str] | None = None
         self._begun = False
-        self.partial = _partial_of(target, draft.run_id)
+        self.partial = hidden_path(target, f".tmp-{draft.run_id}")
         self.manifest: Manifest | None = None
 
     def open(self) -> tuple[str, str]:
@@ -192,14 +192,6 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _partial_of(target: Path, run_id: str) -> Path:
-    mark = f".tmp-{run_id}"
-    name, room = target.name, _MAX_NAME - 1 - len(mark)
-    if len(os.fsencode(name)) > room:
-        name = os.fsencode(name)[:room].decode("utf-8", "ignore")
-    return target.parent / f".{name}{mark}"
 
 
 def _followed(target: Path) -> Path:

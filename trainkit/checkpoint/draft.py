@@ -68,6 +68,7 @@ class Draft:
         ranks: the world size.
 
     Attributes:
+        run_id: the run that saves it.
         sizes: name of the file → bytes. On the main process all files, manifest and digest included; on other ranks all files
             of tensors.
         size: the sum of ``sizes``.
@@ -83,7 +84,7 @@ class Draft:
         self._tensors: dict[str, tuple[TensorFile, Mapping[str, Tensor]]] = {}
         self._copies: Mapping[str, memoryview] | None = None
         self._owned: list[list[Tensor]] = [[] for _ in range(ranks)]  # by the rank that writes them
-        self._rank, self._run_id = rank, str(content.about["run_id"])
+        self._rank, self.run_id = rank, str(content.about["run_id"])
         self.sizes: dict[str, int] = {}
         self.layout = ""
         if rank == 0:
@@ -117,11 +118,6 @@ class Draft:
         data = self._manifest.to_bytes()
         self._manifest = Manifest.from_bytes(data, MANIFEST)
         self.sizes |= {MANIFEST: len(data), DIGEST: len(digest_line(data))}
-
-    @property
-    def run_id(self) -> str:
-        """The run that saves it."""
-        return self._run_id
 
     def manifest(self, digests: Mapping[str, str]) -> Manifest:
         """The manifest of the written files, on the main process.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.checkpoint.commit import sync_folder
-from trainkit.checkpoint.identify import has_checkpoint_files, is_checkpoint
+from trainkit.checkpoint.identify import MAX_NAME, has_checkpoint_files, hidden_path, is_checkpoint
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
@@ -43,7 +43,6 @@ CHECKPOINTS = "checkpoints"
 POINTER = "last"
 """Name of the file that holds the name of the checkpoint saved last."""
 
-_MAX_NAME = 255  # bytes, on every file system in use
 # The names of what commit(), remove(), check_writable() and write_pointer() leave behind when they are killed.
 _PARTIAL = re.compile(r"\..+\.tmp-[A-Za-z0-9_-]{1,64}", re.DOTALL)
 _REMOVED = re.compile(r"\..+\.del-[0-9a-f]{16}", re.DOTALL)
@@ -214,7 +213,7 @@ def read_pointer(folder: Path) -> str | None:
     path = folder / POINTER
     if not os.path.lexists(path) or is_checkpoint(path):  # a checkpoint may have any name
         return None
-    data = read_small_file(path, _MAX_NAME + 1)
+    data = read_small_file(path, MAX_NAME + 1)
     name = os.fsdecode(data[:-1])
     if not data.endswith(b"\n") or not _is_plain(name):
         raise CorruptCheckpointError(
@@ -226,7 +225,7 @@ def read_pointer(folder: Path) -> str | None:
 def _is_plain(name: str) -> bool:
     """Whether a text is the name of an entry of a folder: not a path, and not hidden."""
     return (
-        0 < len(os.fsencode(name)) <= _MAX_NAME
+        0 < len(os.fsencode(name)) <= MAX_NAME
         and not name.startswith(".")
         and not any(character in "/\\:" or ord(character) < 32 or ord(character) == 127 for character in name)
     )
@@ -248,9 +247,7 @@ def remove(path: Path) -> None:
         return
     if not is_checkpoint(path):
         raise CheckpointError(f"{path}: expected a checkpoint to remove; this is none, and is left alone.")
-    mark = f".del-{secrets.token_hex(8)}"
-    name = os.fsencode(path.name)[: _MAX_NAME - 1 - len(mark)]
-    hidden = path.with_name(f".{os.fsdecode(name)}{mark}")
+    hidden = hidden_path(path, f".del-{secrets.token_hex(8)}")
     try:
         try:
             os.rename(path, hidden)

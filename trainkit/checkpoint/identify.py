@@ -12,7 +12,19 @@ from trainkit.checkpoint.manifest import DIGEST
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.errors import CorruptCheckpointError
 
-__all__ = ["MAX_LISTED", "checkpoint_identity", "has_checkpoint_files", "is_checkpoint", "listed", "why_no_checkpoint"]
+__all__ = [
+    "MAX_LISTED",
+    "MAX_NAME",
+    "checkpoint_identity",
+    "has_checkpoint_files",
+    "hidden_path",
+    "is_checkpoint",
+    "listed",
+    "why_no_checkpoint",
+]
+
+MAX_NAME = 255
+"""Bytes of a file name on every file system in use."""
 
 MAX_LISTED = 10
 """The number of names that a message lists."""
@@ -28,6 +40,14 @@ def is_checkpoint(path: Path) -> bool:
     A folder whose name starts with ``.`` is not one: it is not finished, or is being removed.
     """
     return not path.name.startswith(".") and has_checkpoint_files(path)
+
+
+def hidden_path(path: Path, mark: str) -> Path:
+    """``.<name><mark>`` in the same folder, which readers ignore; a long name is cut."""
+    name, room = path.name, MAX_NAME - 1 - len(mark)
+    if len(os.fsencode(name)) > room:
+        name = os.fsencode(name)[:room].decode("utf-8", "ignore")
+    return path.parent / f".{name}{mark}"
 
 
 def has_checkpoint_files(folder: Path) -> bool:

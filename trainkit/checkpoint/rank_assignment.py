@@ -20,16 +20,12 @@ def assign_to_ranks(sizes: Mapping[str, int], loads: list[int], whole_up_to: int
         ``sizes``, so that all ranks compute the same one.
     """
     if sum(sizes.values()) <= whole_up_to or len(loads) == 1:
-        rank = _least(loads)
+        rank = loads.index(min(loads))
         loads[rank] += sum(sizes.values())
         return {rank: list(sizes)}
     owner: dict[str, int] = {}
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        owner[name] = _least(loads)
+        owner[name] = loads.index(min(loads))
         loads[owner[name]] += size
     ranks = sorted(set(owner.values()))
     return {rank: [name for name in sizes if owner[name] == rank] for rank in ranks}
-
-
-def _least(loads: list[int]) -> int:
-    return min(range(len(loads)), key=lambda rank: loads[rank])

@@ -143,7 +143,7 @@ class FailureReport:
         return rank in channel.failed_ranks
 
     def _exit(self) -> None:
-        """At the exit of the interpreter."""
+        """Called at the exit of the interpreter."""
         channel = self._channel
         if os.getpid() != self._process or channel.closed:
             return

@@ -123,14 +123,8 @@ def on_device(value: Any, metric: Any) -> Any:
 
 def in_turn(states: Sequence[Mapping[str, Any]], updates: Sequence[int]) -> bool:
     """Whether lists have one item per update, so that lists of several ranks can be interleaved in the order of the data."""
-    lists = [
-        (len(value), count) for state, count in zip(states, updates, strict=True) for value in state.values() if _many(value)
-    ]
-    return all(length == count for length, count in lists)
-
-
-def _many(value: Any) -> bool:
-    return isinstance(value, list)
+    per_object = zip(states, updates, strict=True)
+    return all(len(v) == count for state, count in per_object for v in state.values() if isinstance(v, list))
 
 
 def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], alternate: bool) -> Any:
@@ -145,7 +139,7 @@ def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], altern
     Raises:
         ValueError: The states cannot be merged.
     """
-    if all(_many(value) for value in values):
+    if all(isinstance(value, list) for value in values):
         if not alternate:
             return list(chain.from_iterable(values))
         items = chain.from_iterable(zip_longest(*values, fillvalue=_MISSING))
@@ -163,8 +157,8 @@ def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], altern
 
 def _concatenated(values: Sequence[Any]) -> Any:
     """The tensors of all states: a list if one of the states is a list, else one tensor."""
-    tensors = list(chain.from_iterable(value if _many(value) else [value] for value in values))
-    if any(_many(value) for value in values):
+    tensors = list(chain.from_iterable(value if isinstance(value, list) else [value] for value in values))
+    if any(isinstance(value, list) for value in values):
         return tensors
     return torch.cat([one.reshape(1) if one.ndim == 0 else one for one in tensors])
 

@@ -107,7 +107,8 @@ def end_epoch(
     steps = _agree_on(world, found, records, last=last)
     if not last:
         callback.update(_by_name(steps))
-    values = {key: epoch_number(group) for key, group in found.items() if _is_number(group)}
+    numbers = {key: group for key, group in found.items() if group[0].on_epoch and group[0].how not in ("function", "object")}
+    values = {key: epoch_number(group) for key, group in numbers.items()}
     values |= _made(world, found, records)
     for record in records.values():
         if record.torchmetric is not None:
@@ -169,10 +170,6 @@ def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> d
 
 
 # ---------------------------------------------------------------------------------------------- functions and objects
-
-
-def _is_number(group: list[RankRecord]) -> bool:
-    return group[0].on_epoch and group[0].how not in ("function", "object")
 
 
 def _applied(record: Record | None, values: list[float]) -> Callable[[], float] | None:
