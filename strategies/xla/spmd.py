@@ -18,7 +18,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, Held, Moment
 from trainkit.nested import leaves
 
-__all__ = ["ShardedModel", "divide_state", "divided", "make_mesh", "share_of"]
+__all__ = ["SPMDModel", "divide_state", "divided", "make_mesh", "share_of"]
 
 _DATA = ("data", "fsdp")  # axes over which batches are divided
 
@@ -71,7 +71,7 @@ def share_of(mesh: Any) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in _DATA)
 
 
-class ShardedModel(Wrapped):
+class SPMDModel(Wrapped):
     """A module whose parameters are divided over the axis "fsdp".
 
     Args:

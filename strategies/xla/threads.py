@@ -20,13 +20,13 @@ from trainkit.console import speak
 from trainkit.distributed.world import Pending, Team, World
 from trainkit.errors import ConfigurationError, ProcessFailedError
 
-__all__ = ["GatherOrder", "ThreadWorld", "turns_of_this_process"]
+__all__ = ["ReplicaTurns", "ThreadWorld", "turns_of_this_process"]
 
 _Key = tuple[str, int]
 
 
-class GatherOrder:
-    """Whose turn it is.
+class ReplicaTurns:
+    """Lets the replicas of a process run one at a time, and exchanges their values.
 
     Args:
         size: the number of replicas.
@@ -119,11 +119,11 @@ class GatherOrder:
             raise ProcessFailedError(f"replica {other} has failed: {type(error).__name__}: {error}") from error
 
 
-_turns: GatherOrder | None = None
+_turns: ReplicaTurns | None = None
 _made = threading.Lock()
 
 
-def turns_of_this_process(size: int) -> GatherOrder:
+def turns_of_this_process(size: int) -> ReplicaTurns:
     """What the replicas of this process share; there is one.
 
     Raises:
@@ -140,14 +140,14 @@ def turns_of_this_process(size: int) -> GatherOrder:
             # In a forked process torch makes its pool of threads anew when it is first asked for it, and autograd asks in a
             # thread for each device: together they would find it half made, and end the process.
             torch.set_num_threads(torch.get_num_threads())
-            _turns = GatherOrder(size)
+            _turns = ReplicaTurns(size)
         return _turns
 
 
 class ThreadWorld(World):
     """Replicas that are threads of one process, as one of them sees it."""
 
-    def __init__(self, rank: int, size: int, turns: GatherOrder) -> None:
+    def __init__(self, rank: int, size: int, turns: ReplicaTurns) -> None:
         super().__init__(rank, size, local_rank=rank, local_size=size, launcher="torch_xla.launch")
         self.turns = turns
         speak(main=rank == 0, rank=rank, thread=True)

@@ -38,7 +38,7 @@ from trainkit.strategies.xla.runtime import (
     refuse_late_runtime,
     require,
 )
-from trainkit.strategies.xla.spmd import ShardedModel, divide_state, divided, make_mesh, share_of
+from trainkit.strategies.xla.spmd import SPMDModel, divide_state, divided, make_mesh, share_of
 from trainkit.strategies.xla.threads import ThreadWorld
 from trainkit.strategies.xla.transfer import BatchSharding, loaded_ahead, to_xla
 from trainkit.strategies.xla.xla_replicas import Replicas, host_world, launch, mode_here, replica_world
@@ -115,7 +115,7 @@ class XLAStrategy(Strategy):
         self._begin()
 
     def _begin(self) -> None:
-        self._models: dict[int, ShardedModel] = {}  # by the id of the user's
+        self._models: dict[int, SPMDModel] = {}  # by the id of the user's
         self._any_loss = False
         self._pending = False  # something has been recorded since the last sync, or may have been
         self._buffers = Buffers()
@@ -239,7 +239,7 @@ class XLAStrategy(Strategy):
         """The module on the device; its parameters stay the objects that they are, so that ties hold."""
         module = super().prepare_module(module)
         if self.fsdp:
-            self._models[id(module)] = ShardedModel(module, self.mesh)
+            self._models[id(module)] = SPMDModel(module, self.mesh)
         if self._replicas is not None:
             refuse_unlike(module, self.world, "XLA")
             self._buffers.add(module, self.world)
@@ -253,7 +253,7 @@ class XLAStrategy(Strategy):
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """See :meth:`trainkit.Strategy.unwrap`."""
-        return module.module if isinstance(module, ShardedModel) else super().unwrap(module)
+        return module.module if isinstance(module, SPMDModel) else super().unwrap(module)
 
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
         """See :meth:`trainkit.Strategy.prepare_optimizer`.

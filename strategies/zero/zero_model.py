@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainkit.accelerator.wrapped import Wrapped
 from trainkit.errors import OptimizerError
 
-__all__ = ["Dispatch", "ShardedModel", "holder"]
+__all__ = ["Dispatch", "ZeROModel", "holder"]
 
 
 class Dispatch(nn.Module):
@@ -29,11 +29,11 @@ class Dispatch(nn.Module):
         return run(*args)
 
 
-class ShardedModel(Wrapped):
-    """A user's model as he calls it in a loop of his own.
+class ZeROModel(Wrapped):
+    """The user's model, for calls in their own training loop.
 
     Attributes:
-        call: what a call of it does; ``None``, as long as there is no engine: the module's forward.
+        call: what a call does; ``None``, until there is an engine: the forward of the module.
     """
 
     def __init__(self, module: nn.Module) -> None:

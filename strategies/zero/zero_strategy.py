@@ -35,7 +35,7 @@ from trainkit.strategies.zero.info import INFO
 from trainkit.strategies.zero.loss_scale import LossScale
 from trainkit.strategies.zero.optimizer_adapter import engine_over, warn_of_slow_updates
 from trainkit.strategies.zero.transformers_models import told_transformers
-from trainkit.strategies.zero.zero_model import Dispatch, ShardedModel, holder
+from trainkit.strategies.zero.zero_model import Dispatch, ZeROModel, holder
 from trainkit.strategies.zero.zero_window import EngineWindow
 from trainkit.strategy import Strategy
 
@@ -108,7 +108,7 @@ class ZeROStrategy(Strategy):
 
     def _begin(self) -> None:
         self._modules: list[nn.Module] = []
-        self._models: list[ShardedModel] = []  # of loops that call them themselves
+        self._models: list[ZeROModel] = []  # of loops that call them themselves
         self._dispatch: Dispatch | None = None  # training_step under automatic optimization
         self._engines: dict[int, Engine] = {}  # by the id of the user's optimizer
         self._learning: EngineWindow | None = None  # of the engine that the model is called through
@@ -177,7 +177,7 @@ class ZeROStrategy(Strategy):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """See :meth:`trainkit.Strategy.wrap`."""
-        model = ShardedModel(module)
+        model = ZeROModel(module)
         self._models.append(model)
         if self.stage == 3:
             self._start().expect_forwards(module)
@@ -185,7 +185,7 @@ class ZeROStrategy(Strategy):
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """See :meth:`trainkit.Strategy.unwrap`."""
-        return module.module if isinstance(module, ShardedModel) else super().unwrap(module)
+        return module.module if isinstance(module, ZeROModel) else super().unwrap(module)
 
     def step_function(
         self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None

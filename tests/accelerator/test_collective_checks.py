@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from helpers.launch.members import as_script, end_of
 from helpers.patience import PATIENCE
-from helpers.worlds.teams import in_worlds, values
+from helpers.worlds.threaded import run_threads
 from helpers.worlds.worlds import run_world, start_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -48,8 +48,8 @@ def test_verbs_give_their_values() -> None:
         collective_checks.wait("wait_for_everyone")
         return collective_checks.exchange("gather", [world.rank, None])
 
-    assert values(in_worlds(3, work)) == [[[0, None], [1, None], [2, None]]] * 3
-    assert values(in_worlds(1, work)) == [[[0, None]]]
+    assert run_threads(3, work) == [[[0, None], [1, None], [2, None]]] * 3
+    assert run_threads(1, work) == [[[0, None]]]
 
 
 def test_different_verbs() -> None:
@@ -61,7 +61,7 @@ def test_different_verbs() -> None:
             collective_checks.exchange("gather" if world.rank == 0 else "wait_for_everyone")
         return str(caught.value), collective_checks.exchange("gather", world.rank)
 
-    ends = values(in_worlds(3, work))
+    ends = run_threads(3, work)
     assert [found for _, found in ends] == [[0, 1, 2]] * 3
     assert {text for text, _ in ends} == {ends[0][0]}
     assert re.fullmatch(
@@ -87,7 +87,7 @@ def test_a_process_that_fails_is_named() -> None:
             collective_checks.wait("check_trigger")
         return str(caught.value)
 
-    for text in values(in_worlds(2, work)):
+    for text in run_threads(2, work):
         assert re.fullmatch(rf"check_trigger \({HERE}\) needs all 2 processes, but rank 1 failed: ValueError: boom\.", text)
 
 
@@ -103,7 +103,7 @@ def test_one_more_collective_on_one_process() -> None:
             collective_checks.wait("wait_for_everyone")
         return str(caught.value)
 
-    for text in values(in_worlds(2, work)):
+    for text in run_threads(2, work):
         assert re.match(rf"before wait_for_everyone \({HERE}\) .* as many collectives \(3 on rank 0, 4 on rank 1\): ", text)
 
 
@@ -129,7 +129,7 @@ def test_call_sites_and_tensors_are_compared_in_debug_mode(debug: bool) -> None:
         assert collective_checks.exchange("gather", 1) == [1, 1]
         return texts
 
-    for texts in values(in_worlds(2, work)):
+    for texts in run_threads(2, work):
         if not debug:
             assert texts == []
             continue
@@ -429,7 +429,7 @@ def test_a_forward_that_breaks_off_is_over() -> None:
         return seen
 
     expected = [[None, 3 * count, 3 * count, 0, None] for count in (1, 2, 3)]
-    assert values(in_worlds(2, work)) == [[*expected, 1]] * 2
+    assert run_threads(2, work) == [[*expected, 1]] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- debug mode

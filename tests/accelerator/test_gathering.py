@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.worlds.teams import ThreadStrategy, in_worlds, values
+from helpers.worlds.threaded import ThreadStrategy, run_threads
 from helpers.worlds.worlds import run_world
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -242,7 +242,7 @@ def test_the_part_drops_padding_only_for_metrics() -> None:
         ]
 
     expected = [[0, 1, 10], [0, 1, 10, 20, 21], [0, 1], [20, 21], [10, 11]]
-    assert values(in_worlds(3, work)) == [expected] * 3
+    assert run_threads(3, work) == [expected] * 3
 
 
 def test_the_part_names_what_differs() -> None:
@@ -254,7 +254,7 @@ def test_the_part_names_what_differs() -> None:
             said(ConfigurationError, lambda: part.broadcast(torch.ones(1), world.rank)),
         ]
 
-    for gathered, reduced, sent in values(in_worlds(2, work)):
+    for gathered, reduced, sent in run_threads(2, work):
         assert gathered.startswith("gather: ")
         assert reduced.startswith("reduce: ")
         assert "rank 0: float32[1]; rank 1: float32[2]" in gathered

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.resuming import forked
-from helpers.worlds.teams import in_worlds, values
+from helpers.worlds.threaded import run_threads
 from helpers.worlds.worlds import run_world
 from torch import nn
 
@@ -298,4 +298,4 @@ def test_the_part_needs_no_accelerator(run_dir: Path) -> None:
         numbered.check()
         return [*found, project.iteration, numbered.next_path(), numbered.newest_first()]
 
-    assert values(in_worlds(2, work)) == [[0, 3, run_dir / FOLDER / "checkpoint_3", []]] * 2
+    assert run_threads(2, work) == [[0, 3, run_dir / FOLDER / "checkpoint_3", []]] * 2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.worlds.teams import in_worlds, values
+from helpers.worlds.threaded import run_threads
 from helpers.worlds.worlds import run_world
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def everywhere(size: int, work: Any) -> list[Any]:
         world.local_rank = world.rank % 2
         return work(Accelerator(strategy=Placed(world)))
 
-    return values(in_worlds(size, run))
+    return run_threads(size, run)
 
 
 def split(size: int, inputs: Any, apply_padding: bool = False) -> list[Any]:
@@ -303,7 +303,7 @@ def test_the_part_needs_no_accelerator() -> None:
         with part.split([1, 2, 3], apply_padding=True) as mine:
             return [part.check_trigger(), part.check_trigger(), mine]
 
-    assert values(in_worlds(2, work)) == [[True, False, [1, 2]], [True, False, [3, 3]]]
+    assert run_threads(2, work) == [[True, False, [1, 2]], [True, False, [3, 3]]]
     assert order == [0, 1]
 
 
@@ -315,7 +315,7 @@ def test_the_verbs_need_no_training() -> None:
         verbs.wait_for_everyone()
         return [verbs.process_index, verbs.num_processes, verbs.is_last_process, verbs.state.use_distributed]
 
-    assert values(in_worlds(2, work)) == [[0, 2, False, True], [1, 2, True, True]]
+    assert run_threads(2, work) == [[0, 2, False, True], [1, 2, True, True]]
 
 
 def test_where_a_function_runs_is_asked_when_it_is_called() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.checkpoints import content, names
-from helpers.worlds.teams import GoneError, in_threads, values
+from helpers.worlds.threaded import GoneError, run_teams, try_teams
 from safetensors.torch import load_file
 
 from trainkit.checkpoint import all_ranks as verdicts
@@ -70,7 +70,7 @@ def failing(team: Team, ranks: tuple[int, ...], error: BaseException | None = No
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_content_is_the_same_whoever_writes_it(run_dir: Path, size: int) -> None:
-    manifests = values(in_threads(size, lambda team: commit(drafted(team), Path("a"), team=team)))
+    manifests = run_teams(size, lambda team: commit(drafted(team), Path("a"), team=team))
     assert manifests[0].to_bytes() == Path("a/manifest.json").read_bytes()
     assert manifests[1:] == [None] * (size - 1)
     assert names(run_dir) == ["a"]
@@ -141,7 +141,7 @@ def test_other_tensors_on_one_process_are_an_error_on_all(run_dir: Path, other: 
         tensors = {**TENSORS, "optimizer": other} if team.rank == 1 else TENSORS
         return commit(drafted(team, tensors=tensors), Path("a"), team=team)
 
-    ends = in_threads(3, work)
+    ends = try_teams(3, work)
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert all("the tensors of rank 1 are not those of rank 0" in str(end) for end in ends)
     assert names(run_dir) == []
@@ -155,7 +155,7 @@ def test_other_tensors_on_one_process_are_an_error_on_all(run_dir: Path, other: 
 def test_a_disk_that_fails_is_the_same_error_on_all(run_dir: Path, ranks: tuple[int, ...], replace: bool) -> None:
     if replace:
         commit(drafted(Team(), state={"old": 1}), Path("a"))
-    ends = in_threads(3, lambda team: commit(failing(team, ranks), Path("a"), replace=True, team=team))
+    ends = try_teams(3, lambda team: commit(failing(team, ranks), Path("a"), replace=True, team=team))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert len({str(end) for end in ends}) == 1
     assert f"rank {ranks[0]}" in str(ends[0])
@@ -167,14 +167,14 @@ def test_a_disk_that_fails_is_the_same_error_on_all(run_dir: Path, ranks: tuple[
 
 
 def test_an_error_that_is_nobodys_is_the_same_on_all_too(run_dir: Path) -> None:
-    ends = in_threads(2, lambda team: commit(failing(team, (1,), RuntimeError("odd")), Path("a"), team=team))
+    ends = try_teams(2, lambda team: commit(failing(team, (1,), RuntimeError("odd")), Path("a"), team=team))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert {str(end) for end in ends} == {"rank 1: RuntimeError: odd"}
     assert names(run_dir) == []
 
 
 def test_an_interrupt_of_one_process(run_dir: Path) -> None:
-    ends = in_threads(2, lambda team: commit(failing(team, (0,), KeyboardInterrupt()), Path("a"), team=team))
+    ends = try_teams(2, lambda team: commit(failing(team, (0,), KeyboardInterrupt()), Path("a"), team=team))
     assert [type(end) for end in ends] == [KeyboardInterrupt, CheckpointWriteError]
     assert "rank 0: KeyboardInterrupt" in str(ends[1])
     assert names(run_dir) == []
@@ -183,7 +183,7 @@ def test_an_interrupt_of_one_process(run_dir: Path) -> None:
 def test_what_is_there_already_is_an_error_on_all(run_dir: Path) -> None:
     Path("a").mkdir()
     Path("a/mine").touch()
-    ends = in_threads(2, lambda team: commit(drafted(team), Path("a"), replace=True, team=team))
+    ends = try_teams(2, lambda team: commit(drafted(team), Path("a"), replace=True, team=team))
     assert {type(end) for end in ends} == {CheckpointError}
     assert all("holds something else" in str(end) for end in ends)
     assert names(run_dir / "a") == ["mine"]
@@ -192,7 +192,7 @@ def test_what_is_there_already_is_an_error_on_all(run_dir: Path) -> None:
 def test_too_little_space_for_all_together(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = drafted(Team("", None, 0, 2)).size
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: (10**9, 0, whole // 2))
-    ends = in_threads(2, lambda team: commit(drafted(team), Path("a"), team=team))
+    ends = try_teams(2, lambda team: commit(drafted(team), Path("a"), team=team))
     assert all(isinstance(end, CheckpointWriteError) and "too little space" in str(end) for end in ends)
 
 
@@ -202,7 +202,7 @@ def test_the_main_process_fails_when_the_others_are_done(run_dir: Path, monkeypa
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(module, "_write_manifest" if where == "manifest" else "_put_in_place", fail)
-    ends = in_threads(3, lambda team: commit(drafted(team), Path("a"), team=team))
+    ends = try_teams(3, lambda team: commit(drafted(team), Path("a"), team=team))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert all("rank 0" in str(end) for end in ends)
     assert names(run_dir) == []
@@ -219,7 +219,7 @@ def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
             raise SystemExit  # without a word to the others
         return commit(drafted(team), Path("a"), replace=True, team=team)
 
-    ends = in_threads(3, work)
+    ends = try_teams(3, work)
     assert reached.is_set()
     assert [type(end) for end in ends] == [GoneError, SystemExit, GoneError]
     assert names(run_dir) == ["a"]
@@ -229,7 +229,7 @@ def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
 def test_a_process_that_does_not_see_the_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts, "_PATIENCE", 0.2)
     monkeypatch.setattr(module._Commit, "write", elsewhere(module._Commit.write))
-    ends = in_threads(2, lambda team: commit(drafted(team), Path("a"), team=team))
+    ends = try_teams(2, lambda team: commit(drafted(team), Path("a"), team=team))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert all("rank 1" in str(end) and "same folder" in str(end) for end in ends)
     assert names(run_dir) == []
@@ -245,6 +245,6 @@ def elsewhere(write: Any) -> Any:
 
 
 def test_the_main_processs_path_counts(run_dir: Path) -> None:
-    values(in_threads(2, lambda team: commit(drafted(team), run_dir / ("a" if team.rank == 0 else "b"), team=team)))
+    run_teams(2, lambda team: commit(drafted(team), run_dir / ("a" if team.rank == 0 else "b"), team=team))
     assert names(run_dir) == ["a"]
     open_checkpoint("a").read()

@@ -18,8 +18,9 @@ from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.folder import candidates, list_checkpoints
+from trainkit.checkpoint.identify import is_checkpoint
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
-from trainkit.checkpoint.reader import is_checkpoint, read_small_file
+from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 
 

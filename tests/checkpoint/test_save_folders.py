@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.resume.checkpoints import make, names
-from helpers.worlds.teams import in_worlds, values
+from helpers.worlds.threaded import run_threads, try_threads
 
 from trainkit.checkpoint import all_ranks as verdicts
 from trainkit.checkpoint import save_folders as module
@@ -53,7 +53,7 @@ def test_one_lock_and_nothing_left_behind(run_dir: Path, size: int, there: bool)
         folders.release()
         return found
 
-    assert values(in_worlds(size, work)) == [[LOCK]] * size
+    assert run_threads(size, work) == [[LOCK]] * size
     assert (run_dir / "a" / LOCK).read_bytes() == b""
 
 
@@ -62,14 +62,14 @@ def test_a_folder_is_not_made_before_the_run_begins(run_dir: Path) -> None:
         SaveFolders(world, "x").use(Path("a"), "x")
         return Path("a").exists()
 
-    assert values(in_worlds(2, work)) == [False, False]
+    assert run_threads(2, work) == [False, False]
 
 
 def test_another_run_is_an_error_on_all(run_dir: Path) -> None:
     Path("a").mkdir()
     lock = FolderLock(run_dir / "a", "other")
     lock.acquire()
-    ends = in_worlds(3, entered)
+    ends = try_threads(3, entered)
     lock.release()
     assert {type(end) for end in ends} == {CheckpointLockedError}
     assert all("rank 0" in str(end) and "'other'" in str(end) for end in ends)
@@ -85,7 +85,7 @@ def test_names_counters_and_paths_are_the_main_processs(run_dir: Path) -> None:
         folders.release()
         return [*found, counter, folders.last_counter("run2")]
 
-    assert values(in_worlds(2, work)) == [[str(run_dir / "a/step-1-v1"), str(run_dir / "a/step-1"), 4, 0]] * 2
+    assert run_threads(2, work) == [[str(run_dir / "a/step-1-v1"), str(run_dir / "a/step-1"), 4, 0]] * 2
     assert names(run_dir) == ["a"]
 
 
@@ -101,7 +101,7 @@ def test_a_lock_that_is_lost_is_an_error_on_all(run_dir: Path) -> None:
         finally:
             folders.release()
 
-    ends = in_worlds(2, work)
+    ends = try_threads(2, work)
     assert {type(end) for end in ends} == {CheckpointLockedError}
     assert all("taken over" in str(end) for end in ends)
 
@@ -122,7 +122,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("blind", [(1,), (1, 2)])
 def test_a_folder_that_is_another_one_elsewhere(run_dir: Path, monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...]) -> None:
-    ends = in_worlds(3, elsewhere(monkeypatch, blind))
+    ends = try_threads(3, elsewhere(monkeypatch, blind))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert len({str(end) for end in ends}) == 1
     message = str(ends[0])
@@ -148,7 +148,7 @@ def test_a_folder_that_one_cannot_write_to(run_dir: Path, monkeypatch: pytest.Mo
         ranks.own = world.rank
         return entered(world)
 
-    ends = in_worlds(2, work)
+    ends = try_threads(2, work)
     assert {str(end) for end in ends} == {f"rank {rank}: read-only"}
     assert {type(end) for end in ends} == {CheckpointWriteError}
 
@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_looked_at(run_dir: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "stat", closed(os.stat))
     monkeypatch.setattr(os, "mkdir", closed(os.mkdir))
-    ends = in_worlds(size, lambda world: entered(world, "closed/a"))
+    ends = try_threads(size, lambda world: entered(world, "closed/a"))
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert all("cannot be written" in str(end) and "Fix: choose another" in str(end) for end in ends)
 

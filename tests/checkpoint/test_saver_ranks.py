@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.checkpoints import content, names
-from helpers.worlds.teams import in_threads, values
+from helpers.worlds.threaded import run_teams, try_teams
 
 from trainkit.checkpoint import commit as commits
 from trainkit.checkpoint import draft as drafts
@@ -67,7 +67,7 @@ def test_saves_one_after_the_other(run_dir: Path, size: int) -> None:
         own.saver.close()
         return own.committed, own.failures
 
-    assert values(in_threads(size, work)) == [(3, [])] * size
+    assert run_teams(size, work) == [(3, [])] * size
     assert names(run_dir) == ["a1", "a2", "a3"]
     for name in names(run_dir):
         loaded = open_checkpoint(name).read()
@@ -85,7 +85,7 @@ def test_each_copies_its_own_part_only(run_dir: Path, size: int) -> None:
         own.saver.close()
         return held
 
-    held = values(in_threads(size, work))
+    held = run_teams(size, work)
     state = 12 * 4000
     assert max(held) <= 1.1 * state / size
     assert sum(held) >= state
@@ -107,7 +107,7 @@ def test_what_changes_after_the_copy_is_not_saved(run_dir: Path, monkeypatch: py
         go.set()
         own.saver.close()
 
-    values(in_threads(2, work))
+    run_teams(2, work)
     loaded = open_checkpoint("a").read()
     assert all(loaded.tensors["model"][key].equal(tensor) for key, tensor in TENSORS["model"].items())
 
@@ -126,7 +126,7 @@ def test_a_full_disk_of_one_is_everybodys(run_dir: Path, monkeypatch: pytest.Mon
         own.saver.close()
         return own.failures, own.committed, alerted
 
-    ends = values(in_threads(3, work))
+    ends = run_teams(3, work)
     assert all(end == ends[0] for end in ends)
     ([failure], committed, alerted) = ends[0]
     assert (committed, alerted) == (1, True)
@@ -153,7 +153,7 @@ def test_a_copy_that_fails_is_an_error_of_the_call_on_all(run_dir: Path) -> None
         finally:
             own.saver.close()
 
-    ends = in_threads(2, work)
+    ends = try_teams(2, work)
     assert {type(end) for end in ends} == {UnsavableError}
     assert all("rank 1" in str(end) for end in ends)
     assert names(run_dir) == []
@@ -177,7 +177,7 @@ def test_a_thread_that_cannot_start_on_one(run_dir: Path, monkeypatch: pytest.Mo
         own.saver.close()
         return own.committed
 
-    assert values(in_threads(2, work)) == [1, 1]
+    assert run_teams(2, work) == [1, 1]
     open_checkpoint("a").read()
 
 
@@ -194,7 +194,7 @@ def test_one_that_dies_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPa
         own.saver.close()
         return own.failures
 
-    ends = in_threads(3, work)
+    ends = try_teams(3, work)
     for rank in {0, 1, 2} - {dead}:
         [failure] = ends[rank]
         assert failure == f"GoneError: rank {dead} has ended"
@@ -209,6 +209,6 @@ def test_a_blocking_save_that_fails(run_dir: Path) -> None:
             draft.files = lambda: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO)))
         own.saver.save(draft, Path("a"), blocking=True)
 
-    ends = in_threads(2, work)
+    ends = try_teams(2, work)
     assert {type(end) for end in ends} == {CheckpointWriteError}
     assert names(run_dir) == []

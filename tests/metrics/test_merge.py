@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchmetrics
 from helpers.runs.metric_runs import Run, epoch, many, same, value_of
-from helpers.worlds.threaded import Peer, together
+from helpers.worlds.threaded import FakeWorld, run_threads
 from torch import Tensor, nn
 
 from trainkit.console import TrainkitWarning
@@ -41,11 +41,6 @@ def resumed(world: World, states: Any, module: nn.Module | None = None) -> Run:
     return run
 
 
-def on(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """The job on each of so many processes."""
-    return [job(World(), *args)] if size == 1 else together(size, job, *args)
-
-
 Step = Callable[[Run, int], None]
 
 
@@ -67,11 +62,11 @@ CHANGES = [(2, 1), (1, 2), (2, 3), (3, 2), (4, 1), (4, 2), (1, 4), (2, 2), (3, 3
 @pytest.mark.parametrize("before, after", CHANGES)
 @pytest.mark.parametrize("at", [12, 156])
 def test_an_epoch_goes_on_with_another_number_of_processes(before: int, after: int, at: int) -> None:
-    states = on(before, started, many, at, 5)[0][0]
+    states = run_threads(before, started, many, at, 5)[0][0]
     whole = Run()
     epoch(whole, many, at + 17)
     expected = whole.end()
-    for results, run in on(after, ended, states, many, at, at + 17, 5):
+    for results, run in run_threads(after, ended, states, many, at, at + 17, 5):
         assert same(results, expected)
         assert run.results.callback.keys() == whole.results.callback.keys()
 
@@ -92,14 +87,14 @@ def test_the_same_number_goes_on_to_the_bit(size: int) -> None:
             epoch(again, many, min(start + size, 100), first=start, every=7)
         return repr((again.end(), run.rows + again.rows, again.results))
 
-    assert on(size, in_two) == on(size, whole)
+    assert run_threads(size, in_two) == run_threads(size, whole)
 
 
 def test_twice_in_one_epoch() -> None:
     whole = Run()
     epoch(whole, many, 60)
     expected = whole.end()
-    states = on(2, started, many, 12, 5)[0][0]
+    states = run_threads(2, started, many, 12, 5)[0][0]
 
     def on_the_way(world: World) -> Any:
         run = resumed(world, states)
@@ -107,8 +102,8 @@ def test_twice_in_one_epoch() -> None:
         return saved(world, run.store)
 
     for size in (3, 1, 2):
-        again = on(size, on_the_way)[0]
-        for results, _ in on(4, ended, again, many, 36, 60, 5):
+        again = run_threads(size, on_the_way)[0]
+        for results, _ in run_threads(4, ended, again, many, 36, 60, 5):
             assert same(results, expected)
 
 
@@ -122,11 +117,11 @@ def test_metrics_that_are_not_logged_again(before: int, after: int) -> None:
             run.log("main", float(m), on_epoch=True, on_step=False, rank_zero_only=True, reduce_fx="max")
         run.log("all", 1.0, on_epoch=True, on_step=False, reduce_fx="sum")
 
-    states = on(before, started, step, 12, 5)[0][0]
+    states = run_threads(before, started, step, 12, 5)[0][0]
     whole = Run()
     epoch(whole, step, 24)
     expected = {**whole.end(), "main": float(12 - before)}
-    for results, run in on(after, ended, states, step, 12, 24, 5):
+    for results, run in run_threads(after, ended, states, step, 12, 24, 5):
         assert same(results, expected)
         assert run.store.schema == 0
 
@@ -137,7 +132,7 @@ def test_a_value_of_a_step_that_no_boundary_has_seen(before: int, after: int) ->
         run.log("sum", float(m), reduce_fx="sum")
         run.log("late", float(m), reduce_fx="max", prog_bar=True)
 
-    states = on(before, started, step, 12, 99)[0][0]
+    states = run_threads(before, started, step, 12, 99)[0][0]
 
     def flushed(world: World) -> Any:
         run = resumed(world, states)
@@ -147,7 +142,7 @@ def test_a_value_of_a_step_that_no_boundary_has_seen(before: int, after: int) ->
         return run.rows, run.results.progress_bar
 
     rows = [(True, {"sum": float(sum(range(12 - before, 12))), "late": 11.0})]
-    assert on(after, flushed) == [(rows, {"late": 11.0})] * after
+    assert run_threads(after, flushed) == [(rows, {"late": 11.0})] * after
 
 
 def test_a_value_of_before_gives_way_to_a_newer_one() -> None:
@@ -161,8 +156,8 @@ def test_a_value_of_before_gives_way_to_a_newer_one() -> None:
         epoch(run, lambda run, m: run.log("x", -1.0, reduce_fx="max"), 13, first=12, every=1)  # rank 1 has no batch
         return run.rows
 
-    states = on(1, started, step, 12, 99)[0][0]
-    assert on(2, flushed, states) == [[(True, {"x": -1.0})]] * 2
+    states = run_threads(1, started, step, 12, 99)[0][0]
+    assert run_threads(2, flushed, states) == [[(True, {"x": -1.0})]] * 2
 
 
 @pytest.mark.parametrize("before, after", CHANGES)
@@ -175,7 +170,7 @@ def test_what_waits_since_an_earlier_epoch(before: int, after: int) -> None:
         epoch(run, lambda run, m: run.log("other", 1.0), 4, every=99)
         return saved(world, run.store)
 
-    states = on(before, waiting)[0]
+    states = run_threads(before, waiting)[0]
 
     def flushed(world: World) -> Any:
         run = resumed(world, states)
@@ -183,7 +178,7 @@ def test_what_waits_since_an_earlier_epoch(before: int, after: int) -> None:
         run.store.flush_step()
         return run.rows
 
-    assert on(after, flushed) == [[(True, {"rare_step": 3.0, "other": 1.0})]] * after
+    assert run_threads(after, flushed) == [[(True, {"rare_step": 3.0, "other": 1.0})]] * after
 
 
 def test_the_value_of_a_function_that_does_not_come_back() -> None:
@@ -191,14 +186,14 @@ def test_the_value_of_a_function_that_does_not_come_back() -> None:
         if m < 4:
             run.log("early", float(m), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())
 
-    alone = on(1, started, step, 4, 5)[0][0]
-    for results, _ in on(2, ended, alone, step, 4, 8, 5):
+    alone = run_threads(1, started, step, 4, 5)[0][0]
+    for results, _ in run_threads(2, ended, alone, step, 4, 8, 5):
         assert results == {"early": 6.0}  # what it came to when the checkpoint was made
-    several = on(2, started, step, 4, 5)[0][0]
+    several = run_threads(2, started, step, 4, 5)[0][0]
     with pytest.warns(
         TrainkitWarning, match=r"log\('early'\): it is reduced by a function, .* its value of this epoch is missing"
     ):
-        ((results, _),) = on(1, ended, several, step, 4, 8, 5)
+        ((results, _),) = run_threads(1, ended, several, step, 4, 8, 5)
     assert results == {}
 
 
@@ -211,7 +206,7 @@ def test_functions_get_their_values_in_order_after_each_change() -> None:
         assert values.tolist() == list(map(float, range(len(values))))
         return float(len(values))
 
-    states: Any = on(1, started, step, 0, 5)[0][0]
+    states: Any = run_threads(1, started, step, 0, 5)[0][0]
     done = 0
     for size in (2, 3, 1, 4, 2):
 
@@ -220,7 +215,7 @@ def test_functions_get_their_values_in_order_after_each_change() -> None:
             epoch(run, step, done + 12, first=done)
             return saved(world, run.store), run.end()
 
-        outcomes = on(size, go, states, done)
+        outcomes = run_threads(size, go, states, done)
         states, done = outcomes[0][0], done + 12
         assert [results for _, results in outcomes] == [{"order": 2.0 * done}] * size
 
@@ -260,9 +255,9 @@ def with_objects(world: World, states: Any, first: int, batches: int, end: bool)
 
 @pytest.mark.parametrize("before, after", CHANGES)
 def test_objects_go_on_with_another_number_of_processes(before: int, after: int) -> None:
-    states = on(before, with_objects, None, 0, 12, False)[0]
+    states = run_threads(before, with_objects, None, 0, 12, False)[0]
     expected, every, updates = with_objects(World(), None, 0, 24, True)
-    outcomes = on(after, with_objects, states, 12, 24, True)
+    outcomes = run_threads(after, with_objects, states, 12, 24, True)
     for results, _, _ in outcomes:
         assert results.keys() == expected.keys()
         assert all(math.isclose(results[name], expected[name], rel_tol=1e-5) for name in results)
@@ -276,7 +271,7 @@ def test_an_object_whose_states_cannot_be_joined_says_so() -> None:
         module["pearson"].update(torch.arange(4.0) + world.rank, torch.arange(4.0) ** 2)
         return saved(world, Run(world).store, module)
 
-    states = on(2, pearson)[0]
+    states = run_threads(2, pearson)[0]
     with pytest.warns(
         TrainkitWarning, match=r"pearson: what this torchmetrics object had gathered on 2 processes cannot be joined"
     ):
@@ -287,11 +282,11 @@ def test_an_object_whose_states_cannot_be_joined_says_so() -> None:
 
 
 def test_what_is_gathered_is_on_the_cpu_and_small() -> None:
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         whole = torch.zeros(1000)
         state = {"stamp": 0, "metrics": [], "objects": {"x": {"states": {"v": [whole[:2]]}}}}
         return gather_states(world, state)
 
-    for states in together(2, job):
+    for states in run_threads(2, job):
         assert len(states) == 2
         assert all(state["objects"]["x"]["states"]["v"][0].untyped_storage().nbytes() == 8 for state in states)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.runs.metric_runs import Run, Step, epoch, evaluation, many, same, sized, value_of
-from helpers.worlds.threaded import Peer, together
+from helpers.worlds.threaded import FakeWorld, run_threads
 from torch import Tensor
 
 from trainkit.distributed.world import World
@@ -31,7 +31,7 @@ def evaluated(world: World | None, batches: int) -> tuple[dict[str, float], Run]
 def test_an_evaluation_is_that_of_one_process(batches: int, size: int) -> None:
     expected, alone = evaluated(None, batches)
     rows = [row for row in alone.rows if row[0] is True]
-    for results, run in together(size, evaluated, batches):
+    for results, run in run_threads(size, evaluated, batches):
         assert same(results, expected)
         assert list(results) == list(expected)
         assert [row for row in run.rows if row[0] is not False] == [(n + 1, row) for n, (_, row) in enumerate(rows)]
@@ -42,14 +42,14 @@ def test_an_evaluation_is_that_of_one_process(batches: int, size: int) -> None:
 
 
 def test_an_epoch_takes_one_exchange_and_one_more_for_functions() -> None:
-    def job(world: Peer, function: Any) -> int:
+    def job(world: FakeWorld, function: Any) -> int:
         run = Run(world)
         epoch(run, lambda run, m: run.log("x", value_of(m), on_epoch=True, on_step=False, reduce_fx=function), 20, every=99)
         run.end()
         return world.exchanges
 
-    assert together(2, job, "mean") == [1, 1]
-    assert together(2, job, torch.median) == [2, 2]
+    assert run_threads(2, job, "mean") == [1, 1]
+    assert run_threads(2, job, torch.median) == [2, 2]
 
 
 def test_one_process_asks_nobody() -> None:
@@ -84,12 +84,12 @@ def test_several_loaders() -> None:
 
     expected = job(None)
     assert list(expected) == ["loss/dataloader_idx_0", "overall", "loss/dataloader_idx_1"]
-    for results in together(3, job):
+    for results in run_threads(3, job):
         assert same(results, expected)
 
 
 def test_a_row_of_which_only_some_have_a_batch() -> None:
-    def job(world: Peer) -> list[Any]:
+    def job(world: FakeWorld) -> list[Any]:
         run = Run(world)
         run.store.scope = Scope.EVAL_BATCH
         had = world.rank != 1
@@ -104,7 +104,7 @@ def test_a_row_of_which_only_some_have_a_batch() -> None:
         return run.rows
 
     rows = [(11, {"x": 0.0}), (12, {"x": 2.0, "only": 1.0})]
-    assert together(3, job) == [rows] * 3
+    assert run_threads(3, job) == [rows] * 3
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -117,12 +117,12 @@ def test_the_values_of_a_step_are_reduced_and_the_same_everywhere() -> None:
         run.log("own", torch.tensor(float(m)), reduce_fx=lambda values: (values * torch.tensor([1.0, 10.0, 100.0])).sum())
         run.log("both", m, on_epoch=True, batch_size=m)
 
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, step, 7, every=1)  # the third row has one micro-batch
         return run.rows, run.results.progress_bar, {k: float(v) for k, v in run.results.callback.items()}, world.exchanges
 
-    outcomes = together(3, job)
+    outcomes = run_threads(3, job)
     assert outcomes[0] == outcomes[1] == outcomes[2]
     rows, bar, callback, exchanges = outcomes[0]
     assert exchanges == 3  # one for each boundary
@@ -145,7 +145,7 @@ def test_a_training_epoch_is_that_of_one_process(batches: int, size: int) -> Non
         return run.end(), run
 
     expected, alone = job(None)
-    for results, run in together(size, job):
+    for results, run in run_threads(size, job):
         assert same(results, expected)
         assert run.results.callback.keys() == alone.results.callback.keys()
         assert run.store.step_values() == {}
@@ -156,7 +156,7 @@ def test_what_is_logged_rarely_waits_for_a_boundary_of_the_next_epoch() -> None:
         if m == 3:
             run.log("rare", float(m), on_step=True, on_epoch=True)  # in the last row, of which only rank 0 has a batch
 
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         run = Run(world)
         for _ in range(2):
             run.store.stamp = -1
@@ -169,11 +169,11 @@ def test_what_is_logged_rarely_waits_for_a_boundary_of_the_next_epoch() -> None:
         return run.rows
 
     rows = [(False, {"rare_epoch": 3.0}), (False, {"rare_epoch": 3.0}), (True, {"rare_step": 3.0})]
-    assert together(3, job) == [rows] * 3
+    assert run_threads(3, job) == [rows] * 3
 
 
 def test_a_newer_value_takes_the_place_of_one_that_waits() -> None:
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, lambda run, m: run.log("x", float(m)), 2, every=99)
         run.end()
@@ -181,11 +181,11 @@ def test_a_newer_value_takes_the_place_of_one_that_waits() -> None:
         epoch(run, lambda run, m: run.log("x", 7.0), 1, every=1)  # rank 1 has no batch in this epoch
         return run.rows
 
-    assert together(2, job) == [[(True, {"x": 7.0})]] * 2
+    assert run_threads(2, job) == [[(True, {"x": 7.0})]] * 2
 
 
 def test_callbacks_decide_on_values_that_are_the_same() -> None:
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, lambda run, m: run.log("x", float(m), on_epoch=True), 5, every=99)
         live = dict(run.store.step_values())
@@ -200,13 +200,13 @@ def test_callbacks_decide_on_values_that_are_the_same() -> None:
         assert run.store.step_values()["x"] == 10.0 + world.rank
         return run.rows, agreed["x"].dtype
 
-    assert together(2, job) == [([(True, {"x_step": 4.0})], torch.float64)] * 2
+    assert run_threads(2, job) == [([(True, {"x_step": 4.0})], torch.float64)] * 2
 
 
 def test_what_is_logged_in_a_window_without_a_batch_weighs_nothing() -> None:
     """Hooks around the update run in every process, also in one that has no micro-batch in the window."""
 
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         run = Run(world)
         run.store.scope = Scope.TRAIN_BATCH
         for row, there in enumerate([2, 1]):
@@ -221,11 +221,11 @@ def test_what_is_logged_in_a_window_without_a_batch_weighs_nothing() -> None:
 
     steps = [(True, {"norm_step": 1.5}), (True, {"norm_step": 2.0})]
     epoch_row = {"norm_epoch": (1.0 + 2.0 + 2.0) / 3}
-    assert together(2, job) == [([*steps, (False, epoch_row)], epoch_row)] * 2
+    assert run_threads(2, job) == [([*steps, (False, epoch_row)], epoch_row)] * 2
 
 
 def test_the_same_value_once_more_after_agreeing() -> None:
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         run = Run(world)
         for row in range(2):
             run.store.scope, run.store.stamp, run.store.batch = Scope.TRAIN_BATCH, row, sized(0)
@@ -234,7 +234,7 @@ def test_the_same_value_once_more_after_agreeing() -> None:
             run.store.flush_step()
         return run.rows
 
-    assert together(2, job) == [[(True, {"x": 2.0}), (True, {"x": 3.0})]] * 2
+    assert run_threads(2, job) == [[(True, {"x": 2.0}), (True, {"x": 3.0})]] * 2
 
 
 # ------------------------------------------------------------------------------------------- what does not go together
@@ -243,7 +243,7 @@ def test_the_same_value_once_more_after_agreeing() -> None:
 def failing(size: int, step: Step, batches: int = 8, every: int = 99) -> list[str]:
     """The error on each process."""
 
-    def job(world: Peer) -> str:
+    def job(world: FakeWorld) -> str:
         run = Run(world)
 
         def go() -> None:
@@ -255,7 +255,7 @@ def failing(size: int, step: Step, batches: int = 8, every: int = 99) -> list[st
         assert run.rows == []
         return str(caught.value)
 
-    return together(size, job)
+    return run_threads(size, job)
 
 
 def on_ranks(*ranks: int, **options: Any) -> Step:
@@ -272,7 +272,7 @@ def test_a_metric_that_is_logged_on_some_ranks_only(every: int, options: dict[st
 
 
 def test_a_metric_that_is_logged_on_one_rank_only_in_an_epoch_hook() -> None:
-    def job(world: Peer) -> str:
+    def job(world: FakeWorld) -> str:
         run = Run(world)
         epoch(run, lambda run, m: None, 5)
         run.store.scope = Scope.TRAIN_EPOCH
@@ -282,7 +282,7 @@ def test_a_metric_that_is_logged_on_one_rank_only_in_an_epoch_hook() -> None:
             run.end()
         return str(caught.value)
 
-    assert all("logged on rank 0, not on rank 1." in text for text in together(2, job))
+    assert all("logged on rank 0, not on rank 1." in text for text in run_threads(2, job))
 
 
 def test_options_that_differ_between_ranks() -> None:
@@ -295,7 +295,7 @@ def test_a_function_that_fails() -> None:
     def largest_gap(values: Tensor) -> Tensor:
         raise ZeroDivisionError("no gap")
 
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, lambda run, m: run.log("gap", 1.0, on_step=False, on_epoch=True, reduce_fx=largest_gap), 1)
         with pytest.raises(MetricError if world.rank else ZeroDivisionError) as caught:
@@ -303,17 +303,17 @@ def test_a_function_that_fails() -> None:
         return str(caught.value)
 
     # rank 1 had no batch and does not know the function
-    assert together(2, job) == ["no gap", "rank 0: ZeroDivisionError: no gap"]
+    assert run_threads(2, job) == ["no gap", "rank 0: ZeroDivisionError: no gap"]
 
 
 def test_a_function_that_one_process_does_not_know() -> None:
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, lambda run, m: run.log("x", float(m), on_epoch=True, reduce_fx=lambda values: values.sum()), 2, every=1)
         return run.end(), run.rows
 
     rows = [(True, {"x_step": 1.0}), (False, {"x_epoch": 1.0})]
-    assert together(3, job) == [({"x_epoch": 1.0}, rows)] * 3
+    assert run_threads(3, job) == [({"x_epoch": 1.0}, rows)] * 3
 
 
 # ---------------------------------------------------------------------------------------------------- rank_zero_only
@@ -327,14 +327,14 @@ def test_rank_zero_only() -> None:
         else:
             run.log(3, "no number", rank_zero_only=True)  # type: ignore[arg-type]  # nobody looks at it here
 
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, step, 8, every=2)
         assert run.store.schema == 0
         ended = run.end()
         return ended, run.rows, run.results.progress_bar, {k: float(v) for k, v in run.results.callback.items()}
 
-    outcomes = together(2, job)
+    outcomes = run_threads(2, job)
     assert outcomes[0] == outcomes[1]
     ended, rows, bar, callback = outcomes[0]
     sizes = [m % 5 + 1 for m in range(0, 8, 2)]
@@ -355,7 +355,7 @@ def test_rank_zero_only_and_then_not() -> None:
 
 
 def test_the_schema_is_the_same_in_whatever_order() -> None:
-    def job(world: Peer, **other: Any) -> list[int]:
+    def job(world: FakeWorld, **other: Any) -> list[int]:
         run, seen = Run(world), []
         run.store.scope, run.store.stamp, run.store.batch = Scope.TRAIN_BATCH, 0, sized(0)
         seen.append(run.store.schema)
@@ -369,21 +369,21 @@ def test_the_schema_is_the_same_in_whatever_order() -> None:
         seen.append(run.store.schema)
         return seen
 
-    (none, a, both, still, gone), (_, b, other, _, _) = together(2, job)
+    (none, a, both, still, gone), (_, b, other, _, _) = run_threads(2, job)
     assert none == gone == 0
     assert both == still == other
     assert len({0, a, b, both}) == 4
     assert max(a, b, both) < 2**62
     for option in ({"on_epoch": True}, {"reduce_fx": "sum"}, {"reduce_fx": torch.median}):
-        first, second = together(2, lambda world, option=option: job(world, **option))
+        first, second = run_threads(2, lambda world, option=option: job(world, **option))
         assert first[2] != second[2]
-    first, second = together(2, lambda world: job(world, prog_bar=True, logger=False))
+    first, second = run_threads(2, lambda world: job(world, prog_bar=True, logger=False))
     assert first == [none, a, both, both, 0]
     assert second[2] == both
 
 
 def test_a_schema_that_differs_names_key_and_ranks() -> None:
-    def job(world: Peer, batches: int) -> str:
+    def job(world: FakeWorld, batches: int) -> str:
         run = Run(world)
 
         def step(run: Run, m: int) -> None:
@@ -398,12 +398,12 @@ def test_a_schema_that_differs_names_key_and_ranks() -> None:
             return str(error)
         return ""
 
-    assert together(2, job, 5) == ["", ""]  # rank 1 had no batch in the row of micro-batch 4
-    assert all("log('acc'): logged on rank 0, not on rank 1." in text for text in together(2, job, 6))
+    assert run_threads(2, job, 5) == ["", ""]  # rank 1 had no batch in the row of micro-batch 4
+    assert all("log('acc'): logged on rank 0, not on rank 1." in text for text in run_threads(2, job, 6))
 
 
 def test_the_schema_is_that_of_this_epoch() -> None:
-    def job(world: Peer) -> list[int]:
+    def job(world: FakeWorld) -> list[int]:
         run, seen = Run(world), []
         for name in ("a", "a", "b"):
             run.store.stamp = -1
@@ -414,13 +414,13 @@ def test_the_schema_is_that_of_this_epoch() -> None:
             assert run.store.schema_entries() == []
         return seen
 
-    first, second = together(2, job)
+    first, second = run_threads(2, job)
     assert first == second
     assert first[0] == first[1] != first[2]
 
 
 def test_an_option_that_changes_while_nothing_is_kept() -> None:
-    def job(world: Peer) -> list[int]:
+    def job(world: FakeWorld) -> list[int]:
         run = Run(world)
         epoch(run, lambda run, m: run.log("x", 1.0, reduce_fx="sum"), 2, every=1)
         before = run.store.schema
@@ -428,5 +428,5 @@ def test_an_option_that_changes_while_nothing_is_kept() -> None:
         epoch(run, lambda run, m: run.log("x", 1.0, reduce_fx="sum"), 2, every=1)
         return [before, run.store.schema]
 
-    for before, after in together(2, job):
+    for before, after in run_threads(2, job):
         assert before == after

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchmetrics
 from helpers.runs.metric_runs import Run, epoch, evaluation
-from helpers.worlds.threaded import Peer, together
+from helpers.worlds.threaded import FakeWorld, run_threads
 from torch import Tensor, nn
 
 from trainkit.distributed.world import World
@@ -112,7 +112,7 @@ def evaluated(world: World | None, batches: int) -> dict[str, float]:
 @pytest.mark.parametrize("batches", [1, 2, 7, 20])
 def test_objects_come_to_what_one_process_has(batches: int, size: int) -> None:
     expected = evaluated(None, batches)
-    outcomes = together(size, evaluated, batches)
+    outcomes = run_threads(size, evaluated, batches)
     assert all(repr(outcome) == repr(outcomes[0]) for outcome in outcomes)
     assert list(outcomes[0]) == list(expected)
     for name, value in outcomes[0].items():
@@ -127,7 +127,7 @@ def test_their_values_of_a_step_are_reduced_as_numbers_are() -> None:
         metrics[run.world.rank](torch.full((2,), float(m)), torch.zeros(2))
         run.log("mse", metrics[run.world.rank], on_step=True, on_epoch=False)
 
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, step, 4, every=1)
         assert metrics[world.rank].update_count == 2
@@ -140,7 +140,7 @@ def test_their_values_of_a_step_are_reduced_as_numbers_are() -> None:
         (0 * sizes[0] + 1 * sizes[1]) / (sizes[0] + sizes[1]),
         (4 * sizes[2] + 9 * sizes[3]) / (sizes[2] + sizes[3]),
     ]
-    assert together(2, job) == [[(True, {"mse": row}) for row in rows]] * 2
+    assert run_threads(2, job) == [[(True, {"mse": row}) for row in rows]] * 2
 
 
 def test_running_windows() -> None:
@@ -156,11 +156,11 @@ def test_running_windows() -> None:
 
     assert job(None) == {"sum": 1110000.0}
     # a window of three micro-batches on each process; the third has had two only
-    assert together(2, job) == [{"sum": 1111110.0}] * 2
+    assert run_threads(2, job) == [{"sum": 1111110.0}] * 2
 
 
 def test_rank_zero_only_is_not_synchronised() -> None:
-    def job(world: Peer) -> Any:
+    def job(world: FakeWorld) -> Any:
         metric, run = torchmetrics.CatMetric(), Run(world)
 
         def step(run: Run, m: int) -> None:
@@ -172,7 +172,7 @@ def test_rank_zero_only_is_not_synchronised() -> None:
         assert metric.value == []  # on the other process too
         return ended
 
-    assert together(2, job) == [{"first": 0.0}] * 2
+    assert run_threads(2, job) == [{"first": 0.0}] * 2
 
 
 class Strange:
@@ -200,9 +200,9 @@ def test_an_object_of_another_library() -> None:
         return run.end()
 
     assert job(None, False) == {"strange": 4.0}
-    assert together(2, job, True) == [{"strange": 2.0}] * 2
+    assert run_threads(2, job, True) == [{"strange": 2.0}] * 2
     with pytest.raises(MetricError, match=r"log\('strange'\): what a Strange gathers on several processes cannot be combined"):
-        together(2, job, False)
+        run_threads(2, job, False)
 
 
 def test_states_that_do_not_go_together() -> None:
@@ -217,7 +217,7 @@ def test_states_that_do_not_go_together() -> None:
         def compute(self) -> Tensor:
             return self.counts.sum()
 
-    def job(world: Peer) -> str:
+    def job(world: FakeWorld) -> str:
         metric, run = Shapes(), Run(world)
 
         def step(run: Run, m: int) -> None:
@@ -229,13 +229,13 @@ def test_states_that_do_not_go_together() -> None:
             run.end()
         return str(caught.value)
 
-    for text in together(2, job):
+    for text in run_threads(2, job):
         assert text.startswith("log('shapes'): the states of this Shapes on different processes cannot be combined: ")
         assert "rank_zero_only=True" in text
 
 
 def test_a_value_that_is_no_number_is_an_error_everywhere() -> None:
-    def job(world: Peer) -> str:
+    def job(world: FakeWorld) -> str:
         metric, run = torchmetrics.CatMetric(), Run(world)
 
         def step(run: Run, m: int) -> None:
@@ -247,7 +247,7 @@ def test_a_value_that_is_no_number_is_an_error_everywhere() -> None:
             run.end()
         return str(caught.value)
 
-    first, second = together(2, job)
+    first, second = run_threads(2, job)
     assert first.startswith("log('values'): a metric must come to one number")
     assert second == f"rank 0: MetricError: {first}"  # it had no batch and no object
 

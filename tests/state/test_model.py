@@ -195,7 +195,7 @@ def test_a_module_whose_own_load_fails_is_put_back() -> None:
         with unchanged(other), pytest.raises(StateMismatchError, match="load_state_dict refused it: not mine"):
             restore_model(other, stored(module), what=WHAT)
     other = nn.Sequential(nn.Linear(2, 2), Picky())
-    with unchanged(other), pytest.raises(StateMismatchError, match="not this one\nThe model was put back"):
+    with unchanged(other), pytest.raises(StateMismatchError, match="not this one\nThe model was restored"):
         restore_model(other, stored(scramble(nn.Sequential(nn.Linear(2, 2), Picky()))), what=WHAT)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.patience import PATIENCE
 from helpers.runs.bare import make_run
-from helpers.worlds.teams import ThreadStrategy, in_worlds
+from helpers.worlds.threaded import ThreadStrategy, run_threads
 
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, Preempted
@@ -191,7 +191,7 @@ def ranks(work: Any) -> list[Any]:
         points, reports = safe_points(run)
         return work(points, run, reports)
 
-    return in_worlds(2, on)
+    return run_threads(2, on)
 
 
 def test_a_stop_that_one_rank_requests_acts_on_both_after_the_same_step() -> None:

@@ -1,4 +1,4 @@
-"""One verdict for all processes: what one of them could not do, none of them has done, and all raise the same error."""
+"""Runs work on all ranks so that it succeeds on all or on none: if it fails on one rank, all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ SHARED_FOLDER_ADVICE = (
     "All processes of a run must see the same folder of checkpoints. Fix: choose one on a file system that all machines share, "
     "ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
 )
-"""What to say to a process that does not see what another has written."""
+"""The fix for a rank that does not see what another rank has written."""
 
-_PATIENCE = 5.0  # seconds until what one machine has written is seen by another
+_PATIENCE = 5.0  # seconds until one node sees what another has written
 
 
 class Group(Protocol):
-    """Processes that can tell each other something: a :class:`~trainkit.distributed.world.World`, or a ``Team`` of one."""
+    """Ranks that can exchange values: a :class:`~trainkit.distributed.world.World` or a ``Team``."""
 
     rank: int
     size: int
 
     def exchange(self, value: Any) -> list[Any]:
-        """What every process gave, in the order of their ranks; JSON."""
+        """The values of all ranks, in rank order; JSON."""
 
 
 def run_on_all_ranks(group: Group, work: Callable[[], Any], otherwise: type[CheckpointError] = CheckpointError) -> list[Any]:
-    """Do something on every process of a group, each its part.
+    """Call ``work`` on every rank of a group. Collective.
 
     Args:
-        group: the processes; all of them call this.
-        work: returns something that JSON can hold.
-        otherwise: the class of the error for those that are none of trainkit's own.
+        group: the ranks.
+        work: returns JSON.
+        otherwise: the class of the error to raise if the error is not one of trainkit's.
 
     Returns:
-        What it returned on each process, by rank.
+        The results of all ranks, in rank order.
 
     Raises:
-        TrainkitError: it failed on some process. On all of them it is of the class that it has there, and names the rank,
-            unless all failed alike. An interrupt is raised as it is where it came.
+        TrainkitError: it failed on a rank. All ranks raise an error of the same class that names the rank, unless all failed
+            with the same error. An interrupt is raised unchanged on the rank where it occurred.
     """
     if group.size == 1:
         return [work()]
@@ -67,7 +67,7 @@ def run_on_all_ranks(group: Group, work: Callable[[], Any], otherwise: type[Chec
 
 
 def _first_error(bad: dict[int, list[str]], otherwise: type[CheckpointError]) -> TrainkitError:
-    """What the first process that failed says."""
+    """The error of the first rank that failed."""
     rank, (name, text) = next(iter(bad.items()))
     where = f"rank {rank}" + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
     kind = getattr(errors, name, None)
@@ -77,12 +77,12 @@ def _first_error(bad: dict[int, list[str]], otherwise: type[CheckpointError]) ->
 
 
 def wait_for_path(path: Path) -> bool:
-    """Whether something is at ``path``, which another process has made, within a few seconds: NFS takes its time."""
+    """Whether ``path``, created by another process, is visible within a few seconds, which NFS may need."""
     end = time.monotonic() + _PATIENCE
     while not os.path.lexists(path):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
         with contextlib.suppress(OSError):
-            os.listdir(path.parent)  # makes a network file system look anew
+            os.listdir(path.parent)  # makes a network file system look again
     return True

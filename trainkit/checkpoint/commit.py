@@ -1,4 +1,4 @@
-"""A draft on the disk: all of it under its name, or nothing."""
+"""Writes a checkpoint to the disk: completely under its name, or not at all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from pathlib import Path
 
 from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks, wait_for_path
 from trainkit.checkpoint.draft import Draft
+from trainkit.checkpoint.identify import hidden_path
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
-from trainkit.checkpoint.reader import read_small_file
+from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.tensor_file import write_file
 from trainkit.distributed.world import Team
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
@@ -27,11 +28,10 @@ from trainkit.tagged_json.strict_json import MAX_JSON_BYTES
 __all__ = ["check_target", "commit", "sync_folder"]
 
 _ALONE = Team()
-_MAX_NAME = 255  # bytes, on every file system in use
-_ABANDONED = 3600.0  # seconds without a change
-_FOLDER_BYTES = 2 * 4096  # what a folder and its entry in the parent may take beside its files
+_ABANDONED = 3600.0  # seconds without a change, after which an unfinished save is removed
+_FOLDER_BYTES = 2 * 4096  # what a folder and its entry in the parent may need in addition to its files
 _DIGEST_LINE = re.compile(rb"[0-9a-f]{64}  manifest\.json\n")
-# What a checkpoint is made of, for one whose manifest cannot be read.
+# The files of a checkpoint whose manifest cannot be read.
 _OUR_NAMES = re.compile(r"manifest\.(json|sha256)|state\.json|.*\.safetensors(\.index\.json)?", re.DOTALL)
 
 
@@ -45,28 +45,28 @@ _FORBIDDEN = _numbers("EACCES", "EPERM", "EROFS")
 
 
 def commit(draft: Draft, target: Path, *, replace: bool = False, team: Group = _ALONE) -> Manifest | None:
-    """Write a checkpoint so that ``target`` is never half there, not even after a power cut.
+    """Write a checkpoint so that ``target`` is never incomplete, not even after a power failure.
 
-    Everything goes to ``.<name>.tmp-<run_id>`` beside ``target``, the manifest's digest last, each file synced; then that
-    folder is renamed. Folders above ``target`` are made. An empty folder at ``target`` is used.
+    All files are written to ``.<name>.tmp-<run_id>`` next to ``target`` and synced, the manifest's digest last; then that
+    folder is renamed. Parents of ``target`` are created. ``target`` may be an empty folder.
 
-    Over several processes each writes and syncs the files of its own :class:`Draft`; the main one does the rest, for all.
+    With several ranks each writes and syncs the files of its own :class:`Draft`; the main process does the rest. Collective.
 
     Args:
         draft: what to write.
-        target: the folder that the checkpoint will be. A link is followed. The main process's counts.
-        replace: if a checkpoint is there already, put the new one in its place once it is complete: at each moment there is
-            the one or the other. Where the file system cannot exchange two folders, the old one is called
-            ``<name>.replaced`` for a moment. Files in it that are not the checkpoint's are carried over.
-        team: the processes that write it; each of them calls this.
+        target: the folder of the checkpoint, as given on the main process. A link is followed.
+        replace: replace an existing checkpoint once the new one is complete, so that one of them is there at any time. If the
+            file system cannot exchange two folders, the old one is called ``<name>.replaced`` for a moment. Files in it that
+            do not belong to the checkpoint are kept.
+        team: the ranks that write.
 
     Returns:
-        The manifest as written, on the main process; None on others.
+        The manifest as written, on the main process; ``None`` on other ranks.
 
     Raises:
-        CheckpointWriteError: it could not be written; what was written is removed again, what was there is untouched.
-        CheckpointError: something else is at ``target``, or anything if ``replace`` is False. Over several processes an error
-            on one of them is raised on all, and names its rank.
+        CheckpointWriteError: it could not be written. What was written is removed; what was at ``target`` is unchanged.
+        CheckpointError: ``target`` exists and is not a checkpoint, or ``replace`` is False. An error on one rank is raised on
+            all ranks and names the rank.
     """
     work = _Commit(draft, target, replace, team.rank == 0)
     try:
@@ -83,19 +83,19 @@ def commit(draft: Draft, target: Path, *, replace: bool = False, team: Group = _
 
 
 def check_target(target: Path) -> None:
-    """Raise the error of a :func:`commit` with ``replace`` whose target holds something that is not a checkpoint.
+    """Check that a :func:`commit` with ``replace`` would accept the target.
 
     Raises:
-        CheckpointError: something else is at ``target``.
+        CheckpointError: ``target`` exists and is not a checkpoint.
     """
     _occupant(_followed(target), replace=True)
 
 
 class _Commit:
-    """One process's part of a commit.
+    """The part of one rank in a commit.
 
     Attributes:
-        partial: the folder in which the checkpoint grows.
+        partial: the folder to which the checkpoint is written.
         manifest: as written, on the main process.
     """
 
@@ -104,16 +104,16 @@ class _Commit:
         self._draft, self._target, self._replace, self._main = draft, target, replace, main
         self._old: set[str] | None = None
         self._begun = False
-        self.partial = _partial_of(target, draft.run_id)
+        self.partial = hidden_path(target, f".tmp-{draft.run_id}")
         self.manifest: Manifest | None = None
 
     def open(self) -> tuple[str, str]:
-        """Make the folder that everything goes to; its path, and what the draft's files are."""
+        """Create the folder to write to. Returns its path and the layout of the draft."""
         if self._main:
             with self._explained():
                 self._old = _occupant(self._target, self._replace)
                 _make_folder(self._target.parent)
-                _remove(self.partial)  # left by a kill of this very run
+                _remove(self.partial)  # left behind when this run was killed
                 _remove_abandoned(self._target)
                 _check_space(self._draft, self._target)
                 self._begun = True
@@ -123,7 +123,7 @@ class _Commit:
         return str(self.partial), self._draft.layout
 
     def write(self) -> dict[str, str]:
-        """Write this process's files; their digests."""
+        """Write the files of this rank. Returns their digests."""
         with self._explained():
             if not self._main and not wait_for_path(self.partial):
                 raise CheckpointWriteError(f"{self.partial}, created by the main process, is not here. {SHARED_FOLDER_ADVICE}")
@@ -133,23 +133,23 @@ class _Commit:
             return digests
 
     def close(self, files: list[dict[str, str]]) -> None:
-        """The files of all processes being there, write the manifest and give the folder its name."""
+        """After all ranks have written their files: write the manifest and rename the folder."""
         if not self._main:
             return
         with self._explained():
             self.manifest = self._draft.manifest({name: digest for own in files for name, digest in own.items()})
             _write_manifest(self.partial, self.manifest.to_bytes())
             _put_in_place(self.partial, self._target, exchange=self._old is not None)
-            self._begun = False  # what is at partial now, if anything, is the old one
+            self._begun = False  # what is at partial now, if anything, is the old checkpoint
             sync_folder(self._target.parent)
 
     def undo(self) -> None:
-        """It has failed: what was written is removed."""
+        """After an error: remove what was written."""
         if self._begun:
             _remove(self.partial)
 
     def tidy(self) -> None:
-        """It is complete: the one that it has replaced is removed."""
+        """After success: remove the checkpoint that was replaced."""
         if self._old is not None:
             _remove(self.partial)
 
@@ -164,7 +164,7 @@ class _Commit:
 
 
 def _compare(layouts: list[str]) -> None:
-    """All processes must have laid out the same files, as each writes its own only."""
+    """Check that all ranks have laid out the same files, since each writes only its own."""
     others = [str(rank) for rank, layout in enumerate(layouts) if layout != layouts[0]]
     if others:
         raise CheckpointWriteError(
@@ -174,7 +174,7 @@ def _compare(layouts: list[str]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut, where the system can.
+    """Make the names in a folder survive a power failure, if the system can.
 
     Raises:
         OSError: the disk failed.
@@ -183,7 +183,7 @@ def sync_folder(folder: Path) -> None:
         return
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # one may write to it but not list it
+    except PermissionError:  # it may be writable but not readable
         return
     try:
         os.fsync(descriptor)
@@ -194,21 +194,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _partial_of(target: Path, run_id: str) -> Path:
-    mark = f".tmp-{run_id}"
-    name, room = target.name, _MAX_NAME - 1 - len(mark)
-    if len(os.fsencode(name)) > room:
-        name = os.fsencode(name)[:room].decode("utf-8", "ignore")
-    return target.parent / f".{name}{mark}"
-
-
 def _followed(target: Path) -> Path:
-    """The folder that a link leads to."""
+    """The target of a link, and any other path unchanged."""
     return Path(os.path.realpath(target)) if os.path.islink(target) or target.name in ("", "..") else target
 
 
 def _occupant(target: Path, replace: bool) -> set[str] | None:
-    """The names of the files that make the checkpoint at ``target``; None if nothing or an empty folder is there."""
+    """The names of the files of the checkpoint at ``target``; ``None`` if nothing or an empty folder is there."""
     if target.name.startswith("."):
         raise CheckpointError(f"{target}: a folder whose name starts with '.' is no checkpoint. Fix: choose another name")
     try:
@@ -232,14 +224,14 @@ def _occupant(target: Path, replace: bool) -> set[str] | None:
 
 
 def _files_of_checkpoint(folder: Path, names: Collection[str]) -> set[str] | None:
-    """Which of the ``names`` make a checkpoint, a damaged one too; None if the folder is none."""
+    """The ``names`` that belong to a checkpoint, which may be damaged; ``None`` if the folder is not a checkpoint."""
     by_name = {name for name in names if _OUR_NAMES.fullmatch(name)}
     try:
         data = read_small_file(folder / MANIFEST, MAX_JSON_BYTES)
         return {MANIFEST, DIGEST, *Manifest.from_bytes(data, str(folder / MANIFEST)).files}
     except CorruptCheckpointError:
         pass
-    except CheckpointError:  # a later version's
+    except CheckpointError:  # of a later version
         return by_name
     try:
         return by_name if _DIGEST_LINE.fullmatch(read_small_file(folder / DIGEST, 1024)) else None
@@ -261,7 +253,7 @@ def _check_space(draft: Draft, target: Path) -> None:
     total, _, free = shutil.disk_usage(target.parent)
     block = os.statvfs(target.parent).f_frsize if hasattr(os, "statvfs") else 4096
     needed = sum(-(-size // block) * block for size in draft.sizes.values()) + _FOLDER_BYTES
-    if total and needed > free:  # some file systems do not tell: 0 of 0
+    if total and needed > free:  # some file systems report 0 of 0
         raise CheckpointWriteError(
             f"{target}: too little space: the checkpoint needs {needed} bytes, {free} are free. Nothing was written. "
             "Fix: free some, keep fewer checkpoints, or save to another file system."
@@ -269,7 +261,7 @@ def _check_space(draft: Draft, target: Path) -> None:
 
 
 def _write(draft: Draft, partial: Path) -> dict[str, str]:
-    """Write the draft's files; the digest of each."""
+    """Write the files of a draft. Returns their digests."""
     digests = {}
     with contextlib.closing(draft.files()) as files:
         for name, pieces in files:
@@ -293,7 +285,7 @@ def _write_manifest(partial: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """A failed write does not know the name of its file."""
+    """Add the name of the file to an error of writing, which does not have it."""
     try:
         yield
     except OSError as error:
@@ -302,7 +294,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _carry_over(old: Path, new: Path, without: Collection[str]) -> None:
-    """Put what else lies in ``old`` into ``new`` too, as further names of the same files where the system has such."""
+    """Add the other files in ``old`` to ``new``, as hard links where possible."""
     known = {name.lower() for name in without}
     for name in os.listdir(old):
         if name.lower() in known:
@@ -318,15 +310,15 @@ def _link(source: str | Path, copy: str | Path) -> None:
         if not os.path.islink(source):
             os.link(source, copy)
             return
-    except OSError:  # a file system without them
+    except OSError:  # a file system without hard links
         pass
     shutil.copy2(source, copy, follow_symlinks=False)
 
 
 def _put_in_place(partial: Path, target: Path, *, exchange: bool) -> None:
-    """``partial`` becomes ``target``; what was there before, if anything, becomes ``partial``."""
-    if not exchange or not os.path.lexists(target):  # somebody may have removed it meanwhile
-        if os.name == "nt" and target.is_dir():  # there a rename replaces no folder, not even an empty one
+    """Rename ``partial`` to ``target``, and what was at ``target``, if anything, to ``partial``."""
+    if not exchange or not os.path.lexists(target):  # it may have been removed meanwhile
+        if os.name == "nt" and target.is_dir():  # where a rename replaces no folder, not even an empty one
             target.rmdir()
         os.rename(partial, target)
     elif not _exchange(partial, target):
@@ -334,7 +326,7 @@ def _put_in_place(partial: Path, target: Path, *, exchange: bool) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change their names in one step; False where the system or the file system cannot."""
+    """Exchange the names of two folders atomically; False if the system or the file system cannot."""
     first, second = os.fsencode(one), os.fsencode(other)
     if sys.platform == "linux":
         rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -354,7 +346,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _exchange_by_renames(partial: Path, target: Path) -> None:
-    """The same in three steps; in between the old checkpoint is there under a name that a reader of the folder finds."""
+    """The same in three steps; meanwhile the old checkpoint has a name that is found by a reader of the folder."""
     aside = target.with_name(f"{target.name}.replaced")
     number = 0
     while os.path.lexists(aside):
@@ -371,7 +363,7 @@ def _exchange_by_renames(partial: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder as far as it goes: what cannot be removed has a name that nobody reads."""
+    """Remove a file or folder as far as possible: the name of what is left is ignored by readers."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -380,7 +372,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove what killed runs have left of checkpoints at this very path; one that is being written is younger."""
+    """Remove unfinished saves of killed runs at this path. A save in progress has changed more recently."""
     for path in target.parent.glob(glob.escape(f".{target.name}.tmp-") + "*"):
         with contextlib.suppress(OSError):
             newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))

@@ -1,4 +1,4 @@
-"""A checkpoint before it is written: laid out as files whose sizes are known exactly."""
+"""``Draft``: a checkpoint before it is written, laid out as files whose sizes are known exactly."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from trainkit.tagged_json.tensors import tensor_problem
 __all__ = ["SPLIT_ABOVE", "Content", "Draft"]
 
 SPLIT_ABOVE = 16 * 2**20
-"""Bytes of a stem above which it is divided on several processes, so that each of them writes a part of it."""
+"""A stem of more bytes is divided between the ranks, which each write a part of it."""
 
 _STATE = "state"
-# References in state.json name the one file of tensors that belongs to it, so it is never divided.
+# state.json refers to a single file of tensors, which is therefore never divided.
 _NEVER_SPLIT = 2**63
 _PIECE = 4 * 2**20
 _ANY_DIGEST = "0" * 64
@@ -34,16 +34,16 @@ _ANY_DIGEST = "0" * 64
 
 @dataclass
 class Content:
-    """What a checkpoint is made of; the tensors are still the process's own.
+    """The content of a checkpoint to be saved. The tensors are those of the training, not copies.
 
     Attributes:
         tensors: stem of the file ("model", "model_1", "optimizer") → name → tensor.
-        state: the rest, for ``state.json`` and ``state.safetensors``; see :mod:`trainkit.tagged_json.encode` for what may
-            be in it.
-        about: the fields of :class:`~trainkit.checkpoint.manifest.Manifest` but for ``trainkit_version``, ``saved_at``,
+        state: everything else, for ``state.json`` and ``state.safetensors``; see :mod:`trainkit.tagged_json.encode` for the
+            supported types.
+        about: the fields of :class:`~trainkit.checkpoint.manifest.Manifest` except ``trainkit_version``, ``saved_at``,
             ``format_version`` and ``files``.
         attachments: further files by name, such as ``config.json``.
-        max_shard_size: bytes above which the file of a stem is divided.
+        max_shard_size: maximum bytes of a file of tensors.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -56,34 +56,35 @@ class Content:
 class Draft:
     """A :class:`Content` laid out as files, not yet written.
 
-    State and manifest are taken here and now: what happens later to objects in ``content.state`` and ``content.about``
-    changes nothing. The tensors are read when the files are, unless :meth:`detach` has copied them before.
+    State and manifest are encoded immediately, so later changes to ``content.state`` and ``content.about`` have no effect. The
+    tensors are read when the files are written, unless :meth:`detach` copies them before.
 
-    On several processes that all have the tensors, the files are dealt out: each process writes and copies its own only. What
-    is no tensor is the main process's alone; of the content of the others the tensors and ``about["run_id"]`` count.
+    The files of tensors are distributed over the ranks, which all have the tensors: each rank writes and copies only its own
+    files. Everything else is written by the main process; other ranks only need the tensors and ``about["run_id"]``.
 
     Args:
-        content: what to lay out.
-        rank: of this process.
-        ranks: the number of processes.
+        content: the content.
+        rank: the rank of this process.
+        ranks: the world size.
 
     Attributes:
-        sizes: name of the file → bytes. On the main process those of all processes, manifest and digest included; on another
-            those of the tensors, its own or not.
-        size: bytes of all these together.
-        layout: a digest of what the files of tensors are, the same on all processes if they have the same tensors; "" on one.
+        run_id: the run that saves it.
+        sizes: name of the file → bytes. On the main process all files, manifest and digest included; on other ranks all files
+            of tensors.
+        size: the sum of ``sizes``.
+        layout: a digest of the layout of all files of tensors, to compare the ranks; "" if there is a single rank.
 
     Raises:
         UnsavableError: something in the content cannot be stored.
-        CheckpointError: two files would have one name, or one that not every system allows.
+        CheckpointError: two files would have the same name, or a name is not allowed on every system.
     """
 
     def __init__(self, content: Content, *, rank: int = 0, ranks: int = 1) -> None:
         self._bytes: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorFile, Mapping[str, Tensor]]] = {}
         self._copies: Mapping[str, memoryview] | None = None
-        self._owned: list[list[Tensor]] = [[] for _ in range(ranks)]  # sharded ones, by the process that writes them
-        self._rank, self._run_id = rank, str(content.about["run_id"])
+        self._owned: list[list[Tensor]] = [[] for _ in range(ranks)]  # by the rank that writes them
+        self._rank, self.run_id = rank, str(content.about["run_id"])
         self.sizes: dict[str, int] = {}
         self.layout = ""
         if rank == 0:
@@ -113,30 +114,25 @@ class Draft:
             format_version=FORMAT_VERSION,
             files={name: FileEntry(size, _ANY_DIGEST) for name, size in self.sizes.items()},
         )
-        # A digest is as long as any other, so this manifest is as long as the one to come. Read back, it shares nothing.
+        # All digests have the same length, so the final manifest has this size. Decoding makes a copy that shares nothing.
         data = self._manifest.to_bytes()
         self._manifest = Manifest.from_bytes(data, MANIFEST)
         self.sizes |= {MANIFEST: len(data), DIGEST: len(digest_line(data))}
 
-    @property
-    def run_id(self) -> str:
-        """The run that saves it."""
-        return self._run_id
-
     def manifest(self, digests: Mapping[str, str]) -> Manifest:
-        """The manifest of the written files; ``digests`` has the SHA-256 of each of :attr:`sizes` but its own two.
+        """The manifest of the written files, on the main process.
 
-        Only on the main process.
+        Args:
+            digests: the SHA-256 of each file in :attr:`sizes` except manifest and digest.
         """
         return replace(
             self._manifest, files={name: replace(entry, sha256=digests[name]) for name, entry in self._manifest.files.items()}
         )
 
     def detach(self, buffers: HostBuffers) -> None:
-        """Copy every tensor: afterwards changing the process's tensors changes nothing here.
+        """Copy all tensors of this rank, so that the training can change them. Collective: sharded tensors are gathered.
 
-        The copies lie in ``buffers``: the draft is of use until the next one is detached into them. Tensors that no process has
-        whole are gathered, which all processes do together.
+        The copies are stored in ``buffers``: the draft is valid until the next one is detached into them.
         """
         gathers = GatherOrder(self._rank, self._owned)
         try:
@@ -147,15 +143,15 @@ class Draft:
         self._tensors = {name: (file, {}) for name, (file, _) in self._tensors.items()}
 
     def release(self) -> None:
-        """Let tensors and copies go, after which there is nothing left to write: whoever keeps a draft keeps little."""
+        """Release tensors and copies. Afterwards the draft needs little memory and cannot be written."""
         self._copies = {}
         self._tensors = {}
         self._owned = []
 
     def files(self) -> Generator[tuple[str, Iterable[bytes | memoryview]], None, None]:
-        """This process's files but for manifest and digest: name, and content piece by piece, to be read once.
+        """The files of this rank except manifest and digest: name, and content piece by piece, to be read once.
 
-        Where tensors are sharded, all processes read them at the same time, to the end or until this is closed.
+        If tensors are sharded, all ranks read them at the same time, to the end or until this generator is closed.
         """
         gathers = GatherOrder(self._rank, self._owned)
         try:
@@ -178,7 +174,7 @@ class Draft:
     def _add_tensors(
         self, stem: str, tensors: Mapping[str, Tensor], max_shard_size: int, groups: Mapping[int, list[str]]
     ) -> list[TensorFile]:
-        """Lay out the files of a stem; ``groups``: rank → the tensors that it writes."""
+        """Lay out the files of a stem; ``groups``: rank → names of the tensors that it writes."""
         files, index = plan_files(stem, tensors, max_shard_size, groups.values())
         own = set(groups.get(self._rank, ()))
         owners = {name: rank for rank, names in groups.items() for name in names}

@@ -1,9 +1,8 @@
-"""A folder of checkpoints: which there are, the order to try them in, free names, removal, and the pointer to the last."""
+"""A folder of checkpoints: list them, in the order to try them, find free names, remove them, point to the last one."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -13,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.checkpoint.commit import sync_folder
+from trainkit.checkpoint.identify import MAX_NAME, has_checkpoint_files, hidden_path, is_checkpoint
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.reader import has_checkpoint_files, inspect_checkpoint, is_checkpoint, read_small_file
+from trainkit.checkpoint.reader import inspect_checkpoint
+from trainkit.checkpoint.regular_file import read_small_file
+from trainkit.checkpoint.tensor_file import write_file
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.paths import local_path
 
@@ -41,8 +43,7 @@ CHECKPOINTS = "checkpoints"
 POINTER = "last"
 """Name of the file that holds the name of the checkpoint saved last."""
 
-_MAX_NAME = 255  # bytes, on every file system in use
-# Exactly what commit(), remove(), check_writable() and write_pointer() make, and a kill leaves.
+# The names of what commit(), remove(), check_writable() and write_pointer() leave behind when they are killed.
 _PARTIAL = re.compile(r"\..+\.tmp-[A-Za-z0-9_-]{1,64}", re.DOTALL)
 _REMOVED = re.compile(r"\..+\.del-[0-9a-f]{16}", re.DOTALL)
 _OUR_FILE = re.compile(r"\.(probe|last)\.tmp-[0-9a-f]{16}")
@@ -54,8 +55,8 @@ class FoundCheckpoint:
 
     Attributes:
         path: the checkpoint.
-        manifest: what it says of itself, None if that cannot be trusted.
-        problem: what is wrong with it, None if nothing was found; its files have been measured then, not read.
+        manifest: its manifest; ``None`` if that cannot be trusted.
+        problem: what is wrong with it; ``None`` if nothing was found. Files are not read for this, only their sizes compared.
     """
 
     path: Path
@@ -64,11 +65,11 @@ class FoundCheckpoint:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
-    """The checkpoints in ``folder``: good ones newest first, then the bad ones, each with what is wrong.
+    """The checkpoints in ``folder``: valid ones newest first, then damaged ones with their problems.
 
-    Newer is: of a run whose latest checkpoint was saved later, in a run the one that was saved after more others. Only
-    manifests are read, and the sizes of the files compared; :meth:`Checkpoint.verify` reads everything. A checkpoint is a
-    folder that holds a file of a checkpoint's and whose name does not start with ``.``; a folder that is not there has none.
+    Runs are ordered by the time of their latest checkpoint, checkpoints of a run by their save counter. Only manifests are
+    read, and the sizes of the files compared; :meth:`Checkpoint.verify` reads everything. A checkpoint is a folder that has a
+    file of a checkpoint and whose name does not start with ``.``. If ``folder`` does not exist, the list is empty.
 
     Raises:
         CheckpointError: ``folder`` cannot be read.
@@ -78,10 +79,10 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
 
 
 def candidates(*folders: str | os.PathLike[str]) -> list[FoundCheckpoint]:
-    """The checkpoints in the order in which to try them: of the run saved to last the newest first, then older runs.
+    """The checkpoints in the order in which to try them: the newest of the run that saved last, then older runs.
 
-    Bad ones are in it, so that each is named before an older one is used: those whose manifest is sound at their place,
-    the others, of which nothing can be known, before the newest of their folder; first if there is none.
+    Damaged ones are included, so that each is reported before an older one is used: at their place in the order if their
+    manifest is valid, otherwise before the newest of their folder, or first if there is none.
 
     Raises:
         CheckpointError: a folder cannot be read.
@@ -107,12 +108,12 @@ def candidates(*folders: str | os.PathLike[str]) -> list[FoundCheckpoint]:
 
 
 def folders_below(root: str | os.PathLike[str], *, deep: bool = True) -> list[Path]:
-    """The folders ``checkpoints`` of the runs below ``root``, which need not exist; no other folder is read whole.
+    """The folders ``checkpoints`` of the runs below ``root``, which need not exist.
 
     Args:
-        root: a ``default_root_dir``, the folder of an experiment, or that of a run.
-        deep: as far down as loggers put their runs: ``<root>/<name>/<run>`` and ``<root>/logs/<name>/<run>``. Else:
-            ``<root>`` and ``<root>/<run>`` only.
+        root: a ``default_root_dir``, the folder of an experiment or of a run.
+        deep: search to the depth at which loggers create runs: ``<root>/<name>/<run>`` and ``<root>/logs/<name>/<run>``.
+            False: search ``<root>`` and ``<root>/<run>`` only.
     """
     level, places = [Path(root)], [Path(root)]
     for _ in range(2 if deep else 1):
@@ -128,13 +129,13 @@ def _folders_in(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
-    except OSError:  # not there, or somebody else's
+    except OSError:  # it does not exist, or is not readable
         return []
     return [folder / name for name in names if name != CHECKPOINTS]
 
 
 def next_counter(folder: str | os.PathLike[str], run_id: str) -> int:
-    """The save counter for the next checkpoint of a run: one more than its highest in ``folder``, 1 for the first."""
+    """The save counter of the next checkpoint of a run: its highest in ``folder`` plus 1; 1 for the first."""
     found = [one.manifest for one in _find(Path(folder)) if one.manifest is not None]
     return 1 + max((manifest.save_counter for manifest in found if manifest.run_id == run_id), default=0)
 
@@ -153,10 +154,10 @@ def _find(folder: Path) -> list[FoundCheckpoint]:
     for entry in entries:
         path = folder / entry.name
         if entry.is_symlink() and os.path.realpath(path) in here:
-            continue  # another name of one that is here
+            continue  # a link to a checkpoint in this folder
         if is_checkpoint(path):
             one = FoundCheckpoint(path, *inspect_checkpoint(path))
-            if one.problem is None or is_checkpoint(path):  # else somebody removed it meanwhile
+            if one.problem is None or is_checkpoint(path):  # else it was removed meanwhile
                 found.append(one)
     return found
 
@@ -165,12 +166,12 @@ def _find(folder: Path) -> list[FoundCheckpoint]:
 
 
 def free_name(folder: Path, name: str, taken: Collection[str] = ()) -> str:
-    """``name`` if nothing in ``folder`` has it, else the first free one of ``name-v1``, ``name-v2``, …
+    """``name`` if it is free in ``folder``, else the first free one of ``name-v1``, ``name-v2``, …
 
     Args:
-        folder: where the checkpoint is to be; need not exist.
-        name: how it would be called.
-        taken: names that are given away although nothing is there yet, such as that of a save in flight.
+        folder: the folder for the checkpoint; need not exist.
+        name: the preferred name.
+        taken: names that are reserved although they do not exist yet, such as that of a save in progress.
     """
     number, free = 0, name
     while free == POINTER or free in taken or os.path.lexists(folder / free):
@@ -180,7 +181,7 @@ def free_name(folder: Path, name: str, taken: Collection[str] = ()) -> str:
 
 
 def write_pointer(folder: Path, name: str) -> None:
-    """Let the file ``last`` in ``folder`` hold ``name``, the name of a checkpoint beside it: the old one or the new one.
+    """Replace the content of the file ``last`` in ``folder`` atomically by ``name``, the name of a checkpoint in it.
 
     Raises:
         CheckpointWriteError: it cannot be written.
@@ -191,7 +192,7 @@ def write_pointer(folder: Path, name: str) -> None:
     temporary = folder / f".{POINTER}.tmp-{secrets.token_hex(8)}"
     try:
         try:
-            _write_through(temporary, os.fsencode(name) + b"\n")
+            write_file(temporary, [os.fsencode(name) + b"\n"])
             os.replace(temporary, folder / POINTER)
         except BaseException:
             _discard(temporary)
@@ -204,7 +205,7 @@ def write_pointer(folder: Path, name: str) -> None:
 
 
 def read_pointer(folder: Path) -> str | None:
-    """The name that :func:`write_pointer` wrote, None if there is no such file. The checkpoint itself is not looked at.
+    """The name that :func:`write_pointer` wrote; ``None`` if there is no such file. The checkpoint need not exist.
 
     Raises:
         CorruptCheckpointError: the file ``last`` does not hold a plain name.
@@ -212,7 +213,7 @@ def read_pointer(folder: Path) -> str | None:
     path = folder / POINTER
     if not os.path.lexists(path) or is_checkpoint(path):  # a checkpoint may have any name
         return None
-    data = read_small_file(path, _MAX_NAME + 1)
+    data = read_small_file(path, MAX_NAME + 1)
     name = os.fsdecode(data[:-1])
     if not data.endswith(b"\n") or not _is_plain(name):
         raise CorruptCheckpointError(
@@ -222,9 +223,9 @@ def read_pointer(folder: Path) -> str | None:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a text is the name of something in a folder, and of nothing that is elsewhere or hidden."""
+    """Whether a text is the name of an entry of a folder: not a path, and not hidden."""
     return (
-        0 < len(os.fsencode(name)) <= _MAX_NAME
+        0 < len(os.fsencode(name)) <= MAX_NAME
         and not name.startswith(".")
         and not any(character in "/\\:" or ord(character) < 32 or ord(character) == 127 for character in name)
     )
@@ -234,27 +235,25 @@ def _is_plain(name: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed to ``.<name>.del-…`` first, so that nobody ever sees one that is half there.
+    """Remove a checkpoint. It is renamed to ``.<name>.del-…`` first, so that no process sees an incomplete one.
 
-    Of a link only the link is removed. One that is gone already is no error.
+    Of a link only the link is removed. A path that does not exist is no error.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint; nothing was removed.
-        CheckpointWriteError: it cannot be removed, or not all of it: what is left is removed at the next start.
+        CheckpointWriteError: it cannot be removed completely; what is left is removed at the next start.
     """
     if not os.path.lexists(path):
         return
     if not is_checkpoint(path):
         raise CheckpointError(f"{path}: expected a checkpoint to remove; this is none, and is left alone.")
-    mark = f".del-{secrets.token_hex(8)}"
-    name = os.fsencode(path.name)[: _MAX_NAME - 1 - len(mark)]
-    hidden = path.with_name(f".{os.fsdecode(name)}{mark}")
+    hidden = hidden_path(path, f".del-{secrets.token_hex(8)}")
     try:
         try:
             os.rename(path, hidden)
         except FileNotFoundError:
             return
-        # After a power cut the files must not be gone while the rename is not.
+        # Else the files could be lost in a power failure before the rename is stored.
         sync_folder(path.parent)
         _delete(hidden)
     except OSError as error:
@@ -262,10 +261,10 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what killed runs have left in ``folder``: unfinished saves and removals; returns what was removed.
+    """Remove unfinished saves and removals of killed runs from ``folder``. Returns what was removed.
 
-    Only for the holder of the folder's lock. What merely resembles them (a link, a file where there would be a folder, a
-    folder that has folders in it) is left alone, and so is what cannot be removed.
+    Only the holder of the folder's lock may call this. Similar entries (a link, a file instead of a folder, a folder that
+    contains folders) are kept, and so is what cannot be removed.
     """
     removed = []
     try:
@@ -284,7 +283,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether a run was killed before its first checkpoint was complete: the folder has leftovers, and no checkpoint."""
+    """Whether a run was killed before its first checkpoint was complete: ``folder`` has leftovers and no checkpoint."""
     try:
         with os.scandir(folder) as entries:
             leftovers = any(_is_leftover(entry) for entry in entries)
@@ -299,7 +298,7 @@ def _is_leftover(entry: os.DirEntry[str]) -> bool:
             return True
         if not _PARTIAL.fullmatch(entry.name):
             return False
-        # Other people's folders are no unfinished save, unless they were carried over from the checkpoint to be replaced.
+        # An unfinished save contains folders only if they were kept from the checkpoint that it replaces.
         with os.scandir(entry.path) as inside:
             return has_checkpoint_files(Path(entry.path)) or not any(inner.is_dir(follow_symlinks=False) for inner in inside)
     return entry.is_file(follow_symlinks=False) and _OUR_FILE.fullmatch(entry.name) is not None
@@ -316,16 +315,16 @@ def _delete(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make ``folder``, with those above it, and write and remove a small file in it.
+    """Create ``folder`` with its parents, and write and remove a small file in it.
 
     Raises:
-        CheckpointWriteError: that cannot be done.
+        CheckpointWriteError: one of these fails.
     """
     probe = folder / f".probe.tmp-{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            _write_through(probe, b"trainkit\n")
+            write_file(probe, [b"trainkit\n"])
         finally:
             _discard(probe)
     except OSError as error:
@@ -336,14 +335,6 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def _write_through(path: Path, data: bytes) -> None:
-    """A new file with ``data`` that has reached the disk."""
-    with path.open("xb", buffering=0) as file:
-        if file.write(data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(file.fileno())
-
-
 def _discard(path: Path) -> None:
-    with contextlib.suppress(OSError):  # a folder that has become read-only: the next start tries again
+    with contextlib.suppress(OSError):  # if the folder has become read-only, the next start tries again
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What is a checkpoint and what is none, told by names; and what to say where there is none."""
+"""Recognizes checkpoints by the names of their files, and explains why a path is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,10 +12,22 @@ from trainkit.checkpoint.manifest import DIGEST
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.errors import CorruptCheckpointError
 
-__all__ = ["MAX_LISTED", "checkpoint_identity", "has_checkpoint_files", "is_checkpoint", "listed", "why_no_checkpoint"]
+__all__ = [
+    "MAX_LISTED",
+    "MAX_NAME",
+    "checkpoint_identity",
+    "has_checkpoint_files",
+    "hidden_path",
+    "is_checkpoint",
+    "listed",
+    "why_no_checkpoint",
+]
+
+MAX_NAME = 255
+"""Bytes of a file name on every file system in use."""
 
 MAX_LISTED = 10
-"""Of many names a message has so many."""
+"""The number of names that a message lists."""
 
 _RESERVED = re.compile(
     r"manifest\.json|manifest\.sha256|state\.json|(model(_\d+)?|optimizer|state)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
@@ -23,22 +35,29 @@ _RESERVED = re.compile(
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint, sound or not: a folder that holds a file named like one of a checkpoint's.
+    """Whether a path is a checkpoint, valid or damaged: a folder that has a file with a name of a checkpoint's files.
 
-    One whose name starts with ``.`` is none: it is not finished, or being removed.
+    A folder whose name starts with ``.`` is not one: it is not finished, or is being removed.
     """
     return not path.name.startswith(".") and has_checkpoint_files(path)
 
 
+def hidden_path(path: Path, mark: str) -> Path:
+    """``.<name><mark>`` in the same folder, which readers ignore; a long name is cut."""
+    name, room = path.name, MAX_NAME - 1 - len(mark)
+    if len(os.fsencode(name)) > room:
+        name = os.fsencode(name)[:room].decode("utf-8", "ignore")
+    return path.parent / f".{name}{mark}"
+
+
 def has_checkpoint_files(folder: Path) -> bool:
-    """Whether a folder holds a file named like one of a checkpoint's, whatever its own name is."""
+    """Whether a folder has a file with a name of a checkpoint's files, regardless of its own name."""
     for _ in range(10):
         before = checkpoint_identity(folder)
         if _lists_checkpoint_files(folder):
             return True
-        if (
-            checkpoint_identity(folder) == before
-        ):  # else what was listed is the old one, which was replaced and is being removed
+        # else the listed folder is one that was replaced and is being removed
+        if checkpoint_identity(folder) == before:
             return False
     return True
 
@@ -48,14 +67,14 @@ def _lists_checkpoint_files(folder: Path) -> bool:
         return any(map(_RESERVED.fullmatch, os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return False
-    except OSError as error:  # a disk that fails must not make a run start anew as if nothing had been saved
+    except OSError as error:  # a failing disk must not look like a folder without checkpoints
         return error.errno != errno.ELOOP
 
 
 def checkpoint_identity(path: Path) -> bytes | None:
-    """Which checkpoint is at ``path``: its digest, or nothing if it has none; None if there is no folder any more.
+    """The digest of the checkpoint at ``path``, empty if it has none; ``None`` if there is no folder.
 
-    Not the folder's inode: the next one may get the same.
+    The folder's inode is no identity: a new folder may get the same one.
     """
     try:
         return read_small_file(path / DIGEST, 1024)
@@ -64,7 +83,7 @@ def checkpoint_identity(path: Path) -> bytes | None:
 
 
 def why_no_checkpoint(path: Path) -> str:
-    """Why there is no checkpoint at ``path``, and which are near."""
+    """Why there is no checkpoint at ``path``, with the checkpoints next to it."""
     if path.name.startswith("."):
         return f"{path} is no checkpoint: a name that starts with '.' is that of one that is not finished or being removed."
     if (foreign := _of_another_program(path)) is not None:
@@ -88,7 +107,7 @@ def why_no_checkpoint(path: Path) -> str:
 
 
 def _of_another_program(path: Path) -> str | None:
-    """What a checkpoint of another program is, and how its weights are loaded; None if it does not look like one."""
+    """How to load the weights of another program's checkpoint; ``None`` if it does not look like one."""
     only = "Optimizers, schedules and the position in the data are not converted: docs/from-lightning.md#checkpoints"
     load = f"module.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True)"
     if path.suffix == ".ckpt" and path.is_file():
@@ -117,5 +136,5 @@ def _checkpoints_in(folder: Path) -> list[str]:
 
 
 def listed(names: list[str]) -> str:
-    """The last of some names, for a message."""
+    """The last names of a list, for a message."""
     return ", ".join(repr(name) for name in names[-MAX_LISTED:]) + (" and others" if len(names) > MAX_LISTED else "")

@@ -1,7 +1,7 @@
-"""One live run per folder of checkpoints: a lock that neither a dead process nor a dead host keeps.
+"""One live run per folder of checkpoints: a lock that a dead process or a dead host does not keep.
 
 The lock is the content of the file ``.lock``, which names its holder and has a heartbeat. ``flock`` only makes
-read-check-write atomic, and is released at once.
+read-check-write atomic, and is released immediately.
 
 Why not the package filelock (tried: 4.2.12), which torch depends on, and which would replace this file:
 
@@ -49,11 +49,11 @@ except ImportError:  # Windows
 __all__ = ["LOCK", "FolderLock"]
 
 LOCK = ".lock"
-"""Name of the lock file in a folder of checkpoints; empty when nobody holds it."""
+"""Name of the lock file in a folder of checkpoints; the file is empty if no run holds the lock."""
 
 _MAX_BYTES = 64 * 1024
-_PATIENCE = 10.0  # seconds for another process to end its read-check-write, which takes microseconds
-_SETTLE = 0.25  # seconds after which a claim that nothing serialised counts, if it still stands
+_PATIENCE = 10.0  # seconds for another process to finish its read-check-write, which takes microseconds
+_SETTLE = 0.25  # seconds after which a claim without flock counts, if it was not overwritten
 
 _HELD: set[str] = set()  # tokens of the locks that this process holds
 
@@ -63,11 +63,11 @@ class FolderLock:
 
     Args:
         folder: the folder; it must exist.
-        run_id: the run that is to have it, for the message to others.
-        beat: seconds between two heartbeats of a daemon thread, which show other hosts that the holder lives.
-        stale_after: seconds without a heartbeat after which another host's lock is taken over.
+        run_id: the run that takes the lock, for the message to other runs.
+        beat: seconds between heartbeats, by which a daemon thread shows other hosts that the holder is alive.
+        stale_after: seconds without a heartbeat after which the lock of another host is taken over.
 
-    A process that is forked does not have the lock, nor keep it. A lock that is dropped without ``release`` is released.
+    A forked process neither has the lock nor keeps it. A lock object that is deleted without ``release`` is released.
     """
 
     def __init__(self, folder: Path, run_id: str, *, beat: float = 10.0, stale_after: float = 60.0) -> None:
@@ -84,13 +84,13 @@ class FolderLock:
         self._end: weakref.finalize[Any, Any] | None = None
 
     def acquire(self) -> None:
-        """Take the lock, and start its heartbeat; nothing happens if this object has it already.
+        """Take the lock and start its heartbeat. Does nothing if this object has the lock already.
 
-        A dead process of this host is followed at once, another host's when its heartbeat has not changed for
-        ``stale_after`` seconds; that wait is said in a notice.
+        The lock of a dead process of this host is taken over immediately, that of another host when its heartbeat has not
+        changed for ``stale_after`` seconds. A notice announces that wait.
 
         Raises:
-            CheckpointLockedError: another live run has it; the message names host, process and run.
+            CheckpointLockedError: another live run holds the lock; the message names host, process and run.
             CheckpointWriteError: the lock file cannot be written.
         """
         if self._heart is not None and not self._heart.lost:
@@ -98,7 +98,7 @@ class FolderLock:
         self.release()
         path = self.folder / LOCK
         mine = _Holder(ProcessIdentity.this(), self.run_id, secrets.token_hex(16))
-        _HELD.add(mine.token)  # before it can be read: a token that this process does not hold counts as a dead one's
+        _HELD.add(mine.token)  # before it can be read: without it, the token would count as that of a dead lock
         try:
             _claim(path, mine, self.folder, self.stale_after)
         except BaseException:
@@ -109,26 +109,26 @@ class FolderLock:
         self._heart.start()
 
     def release(self) -> None:
-        """Give the lock back and end the heartbeat; may be called again, and in a forked process does nothing."""
+        """Release the lock and end the heartbeat. May be called again; does nothing in a forked process."""
         if self._end is not None:
             self._end()
         self._heart = self._end = None
 
     @property
     def lost(self) -> bool:
-        """Whether another run has taken the lock since ``acquire``: this one must not write to the folder any more.
+        """Whether another run has taken over the lock since ``acquire``, so that this one must not write to the folder.
 
-        It happens to a process that was suspended, or cut off from the file system, for longer than ``stale_after``.
-        The file is read each time, as a process that wakes up may ask before its heartbeat does.
+        This happens if the process was suspended, or cut off from the file system, for longer than ``stale_after``. The file is
+        read each time, since a process that resumes may ask before its heartbeat does.
         """
         return self._heart is not None and self._heart.check()
 
     def check(self) -> None:
-        """Raise ``CheckpointLockedError``, which names the run that has taken the lock, if it is ``lost``."""
+        """Raise ``CheckpointLockedError``, which names the other run, if the lock is ``lost``."""
         if self.lost:
             assert self._heart is not None
             raise CheckpointLockedError(
-                f"The folder {self.folder} was taken over by {self._heart.taken_by}, because this run showed no sign of life "
+                f"The folder {self.folder} was taken over by {self._heart.taken_by}, because this run sent no heartbeat "
                 f"for {self.stale_after:g} s (was it suspended?). It must not write there any more. Fix: resume it in "
                 "another folder once that run has ended."
             )
@@ -139,7 +139,7 @@ class FolderLock:
 
 @dataclass(frozen=True)
 class _Holder:
-    """Who has the lock. The token tells it from another lock of the same process."""
+    """Who holds the lock. The token distinguishes several locks of one process."""
 
     process: ProcessIdentity
     run_id: str
@@ -147,7 +147,7 @@ class _Holder:
 
     @classmethod
     def parse(cls, data: bytes) -> _Holder | None:
-        """The holder that a lock file names, None if it makes no sense."""
+        """The holder named in a lock file; ``None`` if the content is invalid."""
         try:
             values = strict_json(data, LOCK)
         except CorruptCheckpointError:
@@ -164,7 +164,7 @@ class _Holder:
         return f"run {self.run_id!r} (process {self.process.pid} on host {self.process.host!r})"
 
     def state(self) -> Literal["live", "dying", "dead", "unknown"]:
-        """Whether it lives; ``"unknown"`` where only its heartbeat can tell."""
+        """Whether the holder is alive; ``"unknown"`` if only its heartbeat can show that."""
         if self.process == ProcessIdentity.this():
             return "live" if self.token in _HELD else "dead"
         return self.process.state()
@@ -174,20 +174,19 @@ class _Holder:
 
 
 def _claim(path: Path, mine: _Holder, folder: Path, stale_after: float) -> None:
-    """Write ``mine`` into the lock file as soon as nobody who lives is in it."""
+    """Write ``mine`` into the lock file as soon as no live process holds the lock."""
     seen, since = b"", 0.0
     while True:
         try:
             with _LockFile.open(path) as file:
                 data = file.read()
                 holder = _Holder.parse(data)
-                state = "dead" if not data else "unknown" if holder is None else holder.state()
-                if state == "live" or (state == "unknown" and seen and data != seen):  # its heart beats
+                state = _state(data, holder)
+                if state == "live" or (state == "unknown" and seen and data != seen):  # there was a heartbeat
                     raise _refusal(folder, holder)
-                if state == "dead" or (data == seen and time.monotonic() - since >= stale_after):
-                    file.write(mine.to_bytes(0))
-                    if file.serialised or _stands(path, mine):
-                        return
+                expired = data == seen and time.monotonic() - since >= stale_after
+                if (state == "dead" or expired) and _written(file, path, mine):
+                    return
         except OSError as error:
             raise CheckpointWriteError(
                 f"The lock of {folder} could not be taken: {error}. Expected a folder that is there and can be written to. "
@@ -195,15 +194,27 @@ def _claim(path: Path, mine: _Holder, folder: Path, stale_after: float) -> None:
             ) from error
         if state == "unknown" and not seen:
             seen, since = data, time.monotonic()
-            notice(
-                f"{folder} is locked by {holder or 'an unreadable lock file'}; it is taken over if there is no heartbeat for "
-                f"{stale_after:g} s."
-            )
+            _announce_wait(folder, holder, stale_after)
         time.sleep(0.01 if state == "dying" else min(1.0, stale_after / 20))
 
 
-def _stands(path: Path, mine: _Holder) -> bool:
-    """Whether a claim still stands after a while, for where two may have written theirs at the same moment."""
+def _announce_wait(folder: Path, holder: _Holder | None, stale_after: float) -> None:
+    by = holder or "an unreadable lock file"
+    notice(f"{folder} is locked by {by}; it is taken over if there is no heartbeat for {stale_after:g} s.")
+
+
+def _state(data: bytes, holder: _Holder | None) -> str:
+    """The state of the holder in a lock file, which may be empty or unreadable."""
+    if not data:
+        return "dead"
+    return "unknown" if holder is None else holder.state()
+
+
+def _written(file: _LockFile, path: Path, mine: _Holder) -> bool:
+    """Write a claim. Returns whether it holds: without flock, two processes may have written theirs at the same moment."""
+    file.write(mine.to_bytes(0))
+    if file.serialised:
+        return True
     time.sleep(_SETTLE)
     with _LockFile.open(path) as file:
         holder = _Holder.parse(file.read())
@@ -219,7 +230,7 @@ def _refusal(folder: Path, holder: _Holder | None) -> CheckpointLockedError:
 
 
 class _LockFile:
-    """The lock file, open, and where the system can do that with no other process in it."""
+    """The open lock file, held by no other process where the system supports that."""
 
     def __init__(self, descriptor: int, serialised: bool) -> None:
         self._descriptor = descriptor
@@ -239,7 +250,7 @@ class _LockFile:
             yield cls(descriptor, serialised)
         finally:
             if serialised:
-                # Said, not left to close(): a process forked meanwhile has the same open file.
+                # Explicitly, not by close(): a process forked meanwhile shares the open file.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
@@ -256,7 +267,7 @@ class _LockFile:
 
 
 def _flock(descriptor: int, path: Path) -> bool:
-    """Wait for the lock of the operating system; False where there is none."""
+    """Wait for the lock of the operating system; False if it has none."""
     if fcntl is None:
         return False
     end = time.monotonic() + _PATIENCE
@@ -281,7 +292,7 @@ def _flock(descriptor: int, path: Path) -> bool:
 
 
 class _Heart(threading.Thread):
-    """The heartbeat. It does not know the ``FolderLock``, so that one nobody has any more ends it."""
+    """The heartbeat. It has no reference to its ``FolderLock``, which ends it when it is deleted."""
 
     def __init__(self, path: Path, mine: _Holder, beat: float) -> None:
         super().__init__(name="trainkit-folder-lock", daemon=True)
@@ -296,18 +307,18 @@ class _Heart(threading.Thread):
             self.check(beat=True)
 
     def check(self, beat: bool = False) -> bool:
-        """Whether the lock is another's by now; if not, and ``beat``, show that this process lives."""
+        """Whether another run holds the lock by now. If not, and with ``beat``, write a heartbeat."""
         if self.lost:
             return True
         try:
             try:
                 with _LockFile.open(self.path, create=False) as file:
                     self._look(file, beat)
-            except FileNotFoundError:  # deleted by a user: taken again, unless somebody was faster
+            except FileNotFoundError:  # deleted by a user: taken again, unless another run was faster
                 with _LockFile.open(self.path) as file:
                     self._look(file, beat, deleted=True)
         except (OSError, CheckpointError):
-            pass  # a file system that does not answer: whoever saves will find out, and the next beat tries again
+            pass  # the file system does not answer: a save will fail, and the next heartbeat tries again
         return self.lost
 
     def _look(self, file: _LockFile, beat: bool, deleted: bool = False) -> None:
@@ -317,14 +328,14 @@ class _Heart(threading.Thread):
             if beat or deleted:
                 self.beats += 1
                 file.write(self.mine.to_bytes(self.beats))
-        elif not self.lost and (holder is not None or file.serialised):  # else it may be half of somebody's write
+        elif not self.lost and (holder is not None or file.serialised):  # else it may be half of another process's write
             self.taken_by = str(holder or "another run, which has ended")
             self.lost = True
             notice(f"the folder {self.path.parent} was taken over by {self.taken_by}: this run writes no more there.")
 
     def end(self) -> None:
-        """Stop, and empty the lock file unless it is another's by now."""
-        if self.mine.process.pid != os.getpid():  # in a forked process, where nobody gave it the lock
+        """Stop, and empty the lock file unless another run holds the lock by now."""
+        if self.mine.process.pid != os.getpid():  # a forked process, which does not have the lock
             return
         self._stop_beating.set()
         if self.is_alive() and self is not threading.current_thread():
@@ -336,4 +347,4 @@ class _Heart(threading.Thread):
                 if holder is not None and holder.token == self.mine.token:
                     file.write(b"")
         except (OSError, CheckpointError):
-            pass  # it is taken over all the same: this process will be gone, and holds the token no more
+            pass  # it can be taken over anyway: this process does not hold the token any more

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint is, and every file of it with its size and SHA-256."""
+"""``Manifest``: the description of a checkpoint, with the size and SHA-256 of each file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MANIFEST = "manifest.json"
 DIGEST = "manifest.sha256"
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
-# What Windows opens as a device, with whatever extension.
+# Names that Windows opens as a device, with any extension.
 _DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
-# It becomes part of a folder's name.
+# The run id becomes part of a folder's name.
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SAVED_AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{6}Z")
@@ -33,7 +33,7 @@ _NON_FINITE = ("nan", "inf", "-inf")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint: its size in bytes and the SHA-256 of its content in 64 hexadecimal digits."""
+    """One file of a checkpoint: its size in bytes, and the SHA-256 of its content as 64 hexadecimal digits."""
 
     size: int
     sha256: str
@@ -41,29 +41,29 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What ``manifest.json`` says.
+    """The content of ``manifest.json``.
 
     Attributes:
-        run_id: the run that saved it; letters, digits, ``-`` and ``_``.
-        save_counter: which save of that run it is; a later one has a higher number.
-        step: optimizer updates made.
-        epoch: the epoch it lies in, from 0.
-        position: where it lies in the data; plain JSON.
+        run_id: the run that saved the checkpoint; letters, digits, ``-`` and ``_``.
+        save_counter: number of this save in the run; later saves have higher numbers.
+        step: number of optimizer steps so far.
+        epoch: the current epoch, from 0.
+        position: the position in the data; plain JSON.
         seed: the seed of the run.
-        order_version: which arithmetic gave the order of the samples.
-        key_version: which arithmetic gave the keys of the randomness.
-        world_size: processes of the run.
-        strategy: the strategy's name.
-        precision: the precision's name.
-        contents: what is in it, such as ``{"model": "all", "optimizer": True, "resumable": True}``; plain JSON.
-        aliases: stem of the file → name of a tied tensor → the name it is stored under.
-        irregular: keys of optimizer tensors that have not the shape of their parameter.
-        metrics: the metrics it was saved with, by name; any float.
-        saved_by: who asked for it, None for the user.
-        saved_at: when, in UTC, as ``2026-11-20T15:07:48.123456Z``: the order of the texts is that of the times.
-        trainkit_version: what wrote it.
-        format_version: the version of the directory's format.
-        files: every other file, by name.
+        order_version: version of the algorithm for the order of the samples.
+        key_version: version of the algorithm for the keys of randomness.
+        world_size: the world size of the run.
+        strategy: the name of the strategy.
+        precision: the name of the precision.
+        contents: what is stored, such as ``{"model": "all", "optimizer": True, "resumable": True}``; plain JSON.
+        aliases: stem of the file → name of a tied tensor → the name that it is stored under.
+        irregular: keys of optimizer tensors that do not have the shape of their parameter.
+        metrics: the values of metrics at the save, by name; any float.
+        saved_by: what requested the save; ``None`` for the user.
+        saved_at: time in UTC, as ``2026-11-20T15:07:48.123456Z``, so that the strings sort by time.
+        trainkit_version: the version of trainkit that saved it.
+        format_version: the version of the format.
+        files: all other files, by name.
     """
 
     run_id: str
@@ -88,10 +88,10 @@ class Manifest:
     files: dict[str, FileEntry]
 
     def to_bytes(self) -> bytes:
-        """The content of ``manifest.json``: strict JSON in ASCII, a metric that is not finite as a string.
+        """The content of ``manifest.json``: strict JSON in ASCII; metrics that are not finite are strings.
 
         Raises:
-            UnsavableError: a field holds what :meth:`from_bytes` would not accept; the message names it.
+            UnsavableError: :meth:`from_bytes` would not accept a field; the message names it.
         """
         try:
             metrics = {name: _metric_to_json(value) for name, value in self.metrics.items()}
@@ -110,15 +110,15 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> Manifest:
-        """The manifest in ``data``, every field checked; fields that this version does not know are left out.
+        """Decode a manifest and check every field; unknown fields are skipped.
 
         Args:
-            data: the content of ``manifest.json``. That it agrees with its digest is for the caller to see.
-            what: the file's name for messages.
+            data: the content of ``manifest.json``. The caller compares it with its digest.
+            what: the name of the file in messages.
 
         Raises:
-            CorruptCheckpointError: it is not strict JSON, or a field is missing or not what it should be.
-            CheckpointError: a later version of trainkit wrote it, in a format that this one does not know.
+            CorruptCheckpointError: it is not strict JSON, or a field is missing or invalid.
+            CheckpointError: a later version of trainkit wrote it, in a format that this version cannot read.
         """
         values = strict_json(data, what)
         if not isinstance(values, dict):
@@ -139,12 +139,12 @@ class Manifest:
 
 
 def digest_line(data: bytes) -> bytes:
-    """The whole content of ``manifest.sha256`` for a ``manifest.json`` of these bytes; ``sha256sum -c`` reads it too."""
+    """The content of ``manifest.sha256`` for a ``manifest.json`` with these bytes; ``sha256sum -c`` can read it."""
     return f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode("ascii")
 
 
 def is_file_name(name: object) -> bool:
-    """Whether a file of a checkpoint may be called so on every system: one plain name, which is not the manifest's."""
+    """Whether a file of a checkpoint can have this name on every system: one plain name, not that of the manifest."""
     return (
         isinstance(name, str)
         and _FILE_NAME.fullmatch(name) is not None
@@ -161,7 +161,7 @@ def _metric_to_json(value: Any) -> float | str:
 
 
 def _problem(values: dict[str, Any]) -> str | None:
-    """What is wrong with the fields as JSON gives them, ``['field']: …``, or None."""
+    """What is wrong with decoded fields, as ``['field']: …``; ``None`` if they are valid."""
     for name, (is_right, expected) in _EXPECTED.items():
         if name not in values:
             return f"[{name!r}] is missing"
@@ -191,7 +191,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_plain(value: Any, depth: int = MAX_DEPTH - 10) -> bool:
-    """Whether JSON gives the value back as it is."""
+    """Whether JSON preserves the value."""
     if depth == 0:
         return False
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which process it is, in a form that another one can read later and tell whether that process still lives."""
+"""``ProcessIdentity``: lets another process find out later whether a process is still alive."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["ProcessIdentity"]
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, among all there were on all hosts.
+    """Identifies a process on any host at any time.
 
     Attributes:
-        host: the host's name, which several may have.
-        boot: what tells the starts of a kernel apart; None where that is not known.
-        namespace: in which process ids are counted: a container has its own; None where that is not known.
-        pid: the process id, which is used again when the process has ended.
-        start: when it was started, in a form that only compares; None where that is not known.
+        host: the name of the host, which need not be unique.
+        boot: the boot id of the kernel; ``None`` if unknown.
+        namespace: the namespace of the process ids, as a container has its own; ``None`` if unknown.
+        pid: the process id, which may be used again after the process has exited.
+        start: the start time, in a form that can only be compared; ``None`` if unknown.
     """
 
     host: str
@@ -33,7 +33,7 @@ class ProcessIdentity:
 
     @classmethod
     def this(cls) -> ProcessIdentity:
-        """The process that asks."""
+        """The current process."""
         pid = os.getpid()
         return cls(
             host=socket.gethostname(),
@@ -45,7 +45,7 @@ class ProcessIdentity:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ProcessIdentity | None:
-        """What ``to_json`` gave, among other values; None if it makes no sense."""
+        """Decode the result of ``to_json``, which may have other keys, too; ``None`` if it is invalid."""
         host, pid = values.get("host"), values.get("pid")
         boot, namespace, start = (values.get(name, 0) for name in ("boot", "namespace", "start"))
         if not isinstance(host, str) or type(pid) is not int or not 0 < pid < 2**31:
@@ -55,11 +55,11 @@ class ProcessIdentity:
         return cls(host, boot, namespace, pid, start)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain map with a key for each attribute."""
+        """A dict with a key for each attribute."""
         return asdict(self)
 
     def state(self) -> Literal["live", "dying", "dead", "unknown"]:
-        """Whether it lives. ``"dying"`` is killed but not gone yet; ``"unknown"`` is elsewhere, where nobody here can see."""
+        """Whether the process is alive. ``"dying"``: killed but not exited yet; ``"unknown"``: not visible from this host."""
         here = ProcessIdentity.this()
         if (self.host, self.boot, self.namespace) != (here.host, here.boot, here.namespace) or os.name != "posix":
             return "live" if self == here else "unknown"
@@ -68,7 +68,7 @@ class ProcessIdentity:
         except ProcessLookupError:
             return "dead"
         except OSError:
-            pass  # it belongs to somebody else
+            pass  # it belongs to another user
         start, state = _look_at(self.pid)
         if start is None or self.start is None:
             return "live"
@@ -76,13 +76,13 @@ class ProcessIdentity:
 
 
 def _look_at(pid: int) -> tuple[str | None, Literal["live", "dying", "dead"]]:
-    """When a process was started, None if that cannot be known, and its state."""
+    """The start time of a process, ``None`` if unknown, and its state."""
     here = _link("/proc/self")
     if here is None:
         return _start_says_ps(pid), "live"
-    if here != str(os.getpid()):  # the /proc of another namespace, where numbers mean other processes
+    if here != str(os.getpid()):  # the /proc of another namespace, where the numbers are those of other processes
         return None, "live"
-    # The second field is the program's name in brackets, which may itself have spaces and brackets.
+    # The second field is the name of the program in brackets, which may itself contain spaces and brackets.
     values = (_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
     if len(values) < 20:
         return None, "live"

@@ -1,4 +1,4 @@
-"""Work on a checkpoint dealt out over the processes of a run: as many bytes for each, the same result on all."""
+"""Distributes the work on a checkpoint over the ranks, by bytes, with the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ __all__ = ["assign_to_ranks"]
 
 
 def assign_to_ranks(sizes: Mapping[str, int], loads: list[int], whole_up_to: int = 0) -> dict[int, list[str]]:
-    """Give each of some things to a process, the largest first and always to the one that has the least so far.
+    """Assign each item to a rank, the largest first, always to the rank with the least bytes so far.
 
     Args:
-        sizes: name → bytes.
-        loads: bytes that each process has already, by rank; brought up to date.
-        whole_up_to: things of no more bytes together are not divided, but given to one process.
+        sizes: name of the item → bytes.
+        loads: bytes that each rank has already; updated in place.
+        whole_up_to: items with no more bytes in total are all assigned to one rank.
 
     Returns:
-        rank → names, in the order of ``sizes``; ranks that got nothing are left out. The result does not depend on the order
-        of ``sizes``, so that processes that know the same things come to the same one.
+        rank → names, in the order of ``sizes``, for ranks with items. The assignment does not depend on the order of
+        ``sizes``, so that all ranks compute the same one.
     """
     if sum(sizes.values()) <= whole_up_to or len(loads) == 1:
-        rank = _least(loads)
+        rank = loads.index(min(loads))
         loads[rank] += sum(sizes.values())
         return {rank: list(sizes)}
     owner: dict[str, int] = {}
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        owner[name] = _least(loads)
+        owner[name] = loads.index(min(loads))
         loads[owner[name]] += size
     ranks = sorted(set(owner.values()))
     return {rank: [name for name in sizes if owner[name] == rank] for rank in ranks}
-
-
-def _least(loads: list[int]) -> int:
-    return min(range(len(loads)), key=lambda rank: loads[rank])

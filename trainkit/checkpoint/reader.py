@@ -1,61 +1,44 @@
-"""Reading a checkpoint: nothing of it is used before its bytes have proved to be those that were written.
+"""Reads a checkpoint: nothing is used before its bytes are verified to be those that were written.
 
-What is there to be read may come from anybody. The manifest and everything it leads to is checked before it is believed,
-links, pipes and devices are never opened as files, and no content is ever code.
+A checkpoint may come from anywhere. The manifest and everything that it refers to is checked before it is trusted; links, pipes
+and devices are never opened as files, and no content is ever code.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from trainkit.checkpoint.identify import (
-    MAX_LISTED,
-    checkpoint_identity,
-    has_checkpoint_files,
-    is_checkpoint,
-    listed,
-    why_no_checkpoint,
-)
+from trainkit.checkpoint.identify import MAX_LISTED, checkpoint_identity, is_checkpoint, listed, why_no_checkpoint
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
-from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file, regular_file
+from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from trainkit.paths import local_path
 from trainkit.tagged_json.encode import loads
 from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
 
-__all__ = [
-    "Checkpoint",
-    "Loaded",
-    "has_checkpoint_files",
-    "inspect_checkpoint",
-    "is_checkpoint",
-    "open_checkpoint",
-    "read_small_file",
-]
+__all__ = ["Checkpoint", "Loaded", "inspect_checkpoint", "open_checkpoint"]
 
 STATE = "state.json"
 _TENSORS = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
-_PIECE = 4 * 2**20
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at ``path``: manifest and digest are verified, the other files are there and of the right sizes.
+    """Open the checkpoint at ``path``: verify its manifest, and check that the other files exist and have the right sizes.
 
     Raises:
-        CheckpointNotFoundError: there is none; the message names those that are near.
+        CheckpointNotFoundError: there is no checkpoint; the message names similar paths.
         CorruptCheckpointError: it is damaged; the message names the files.
         CheckpointError: it cannot be read, or a newer trainkit wrote it.
     """
@@ -72,17 +55,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def inspect_checkpoint(path: Path) -> tuple[Manifest | None, str | None]:
-    """What :func:`open_checkpoint` finds out: the manifest, None if it cannot be trusted, and what is wrong, if anything."""
+    """The manifest (``None`` if it cannot be trusted) and what :func:`open_checkpoint` would complain about, if anything."""
     manifest, problem, _ = _inspect(path)
     return manifest, None if problem is None else str(problem)
 
 
 class Checkpoint:
-    """A checkpoint whose manifest and digest verify and whose files are there with the right sizes; see ``open_checkpoint``.
+    """A checkpoint with a verified manifest, whose files exist with the right sizes; made by :func:`open_checkpoint`.
 
     Attributes:
         path: the folder.
-        manifest: what the checkpoint says of itself.
+        manifest: its manifest.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -95,25 +78,26 @@ class Checkpoint:
 
     @property
     def stems(self) -> list[str]:
-        """What it has tensors or state of, for ``read``: ``"model"``, ``"optimizer"``, ``"state"``, …"""
+        """The parts of the checkpoint, for ``read``: ``"model"``, ``"optimizer"``, ``"state"``, …"""
         return sorted({*self._stems(), "state"})
 
     def read(self, stems: Collection[str] | None = None, *, mapped: bool = False, unregistered: bool = False) -> Loaded:
-        """The content. Every file is read once and verified, all of them before anything is returned.
+        """The content. Each file is read once; all files are verified before anything is returned.
 
-        Memory: that of the tensors, and while ``state.json`` is decoded up to 40 times its size.
+        Memory: that of the tensors, and up to 40 times the size of ``state.json`` while it is decoded.
 
         Args:
-            stems: what to read, of ``stems``; everything if None, which verifies the attachments too.
-            mapped: leave the values of models and optimizers on the disk until they are used, which needs no memory of their
-                size. They must not be kept: as long as they are used their files must stay as they are.
+            stems: the parts to read; ``None``: all of :attr:`stems`, and verify the attachments, too.
+            mapped: leave the values of models and optimizers on the disk until they are used, which needs no memory for them.
+                Do not keep these tensors: their files must not change while they are used.
             unregistered: return a value of a registered type as a tuple of the type's name and what ``encode`` returned, so
                 that this program need not have registered the type.
 
         Raises:
-            StateMismatchError: a stem that the checkpoint has not.
+            StateMismatchError: the checkpoint does not have one of the stems.
             CorruptCheckpointError: a file is damaged; the message names it.
-            CheckpointError: it was replaced or removed meanwhile; or it holds a value of a type that is not registered.
+            CheckpointError: the checkpoint was replaced or removed while it was read, or has a value of a type that is not
+                registered.
         """
         requested = self._requested(stems)
         with self._unchanged():
@@ -123,14 +107,14 @@ class Checkpoint:
         return loaded
 
     def verify(self) -> None:
-        """Find out whether ``read`` would succeed, in pieces of a few MiB and so with little memory.
+        """Check that ``read`` would succeed, with little memory: files are hashed in pieces, and mapped instead of loaded.
 
         Raises:
             CorruptCheckpointError: a file is damaged; the message names it.
-            CheckpointError: it was replaced or removed meanwhile.
+            CheckpointError: the checkpoint was replaced or removed while it was read.
         """
         with self._unchanged():
-            self._load({*self._stems(), "state"}, self._outline, unregistered=True)
+            self._load({*self._stems(), "state"}, partial(self._content, mapped=True), unregistered=True)
             self._check_attachments()
 
     def attachment(self, name: str) -> bytes:
@@ -155,7 +139,7 @@ class Checkpoint:
         return requested
 
     def _files_of(self, stems: Collection[str] | None) -> list[str]:
-        """The files that :meth:`read` reads."""
+        """The files that :meth:`read` reads for these stems."""
         if stems is None:
             return list(self.manifest.files)
         of_stems = {name for stem, names in self._stems().items() if stem in stems for name in [*names, stem + _INDEX]}
@@ -168,7 +152,7 @@ class Checkpoint:
         return _stems(self.manifest, self._what(MANIFEST))
 
     def _load(self, requested: Collection[str], fetch: Callable[[str], memoryview], unregistered: bool = False) -> Loaded:
-        """The content of the stems ``wanted``; ``fetch`` gives the verified content of a file."""
+        """The content of the requested stems; ``fetch`` returns the verified content of a file."""
         tensors = {stem: self._tensors(stem, names, fetch) for stem, names in self._stems().items() if stem in requested}
         for_state = tensors.pop("state", {})
         state: Any = {}
@@ -200,55 +184,22 @@ class Checkpoint:
         return tensors
 
     def _content(self, name: str, verified: bool = False, mapped: bool = False) -> memoryview:
-        """The bytes of a file. ``verified``: another process has hashed it."""
+        """The bytes of a file. ``verified``: another rank has hashed it."""
         entry = self.manifest.files[name]
         return read_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name), mapped)
 
     def _mapped(self, name: str, verified: bool = False) -> memoryview:
-        """The same, without the values of a model or an optimizer in memory."""
+        """The same, with the values of models and optimizers left on the disk."""
         return self._content(name, verified, mapped=name.endswith(_TENSORS) and not name.startswith("state"))
-
-    def _outline(self, name: str) -> memoryview:
-        """The same for who wants no values: of a file of tensors the header alone, before memory that nobody has touched."""
-        if not name.endswith(_TENSORS):
-            return self._content(name)
-        head = self._check(name)
-        try:
-            outline = np.zeros(self.manifest.files[name].size, np.uint8).data
-        except MemoryError:
-            return self._content(name)
-        outline[: len(head)] = head
-        return outline
-
-    def _check(self, name: str) -> bytearray:
-        """Verify a file in pieces, as it may be larger than the memory; its first bytes, to the end of a tensor header."""
-        entry = self.manifest.files[name]
-        digest, size, head, requested = hashlib.sha256(), 0, bytearray(), 8
-        piece = memoryview(bytearray(_PIECE))
-        with regular_file(self.path / name) as file:
-            while count := file.readinto(piece):
-                digest.update(piece[:count])
-                size += count
-                head += piece[: min(count, max(requested - len(head), 0))]
-                if requested == len(head) == 8:
-                    requested += min(int.from_bytes(head, "little"), MAX_JSON_BYTES)
-                    head += piece[8 : min(count, requested)]
-        if size != entry.size:
-            raise CorruptCheckpointError(_other_size(self._what(name), entry.size, size))
-        if digest.hexdigest() != entry.sha256:
-            raise CorruptCheckpointError(
-                f"{self._what(name)}: its SHA-256 is {digest.hexdigest()}, but what was written had {entry.sha256}"
-            )
-        return head
 
     def _check_attachments(self) -> None:
         for name in self.manifest.files:
             if name != STATE and not name.endswith((_TENSORS, _INDEX)):
-                self._check(name)
+                self._content(name, mapped=True)
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Tell damage from a folder that another process has replaced or removed meanwhile."""
+        """Distinguish damage from a checkpoint that was replaced or removed while it was read."""
         try:
             yield
         except CorruptCheckpointError as error:
@@ -263,13 +214,13 @@ class Checkpoint:
 
 @dataclass
 class Loaded:
-    """What was read from a checkpoint.
+    """The content of a checkpoint.
 
     Attributes:
-        manifest: what the checkpoint says of itself.
+        manifest: its manifest.
         tensors: stem → name → tensor, on the CPU; they share the memory of the files' content, and may be changed.
-        state: everything else, with its types; empty if it was not asked for.
-        checkpoint: where it was read from.
+        state: everything else, with its types; empty if it was not requested.
+        checkpoint: the checkpoint that it was read from.
     """
 
     manifest: Manifest
@@ -278,7 +229,7 @@ class Loaded:
     checkpoint: Checkpoint
 
     def attachments(self, name: str) -> bytes:
-        """The content of a further file, such as ``config.json``, read and verified now; see ``Checkpoint.attachment``."""
+        """The content of a further file, such as ``config.json``; see :meth:`Checkpoint.attachment`."""
         return self.checkpoint.attachment(name)
 
 
@@ -286,7 +237,7 @@ class Loaded:
 
 
 def _inspect(path: Path) -> tuple[Manifest | None, CheckpointError | None, bytes | None]:
-    """Manifest, problem, and which checkpoint it was that ``path`` led to."""
+    """The manifest, the problem, and the identity of the checkpoint at ``path``."""
     while True:
         manifest, problem, before = None, None, checkpoint_identity(path)
         try:
@@ -297,7 +248,7 @@ def _inspect(path: Path) -> tuple[Manifest | None, CheckpointError | None, bytes
             problem = error
         if checkpoint_identity(path) == before:
             return manifest, problem, before
-        # Replaced in between: what was seen may be half of one and half of another.
+        # It was replaced meanwhile, so this may be a mix of two checkpoints.
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -325,14 +276,14 @@ def _measure(path: Path, manifest: Manifest) -> None:
         if (problem := not_regular(info.st_mode)) is not None:
             problems.append(f"{what}: {problem}")
         elif info.st_size != entry.size:
-            problems.append(_other_size(what, entry.size, info.st_size))
+            problems.append(f"{what}: {info.st_size:,} bytes, but {entry.size:,} were written")
     if problems:
         more = len(problems) - MAX_LISTED
         raise CorruptCheckpointError("\n".join(problems[:MAX_LISTED]) + (f"\nand {more} more files" if more > 0 else ""))
 
 
 def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
-    """Which files make which stem, in order; CorruptCheckpointError if some cannot be all of them."""
+    """The files of each stem, in order; ``CorruptCheckpointError`` if some are missing."""
     if STATE not in manifest.files:
         raise CorruptCheckpointError(f"{what}: it lists no {STATE}")
     for name, entry in manifest.files.items():
@@ -348,7 +299,3 @@ def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
         if names not in ([f"{stem}{_TENSORS}"], [f"{stem}-{k:05d}-of-{count:05d}{_TENSORS}" for k in range(1, count + 1)]):
             raise CorruptCheckpointError(f"{what}: the files of {stem} are not complete: it lists {listed(names)}")
     return stems
-
-
-def _other_size(what: str, expected: int, found: int) -> str:
-    return f"{what}: {found:,} bytes, but {expected:,} were written"

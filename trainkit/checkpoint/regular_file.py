@@ -1,4 +1,4 @@
-"""Read regular files only, from a folder that may be hostile: links are not followed, pipes and devices not opened."""
+"""Reads regular files only, from a folder that is not trusted: links are not followed, pipes and devices not opened."""
 
 from __future__ import annotations
 
@@ -58,19 +58,17 @@ def read_small_file(path: Path, limit: int) -> bytes:
 def read_file(path: Path, size: int, sha256: str | None, what: str, mapped: bool = False) -> memoryview:
     """The bytes of a regular file of this size and SHA-256 (None: verified elsewhere), writable, aligned for every dtype.
 
-    Mapped bytes come from the disk when they are used, and what is written into them is not written to the disk; the file may
-    be removed meanwhile, but not changed. Raises ``CorruptCheckpointError`` as :func:`regular_file`, and for another size or
+    Mapped bytes are read from the disk when they are used, and changes to them are not written to the disk; the file may be
+    removed meanwhile, but must not change. Raises ``CorruptCheckpointError`` like :func:`regular_file`, and for another size or
     digest; ``CheckpointError`` if the file does not fit into memory.
     """
     with regular_file(path, what) as file:
         if (found := os.fstat(file.fileno()).st_size) != size:  # before any memory is taken
             raise CorruptCheckpointError(f"{what}: {found:,} bytes, but {size:,} were written")
-        try:
-            if mapped and size and hasattr(mmap, "MAP_PRIVATE"):  # not on Windows
-                data = memoryview(mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE | _NORESERVE))
-            else:  # not numpy: its empty() requests huge pages, which can take seconds
-                data = torch.empty(size, dtype=torch.uint8).numpy().data
-        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+        data = _map(file, size) if mapped and size else None
+        try:  # not numpy: its empty() requests huge pages, which can take seconds
+            data = torch.empty(size, dtype=torch.uint8).numpy().data if data is None else data
+        except RuntimeError as error:
             raise CheckpointError(f"{what}: {size:,} bytes, for which there is not enough memory") from error
         digest, scratch = hashlib.sha256(), memoryview(bytearray(_PIECE))
         for start in range(0, 0 if mapped and sha256 is None else size, _PIECE):
@@ -82,3 +80,13 @@ def read_file(path: Path, size: int, sha256: str | None, what: str, mapped: bool
     if sha256 not in (None, digest.hexdigest()):
         raise CorruptCheckpointError(f"{what}: its SHA-256 is {digest.hexdigest()}, but what was written had {sha256}")
     return data
+
+
+def _map(file: FileIO, size: int) -> memoryview | None:
+    """The bytes of an open file, mapped; ``None`` if the file system cannot do that."""
+    try:
+        if _NORESERVE:
+            return memoryview(mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE | _NORESERVE))
+        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
+    except (OSError, MemoryError):
+        return None

@@ -1,4 +1,4 @@
-"""The folders that a run saves to: the main process looks, locks and names, and the others follow."""
+"""``SaveFolders``: the folders that a run saves to. The main process checks and locks them and chooses names for all ranks."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ __all__ = ["SaveFolders"]
 
 
 class SaveFolders:
-    """The folders of one run, the same ones for all its processes, which call each method together.
+    """The folders of one run, the same on all ranks. All methods are collective.
 
     Args:
-        world: the processes.
-        name: what no other object of these processes is called.
+        world: the ranks.
+        name: a name that no other object of these ranks has.
 
     Attributes:
-        folders: in the order in which they were named.
-        of_run: the one that is used where no other was named, ``<the run's folder>/checkpoints``; None before it is known.
+        folders: the folders, in the order of the calls of :meth:`use`.
+        of_run: the default folder, ``<the run's folder>/checkpoints``; ``None`` before it is known.
     """
 
     def __init__(self, world: World, name: str) -> None:
         self.folders: list[Path] = []
         self.of_run: Path | None = None
         self._placed: list[Callable[[Path], None]] = []
-        self._may_leave = False  # of_run was not named by use()
+        self._may_leave = False  # of_run was not passed to use()
         self._name = name
         self._world = world
-        self._team = world.team(f"folders/{name}")  # for a lock that is waited for
+        self._team = world.team(f"folders/{name}")  # for waiting for a lock
         self._locks: dict[Path, FolderLock] = {}  # on the main process
         self._entered: set[Path] = set()
 
     def use(self, folder: Path, run_id: str) -> None:
-        """Save to a folder, of which the main process's path counts; it is made when the run :meth:`begins <begin>`.
+        """Save to a folder, as given on the main process. It is created when the run :meth:`begins <begin>`.
 
         Raises:
-            CheckpointWriteError: it is there, and cannot be written, or is not the same one for all processes.
-            CheckpointLockedError: another live run saves there.
+            CheckpointWriteError: the folder exists, and is not writable or not the same on all ranks.
+            CheckpointLockedError: another live run saves to it.
         """
         path, there = run_on_all_ranks(self._world, lambda: [str(folder.absolute()), os.path.exists(folder)])[0]
         if Path(path) not in self.folders:
-            if there:  # else it is made when training begins: a fit that fails before leaves none behind
+            if there:  # else it is created when training begins, so that a fit that fails before creates none
                 self._enter(Path(path), run_id)
             self.folders.append(Path(path))
 
     def use_of_run(self, placed: Callable[[Path], None]) -> None:
-        """Save to the folder of the run; ``placed`` is called with it now or, if it is not known yet, by :meth:`choose`."""
+        """Save to the folder of the run. ``placed`` is called with it, now or, if it is not known yet, by :meth:`choose`."""
         if self.of_run is None:
             self._placed.append(placed)
         else:
             placed(self.of_run)
 
     def choose(self, choice: Callable[[], Path]) -> None:
-        """A run that continues no other gets its folder, if :meth:`use_of_run` was called; raises as :meth:`use` does."""
+        """Choose the folder of a new run, if :meth:`use_of_run` was called. Raises like :meth:`use`."""
         waiting, self._placed = self._placed, []
         if waiting:
             if self.of_run is None:
@@ -72,7 +72,7 @@ class SaveFolders:
                 placed(self.of_run)
 
     def continue_in(self, folder: Path) -> None:
-        """Let ``folder`` be that of the run, instead of the one before; raises as :meth:`use` does."""
+        """Make ``folder`` the folder of the run, instead of the previous one. Raises like :meth:`use`."""
         if self.of_run == folder:
             return
         before, self.of_run = self.of_run, None
@@ -86,7 +86,7 @@ class SaveFolders:
         self.of_run = folder
 
     def remove_abandoned(self, folders: Iterable[Path]) -> None:
-        """Remove what runs that were killed before their first checkpoint have left: no run will resume there. Collective."""
+        """Remove the leftovers of runs that were killed before their first checkpoint, since no run will resume there."""
 
         def remove() -> None:
             for folder in folders if self._world.is_main else ():
@@ -101,13 +101,13 @@ class SaveFolders:
         run_on_all_ranks(self._team, remove)
 
     def begin(self, run_id: str) -> None:
-        """Enter the folders that were not there when they were named; raises as :meth:`use` does."""
+        """Lock the folders that did not exist when :meth:`use` was called. Raises like :meth:`use`."""
         for folder in self.folders:
             if folder not in self._entered:
                 self._enter(folder, run_id)
 
     def last_counter(self, run_id: str) -> int:
-        """The highest save counter of a run in these folders; 0 if there is none."""
+        """The highest save counter of a run in these folders; 0 if it has no checkpoint."""
 
         def look() -> int:
             folders = self.folders if self._world.is_main else []
@@ -117,10 +117,10 @@ class SaveFolders:
         return highest
 
     def place(self, folder: Path, name: str, replace: bool) -> Path:
-        """Where a checkpoint goes: ``name`` in the folder or, if that is taken and not to be replaced, another name.
+        """The path for a checkpoint: ``name`` in the folder or, if that exists and is not to be replaced, another name.
 
         Raises:
-            CheckpointLockedError: another run has taken over a folder, as this one did not answer for too long.
+            CheckpointLockedError: another run has taken over a folder, since this one sent no heartbeat for too long.
         """
 
         def choose() -> str | None:
@@ -133,7 +133,7 @@ class SaveFolders:
         return Path(run_on_all_ranks(self._world, choose)[0])
 
     def release(self) -> None:
-        """Let other runs into the folders."""
+        """Unlock the folders."""
         for lock in self._locks.values():
             lock.release()
         self._locks, self._entered = {}, set()
@@ -154,10 +154,10 @@ class SaveFolders:
 
 
 def _probe(world: World, folder: Path) -> None:
-    """Make sure that a folder is one and the same for all processes, and that each can write to it.
+    """Check that a folder is the same for all ranks, and that each can write to it.
 
     Raises:
-        CheckpointWriteError: it is not so; the message names the processes and their machines.
+        CheckpointWriteError: it is not; the message names the ranks and their nodes.
     """
     probe = folder / world.from_main(f".probe.tmp-{secrets.token_hex(8)}")
     try:

@@ -1,4 +1,4 @@
-"""Saving beside the training: one thread, at most one save in flight, and no failure lost."""
+"""``Saver``: saves while the training continues, with one thread, at most one save in progress, and no failure lost."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class _Failure:
 
 
 class Saver:
-    """Commits drafts, in a thread or at once.
+    """Commits drafts, in a thread or immediately.
 
-    A save in the thread costs the caller a copy of the tensors into host memory that is used again by the next one. The
-    thread lives as long as the save does, and the interpreter waits for it before it ends: a save in flight is finished
-    without :meth:`close` too. All methods are for one thread, the main one.
+    A save in the thread costs the caller a copy of the tensors into host memory, which later saves use again. The thread exists
+    only during a save, and the interpreter waits for it at exit: a save in progress is finished even without :meth:`close`. All
+    methods are for the main thread.
 
-    Over several processes all of them call :meth:`save` and :meth:`wait`, in the same order, and what is reported is then the
-    same on all. :meth:`poll` reports what this process knows by now; others may not know it yet.
+    With several ranks, all of them call :meth:`save` and :meth:`wait` in the same order, and get the same errors from them.
+    :meth:`poll` reports what this rank knows; other ranks may not know it yet.
 
     Args:
-        attention: called from the thread when :meth:`poll` has something to report.
-        team: the processes that save together; nobody else may use it.
+        notify: called in the thread when :meth:`poll` has something to report.
+        team: the ranks that save together; used only by this object.
     """
 
     def __init__(self, notify: Callable[[], None], team: Team = _SINGLE_RANK) -> None:
@@ -53,7 +53,7 @@ class Saver:
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._failures: deque[_Failure] = deque()
-        # The last chance to tell of a failure that nobody asked for: the saver is dropped, or the interpreter ends.
+        # Report failures that were never polled when the saver is deleted or the interpreter exits.
         weakref.finalize(self, _print, self._failures)
 
     def save(
@@ -66,23 +66,23 @@ class Saver:
         committed: Callable[[Manifest | None], None] | None = None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        """Wait for the save in flight, then commit ``draft`` to ``target``.
+        """Wait for the save in progress, then commit ``draft`` to ``target``.
 
         Args:
             draft: what to write.
-            target: the folder that the checkpoint will be.
-            blocking: write the tensors from where they are and return when all is committed. Otherwise copy them and
-                return; the draft is used up with that.
+            target: the folder of the checkpoint.
+            blocking: write the tensors without a copy and return after the commit. False: copy them and return; the draft
+                cannot be used again.
             replace: see :func:`~trainkit.checkpoint.commit.commit`.
-            committed: called after the commit, in the thread that made it, with what the commit returned.
-            failed: called from :meth:`poll` if the save failed, or ``committed`` did, with what was raised; without it
-                :meth:`poll` raises that. Not used if ``blocking``.
+            committed: called after the commit, in the same thread, with the result of the commit.
+            failed: called by :meth:`poll` with the error if the save or ``committed`` failed; without it :meth:`poll` raises
+                the error. Not used if ``blocking``.
 
         Raises:
-            CheckpointError: the save failed (``blocking``), or an earlier one did that was given no ``failed``.
+            CheckpointError: the save failed (``blocking``), or an earlier one failed that had no ``failed``.
         """
         self.wait()
-        target = Path(os.path.abspath(target))  # the working directory may be another one by then
+        target = Path(os.path.abspath(target))  # the working directory may change meanwhile
         if blocking:
             manifest = commit(draft, target, replace=replace, team=self.team)
             if committed is not None:
@@ -98,7 +98,7 @@ class Saver:
             thread.start()
         except RuntimeError as error:
             if self.team.size > 1:
-                self._run(*job)  # the others count on it
+                self._run(*job)  # the other ranks wait for it
                 return
             raise CheckpointWriteError(
                 f"{target}: the checkpoint could not be written: {error}. Fix: save with blocking=True, or raise the limit on "
@@ -107,7 +107,7 @@ class Saver:
         self._thread = thread
 
     def poll(self) -> None:
-        """Report the saves that have failed since: call their ``failed``, or raise the error if there is none. Cheap."""
+        """Report saves that have failed: call their ``failed``, or raise the error if they have none. Cheap."""
         while self._failures:
             failure = self._failures.popleft()
             if failure.failed is None or not isinstance(failure.error, Exception):
@@ -115,14 +115,14 @@ class Saver:
             failure.failed(failure.error)
 
     def wait(self) -> None:
-        """Return when nothing is in flight, and report as :meth:`poll` does."""
+        """Wait for the save in progress, and report like :meth:`poll`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.poll()
 
     def close(self) -> None:
-        """Wait, report and give the memory of the copies back. The saver may be used again."""
+        """Wait, report and free the memory of the copies. The saver can be used again."""
         try:
             self.wait()
         finally:
@@ -140,11 +140,11 @@ class Saver:
             try:
                 manifest = commit(draft, target, replace=replace, team=self.team)
             finally:
-                draft.release()  # it lies in the buffers, which are the next one's or given back
+                draft.release()  # it refers to buffers that the next save uses or that are freed
             if committed is not None:
                 committed(manifest)
         except BaseException as error:
-            # Whoever keeps the error must not keep the state with it.
+            # A reference to the error must not keep the state alive.
             traceback.clear_frames(error.__traceback__)
             del draft
             self._failures.append(_Failure(target, error, failed))
@@ -154,5 +154,5 @@ class Saver:
 def _print(failures: deque[_Failure]) -> None:
     while failures:
         failure = failures.popleft()
-        print(f"trainkit: saving {failure.target} failed, and nobody asked:", file=sys.stderr)
+        print(f"trainkit: saving {failure.target} failed, and the training did not report it:", file=sys.stderr)
         traceback.print_exception(failure.error)

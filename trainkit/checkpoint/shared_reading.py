@@ -1,4 +1,4 @@
-"""Reading a checkpoint on several processes: its files are verified once, dealt out, and the verdict is everybody's."""
+"""Reads a checkpoint on several ranks: each file is verified by one rank, and all ranks get the same result."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def read_on_all_ranks(
     *,
     mapped: bool = False,
 ) -> Loaded:
-    """:meth:`Checkpoint.read` on all processes of a group: everything on each of them, or the same error on all.
+    """:meth:`Checkpoint.read` on all ranks of a group: the content on each rank, or the same error on all. Collective.
 
-    Each file is hashed by one process. Nothing is used before all of them have proved to be those that were written; then
-    each process reads those that it has not read yet, without hashing them again.
+    Each file is hashed by one rank. After all files are verified, each rank reads those that it has not read yet, without
+    hashing them again.
 
     Args:
-        path: the checkpoint; the main process's counts.
-        group: the processes; all of them call this.
-        choose: given the manifest, which stems to read, None for everything; as of :meth:`Checkpoint.read`. It may raise.
-        mapped: as of :meth:`Checkpoint.read`.
+        path: the checkpoint, as given on the main process.
+        group: the ranks.
+        choose: returns the stems to read, given the manifest; ``None`` for everything. It may raise.
+        mapped: see :meth:`Checkpoint.read`.
 
     Raises:
-        CheckpointError: as :func:`open_checkpoint` and :meth:`Checkpoint.read` do, or the processes see different checkpoints.
+        CheckpointError: like :func:`open_checkpoint` and :meth:`Checkpoint.read`, or the ranks see different checkpoints.
     """
     if group.size == 1:
         checkpoint = open_checkpoint(path)
@@ -66,7 +66,8 @@ def read_on_all_ranks(
     def load() -> None:
         with found[0]._unchanged():
             content = found[0]._load(requested, fetch)
-            if checkpoint_identity(found[0].path) != found[0]._identity:  # what was not hashed here may be of another one
+            # else files hashed by another rank may belong to another checkpoint
+            if checkpoint_identity(found[0].path) != found[0]._identity:
                 raise CorruptCheckpointError(f"{path}: changed while it was read")
             loaded.append(content)
 

@@ -1,6 +1,6 @@
-"""Files of tensors in the safetensors format: laid out before a byte is written, hashed on the way, read with suspicion.
+"""Files of tensors in the safetensors format: laid out before a byte is written, hashed while written, checked when read.
 
-The package ``safetensors`` neither syncs nor hashes what it writes, wants the whole file in memory in one piece, and
+The package ``safetensors`` neither syncs nor hashes what it writes, needs the whole file in memory in one piece, and
 refuses tensors that share storage. The format itself is simple: eight bytes with the length of a JSON header, the
 header, the tensors' bytes. Source: https://github.com/huggingface/safetensors, "Format".
 """
@@ -35,18 +35,18 @@ __all__ = [
     "write_file",
 ]
 
-_ALIGNMENT = 64  # bytes, of torch's own tensors
-_PIECE = 2**20  # what is read, written and hashed at a time: small enough to be hashed from the cache
-_GATHER = 16 * 2**20  # what is copied at a time of a tensor that is not contiguous or not in host memory
-_SMALL = 64 * 2**10  # below this, pieces are put together before they are written
+_ALIGNMENT = 64  # bytes, as of torch's own tensors
+_PIECE = 2**20  # bytes read, written and hashed at a time: small enough to be hashed from the cache
+_GATHER = 16 * 2**20  # bytes copied at a time of a tensor that is not contiguous or not in host memory
+_SMALL = 64 * 2**10  # smaller pieces are joined before they are written
 _MAX_DIMENSIONS = 64
 _MAX_NUMEL = 2**63 - 1
-_METADATA = {"format": "pt"}  # what transformers asks for
+_METADATA = {"format": "pt"}  # required by transformers
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor's place: its bytes are those from ``start`` to before ``end`` of the file's data part."""
+    """The place of one tensor: bytes ``start`` to ``end`` (exclusive) of the file's data part."""
 
     name: str
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file that is laid out: its name, its first bytes (length and header), the tensors, its size in bytes."""
+    """The layout of a file: its name, its first bytes (length and header), its tensors, its size in bytes."""
 
     name: str
     header: bytes
@@ -76,16 +76,16 @@ def plan_files(
 
     Args:
         stem: the file is ``stem.safetensors``; several are ``stem-00001-of-0000n.safetensors``.
-        tensors: any device, any strides. None of their values is looked at.
-        max_shard_size: bytes that a file should not exceed. A single larger tensor gets a file of its own.
-        groups: names that must not share a file with those of another group, each name in one of them; default: all in one.
-        metadata: texts that each file holds too, by name; see :func:`metadata_in`.
+        tensors: on any device, with any strides. Their values are not read.
+        max_shard_size: maximum bytes of a file. A single larger tensor gets a file of its own.
+        groups: groups of names; tensors of different groups do not share a file. Default: a single group.
+        metadata: texts to store in each file, by name; see :func:`metadata_in`.
 
     Returns:
-        the files, none of them written, and the content of ``stem.safetensors.index.json`` if there are several.
+        The layouts of the files, and the content of ``stem.safetensors.index.json`` if there are several.
 
     Raises:
-        UnsavableError: a tensor that the format cannot hold, by name.
+        UnsavableError: the format cannot hold a tensor; the message names it.
     """
     if max_shard_size < 1:
         raise ConfigurationError(f"max_shard_size must be a positive number of bytes, got {max_shard_size!r}")
@@ -128,8 +128,8 @@ def _name_problem(name: str) -> str | None:
 
 
 def _lay_out(file: str, tensors: Mapping[str, Tensor], names: list[str], metadata: Mapping[str, str]) -> TensorFile:
-    """The widest items first, as safetensors does it: gaps are not allowed, and so each tensor is aligned all the same; of one
-    width first those of whole cache lines, so that nearly all are aligned as torch's own, and can be used where they are read.
+    """The widest dtypes first, like safetensors, so that each tensor is aligned without gaps, which are not allowed. Within a
+    dtype width those of whole cache lines first: nearly all are then aligned like torch's own, and can be used in place.
     """
     entries, position = [], 0
     table: dict[str, Any] = {"__metadata__": metadata}
@@ -146,7 +146,7 @@ def _lay_out(file: str, tensors: Mapping[str, Tensor], names: list[str], metadat
 
 
 def check_unchanged(entry: Entry, tensor: Tensor) -> None:
-    """``UnsavableError`` if a tensor does not have the dtype and shape any more for which its place was made."""
+    """Raise ``UnsavableError`` if a tensor no longer has the dtype and shape of its place in the file."""
     if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
         raise UnsavableError(
             f"the tensor {entry.name!r} was {entry.dtype} {entry.shape} when the checkpoint was laid out "
@@ -155,14 +155,14 @@ def check_unchanged(entry: Entry, tensor: Tensor) -> None:
 
 
 def chunks(entry: Entry, tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of one tensor as the file has them, in pieces of at most 1 MiB.
+    """The bytes of one tensor as they are in the file, in pieces of at most 1 MiB.
 
     A contiguous tensor in host memory is not copied: the pieces are its own memory. Any other is copied 16 MiB at a time.
     """
     check_unchanged(entry, tensor)
     for part in _contiguous(tensor.detach()):
         if part.numel():
-            # a single value may have any stride and be contiguous all the same, but view() wants it to be 1
+            # a contiguous single value may have any stride, but view() needs 1
             yield from _cut(part.as_strided((part.numel(),), (1,)).view(torch.uint8).numpy().data)
 
 
@@ -189,7 +189,7 @@ def _cut(view: memoryview) -> Iterator[memoryview]:
 
 
 def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The same bytes in pieces of a good size: small ones put together, large ones cut."""
+    """The same bytes in pieces of suitable size: small ones joined, large ones cut."""
     small = bytearray()
     for piece in pieces:
         view = memoryview(piece).cast("B")
@@ -202,19 +202,19 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
             yield memoryview(small)
             small = bytearray()
         yield from _cut(view)
-        piece = view = memoryview(b"")  # its memory is given back before the next piece is made
+        piece = view = memoryview(b"")  # frees its memory before the next piece is created
     if small:
         yield memoryview(small)
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file and sync it to the disk; its size in bytes and its SHA-256.
+    """Write a new file and sync it to the disk. Returns its size in bytes and its SHA-256.
 
     Raises:
-        FileExistsError: there is something of that name.
-        OSError: it cannot be written; what was written so far is left behind.
+        FileExistsError: the path exists.
+        OSError: the file cannot be written; a part of it may be left behind.
     """
-    # Hashed in this thread: each piece is in the cache already, and another thread was slower on two busy cores.
+    # Hashed in this thread, where each piece is in the cache; another thread was slower on two busy cores.
     size, digest = 0, hashlib.sha256()
     with path.open("xb", buffering=0) as file:
         for block in _blocks(pieces):
@@ -222,7 +222,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, s
             size += len(block)
             while block:  # a raw write may take only part of it
                 block = block[file.write(block) or 0 :]
-            block = memoryview(b"")  # its memory is given back before the next one is made
+            block = memoryview(b"")  # frees its memory before the next one is created
         _sync(file.fileno())
     return size, digest.hexdigest()
 
@@ -240,12 +240,12 @@ def _sync(descriptor: int) -> None:
 
 
 def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, Tensor]:
-    """The tensors of a file that was read, as views into ``buffer``; the header is believed in nothing.
+    """The tensors in the content of a file, as views into ``buffer``. The header is not trusted.
 
-    A tensor is copied only if it is not aligned, which does not happen in files of ours, or if the buffer is read-only.
+    A tensor is copied only if it is not aligned, which does not happen in files of trainkit, or if the buffer is read-only.
 
     Raises:
-        CorruptCheckpointError: the header is malformed, or what it says does not add up to the file.
+        CorruptCheckpointError: the header is malformed or does not match the file.
     """
     view = memoryview(buffer).cast("B")
     header, _, length = _header(view, what)
@@ -263,12 +263,12 @@ def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, T
 
 
 def metadata_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, str]:
-    """The texts that a file holds beside its tensors; raises as :func:`tensors_in`."""
+    """The texts in a file of tensors; raises like :func:`tensors_in`."""
     return _header(memoryview(buffer).cast("B"), what)[1]
 
 
 def _header(view: memoryview, what: str) -> tuple[dict[str, Any], dict[str, str], int]:
-    """What the header says of the tensors, its texts, and its length."""
+    """The header without its texts, the texts, and the length of the header."""
     if len(view) < 8:
         raise CorruptCheckpointError(f"{what}: {len(view)} bytes; a file of tensors has at least 8")
     length = int.from_bytes(view[:8], "little")
@@ -284,17 +284,16 @@ def _header(view: memoryview, what: str) -> tuple[dict[str, Any], dict[str, str]
 
 
 def _entry(name: str, described: Any, size: int, what: str) -> Entry:
-    """One line of the header, checked by itself."""
+    """One tensor of the header, checked on its own."""
     where = f"{what}: header: the tensor {name!r:.200}"
     if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptCheckpointError(f"{where} must have dtype, shape and data_offsets and nothing else")
     dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CorruptCheckpointError(f"{where} has the unknown dtype {dtype!r:.200}")
-    # bool is an int to Python; a dimension `true` is none to us
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+    if not _are_integers(shape) or len(shape) > _MAX_DIMENSIONS or any(n < 0 for n in shape):
         raise CorruptCheckpointError(f"{where} has the malformed shape {shape!r:.200}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
+    if not _are_integers(offsets) or len(offsets) != 2:
         raise CorruptCheckpointError(f"{where} has malformed data_offsets {offsets!r:.200}")
     width = DTYPES[dtype].itemsize
     if math.prod(max(n, 1) for n in shape) > _MAX_NUMEL // width:  # torch's strides would overflow even if one n is 0
@@ -307,6 +306,10 @@ def _entry(name: str, described: Any, size: int, what: str) -> Entry:
     return Entry(name, DTYPES[dtype], tuple(shape), start, end)
 
 
+def _are_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int for n in value)  # not bool, which is an int to isinstance
+
+
 def _tensor(entry: Entry, data: memoryview, what: str) -> Tensor:
     if entry.start == entry.end:
         return torch.empty(entry.shape, dtype=entry.dtype)
@@ -316,6 +319,6 @@ def _tensor(entry: Entry, data: memoryview, what: str) -> Tensor:
     flat = torch.frombuffer(part, dtype=torch.uint8)
     if flat.data_ptr() % entry.dtype.itemsize:
         flat = flat.clone()
-    if entry.dtype is torch.bool and bool((flat > 1).any()):  # anything but 0 and 1 is undefined in C
+    if entry.dtype is torch.bool and bool((flat > 1).any()):  # other bytes are undefined in C
         raise CorruptCheckpointError(f"{what}: the tensor {entry.name!r:.200} of bools has other bytes than 0 and 1")
     return flat.view(entry.dtype).view(entry.shape)

@@ -1,4 +1,4 @@
-"""A folder of plain weights: what ``save_model`` and the exporter write, and ``from_pretrained`` and ``safetensors`` read."""
+"""Writes folders of plain weights, for ``save_model`` and exports; ``from_pretrained`` and ``safetensors`` can read them."""
 
 from __future__ import annotations
 
@@ -42,19 +42,18 @@ def write_weights(
     stem: str = "model",
     rank: int = 0,
 ) -> list[Path]:
-    """Write tensors as ``<stem>.safetensors``, in several files with an index above a size, and other files beside them.
+    """Write tensors as ``<stem>.safetensors``, or as several files and an index above a size, and other files.
 
-    Each file is complete under its name or not there: it is written beside it, synced and renamed. Files of an earlier call
-    with the same stem are replaced; those that are left over are removed.
+    Each file is replaced atomically. Files of an earlier call with the same stem are replaced or removed.
 
-    Of several processes the main one writes. Where tensors are sharded all of them call this, and take part in gathering.
+    The main process writes. If tensors are sharded, all ranks must call this, since they are gathered.
 
     Returns:
-        What was written.
+        The paths of the written files.
 
     Raises:
         CheckpointWriteError: the folder cannot be written, or the disk is full.
-        UnsavableError: a tensor that the format cannot hold.
+        UnsavableError: the format cannot hold a tensor.
     """
     files, index = plan_files(stem, tensors, max_shard_size)
     gathers = GatherOrder(rank, [[tensors[entry.name] for file in files for entry in file.entries]])
@@ -92,14 +91,14 @@ def _write(
 
 
 def replace_file(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]) -> Path:
-    """Write a file that is complete under its name or not there: it is written beside it, synced and renamed.
+    """Replace a file atomically: write a temporary one in the same folder, sync and rename it.
 
     Raises:
-        OSError: it cannot be written; what was there is untouched.
+        OSError: it cannot be written; what was at ``path`` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # left by a kill
+        temporary.unlink(missing_ok=True)  # left behind by a killed process
         write_file(temporary, (part for group in (head, pieces) for part in group))
         os.replace(temporary, path)
     except BaseException:

@@ -1,50 +1,45 @@
-"""``Channel``: a connection of all processes of a run beside the collectives.
+"""``Channel``: a connection between all processes of a run, in addition to the collectives.
 
-It is a star: a thread of the main process is the hub, and each other process has one TCP connection to it. Through it any
-thread can exchange values, for as long as that takes, and every process knows within milliseconds when another one fails or
-dies, whatever its main thread is waiting for.
+It is a star: a thread of the main process is the hub, and each other process has one TCP connection to it. Any thread can
+exchange values over it, without a time limit. Every process learns within milliseconds that another one has failed or exited,
+even while its main thread waits.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainkit.distributed.collective_tracker import CollectiveTracker
 from trainkit.distributed.failure import Failure, Runs
 from trainkit.distributed.links import HubConnection, LocalHubConnection
-from trainkit.distributed.wire import LIMIT, encode
+from trainkit.distributed.wire import LIMIT, encode, inherited
 from trainkit.errors import ProcessFailedError
 
 __all__ = ["PATIENCE", "Channel"]
 
-PATIENCE = 30.0  # seconds of silence after which a machine is taken to be gone
+PATIENCE = 30.0  # seconds of silence after which a node counts as lost
 _MEETING = 10.0  # seconds in which all must have connected
-_HEARD = 1.0  # seconds in which the hub hears what must be heard
-_CLEARED = 60.0  # seconds that a run waits for the others to get out of a failed one
-_LOOK = 1.0  # seconds after which one that waits looks what the others are doing; and again after twice as long, and so on
-_SELDOM = 8.0  # seconds between two such looks at most
-_ANSWER = 2.0  # seconds in which all must have said it
+_HEARD = 1.0  # seconds to wait for the hub to acknowledge a message
+_CLEARED = 60.0  # seconds that a run waits until all ranks have left an earlier run that failed
+_LOOK = 1.0  # seconds until a waiting rank first asks what the other ranks are doing; the pause doubles each time
+_SELDOM = 8.0  # longest pause
+_ANSWER = 2.0  # seconds for all ranks to answer
 
 _QUESTION = "what all are doing"
 _Call = Callable[[], None]
 
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
-
+@dataclass(eq=False)
 class _Waiter:
-    """Somebody who waits for an exchange."""
+    """A thread that waits for an exchange."""
 
-    __slots__ = ("complete", "done", "values", "why")
-
-    def __init__(self, complete: Callable[[], None] | None = None) -> None:
-        self.complete = complete
-        self.done = threading.Event()
-        self.values: list[Any] = []
-        self.why: Failure | None = None
+    complete: _Call | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    values: list[Any] = field(default_factory=list)
+    why: Failure | None = None
 
 
 class Channel:
@@ -53,14 +48,14 @@ class Channel:
     Attributes:
         rank: of this process.
         size: the number of processes.
-        changed: notified whenever :attr:`failure`, :attr:`gone`, :attr:`fallen` or :attr:`runs` has changed.
-        gone: the processes that are no longer there, with why.
-        fallen: the processes that end by an error, still there or not.
-        runs: those of this process.
-        waits: the collectives of this process.
-        alone: the main process is gone, and of the others nothing is heard any more.
-        closed: it is no longer of use.
-        traceback: of the error that a run on this process ends by; empty: of none yet.
+        changed: notified whenever :attr:`failure`, :attr:`gone`, :attr:`failed_ranks` or :attr:`runs` has changed.
+        gone: the ranks that have exited, with the reason.
+        failed_ranks: the ranks that exit with an error, or have done so.
+        runs: the runs of this process.
+        collectives: the collectives of this process.
+        alone: the main process has exited, so that nothing is known of the other ranks any more.
+        closed: no message is sent or received any more.
+        traceback: of the error that ends a run on this process; empty while there is none.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -71,17 +66,17 @@ class Channel:
         self.runs, self.collectives = Runs(), CollectiveTracker()
         self.alone = self.closed = False
         self.traceback = ""
-        self._failures: dict[int | None, Failure] = {}  # replaced and never changed, as is `gone`: read without the lock
+        self._failures: dict[int | None, Failure] = {}  # replaced, never changed, like `gone`: read without the lock
         self._waiters: dict[str, _Waiter] = {}
         self._listeners: list[Callable[[Failure | None], None]] = []
-        self._last_begun: dict[int, int] = {}  # collectives that had begun in processes that have ended
-        self._unwell: set[int] = set()  # runs that do not end here as they should
+        self._last_begun: dict[int, int] = {}  # for ranks that have exited: number of collectives that had begun
+        self._unwell: set[int] = set()  # runs that fail on this process
         self._farewell: tuple[str, str] | None = None
         self._posted: Failure | None = None
         self._sent = self._acknowledged = 0
-        self._main = Runs()  # of the main process
+        self._main = Runs()  # those of the main process
         self._link = (LocalHubConnection if rank == 0 else HubConnection)(rank, size, self._on_message, self._on_lost)
-        _channels.add(self)
+        inherited.add(self)
 
     @classmethod
     def open(
@@ -99,13 +94,13 @@ class Channel:
         Args:
             rank: of this process.
             size: the number of processes.
-            master_addr: where the machine of rank 0 can be reached, as the launcher says; ``None`` if nobody does.
-            share: gives the value of rank 0 to all, as :meth:`trainkit.distributed.world.World.from_main` does.
-            limit: seconds in which all must be connected.
-            patience: seconds after which a machine that no longer answers is taken to be gone.
+            master_addr: the address of the node of rank 0, from the launcher; ``None`` if unknown.
+            share: returns the value of rank 0 on all ranks, like :meth:`trainkit.distributed.world.World.from_main`.
+            limit: seconds in which all ranks must connect.
+            patience: seconds of silence after which a node counts as lost.
 
         Raises:
-            ProcessFailedError: a process cannot be reached; on all of them.
+            ProcessFailedError: a rank cannot connect; raised on all ranks.
         """
         channel = cls(rank, size)
         try:
@@ -118,16 +113,17 @@ class Channel:
     # ------------------------------------------------------------------------------------------------ exchanging
 
     def exchange(self, key: str, value: Any, looking: _Call | None = None, complete: _Call | None = None) -> list[Any]:
-        """What every process gave under a key, in the order of their ranks; waits for as long as that takes.
+        """The values of all ranks, in the order of the ranks; waits without a time limit.
 
         Args:
-            key: the same on all processes; free again when the exchange is complete.
-            value: JSON, of at most 16 MiB.
-            looking: called now and then while it waits; what it raises ends the wait.
-            complete: called by another thread when all have given theirs, on all processes or on none, whatever ends the wait.
+            key: the same on all ranks; can be used again when the exchange is complete.
+            value: JSON, at most 16 MiB.
+            looking: called from time to time while it waits; an exception in it ends the wait.
+            complete: called in another thread when the values of all ranks are there: on all ranks or on none, even if the
+                wait was ended before.
 
         Raises:
-            ProcessFailedError: a process has failed, has died or has left before it gave its value.
+            ProcessFailedError: a rank failed or exited before it gave its value.
             ValueError: the value is too large.
         """
         line = encode({"give": key, "value": value})
@@ -146,9 +142,9 @@ class Channel:
             while not waiter.done.wait(None if looking is None else pause):
                 looking()  # type: ignore[misc]
                 pause = min(2 * pause, _SELDOM)
-        except BaseException:  # a signal: what was given must not count for a later exchange of this name
+        except BaseException:  # such as a signal: the value must not count for a later exchange with this key
             if self._waiters.get(key) is waiter:
-                self._say_and_wait({"take back": key})  # a result that was faster than that is here by then
+                self._say_and_wait({"take back": key})  # if the result was sent before that, it is here by then
             raise
         finally:
             if self._waiters.get(key) is waiter:
@@ -158,10 +154,10 @@ class Channel:
         return waiter.values
 
     def ask(self) -> list[dict[str, Any] | None] | None:
-        """What all processes are doing, whatever their main threads wait for: :meth:`CollectiveTracker.record` by rank.
+        """What each rank is doing, as :meth:`CollectiveTracker.record` returns it, even while its main thread waits.
 
         Returns:
-            ``None`` for a process that has ended; ``None`` in all if not all others have answered in time.
+            A list by rank, with ``None`` for ranks that have exited. ``None`` if a rank did not answer in time.
         """
         waiter = _Waiter()
         with self.changed:
@@ -177,85 +173,83 @@ class Channel:
 
     @property
     def failure(self) -> Failure | None:
-        """The first failure that stands."""
+        """The first failure that is not over."""
         return next(iter(self._failures.values()), None)
 
     @property
     def own_failure(self) -> Failure | None:
-        """What this process has posted, if that still stands."""
+        """The failure that this process has posted, if it is not over."""
         posted = self._posted
         return posted if posted is not None and (posted.run in self._failures or posted.run is None) else None
 
     @property
     def cause(self) -> Failure | None:
-        """Why a collective with the other processes cannot be completed, if that is known."""
+        """Why a collective with the other ranks cannot complete, if known."""
         ends = sorted(self.gone.values(), key=lambda end: end.kind == "left")
         return self.failure or next(iter(ends), None)
 
     @property
     def ending(self) -> str:
-        """How this process is on its way out of the run that it is in: as of :meth:`farewell`, "error", or empty: it is not."""
+        """How this process is leaving its current run: a kind of :meth:`announce_exit`, "error", or "" if it is not leaving."""
         if not self._unwell.intersection(self.runs.open[-1:]):
             return ""
         return self._farewell[0] if self._farewell is not None else "error"
 
     def post_failure(self, kind: str, summary: str, *, fatal: bool = False) -> Failure:
-        """Tell all processes that this one has failed, with :attr:`traceback`; the first that does counts.
+        """Report to all ranks that this one has failed, with :attr:`traceback`. The first failure counts.
 
         Args:
             kind: "error" or "timeout".
             summary: the error in one line.
-            fatal: the process ends. Else the failure is over when all processes have got out of the run.
+            fatal: the process exits. False: the failure is over when all ranks have left the run.
         """
         run = None if fatal or not self.runs.open else self.runs.open[-1]
         failure = Failure(self.rank, kind, summary, self.traceback, run=run)
-        before = self._posted
-        with self.changed:
-            self._posted = failure
+        before, self._posted = self._posted, failure
         self.mark_failed()
         self._post(failure, of=before.run if before is not None and before.summary == summary else None)
         return failure
 
     def report_cause(self, cause: Failure) -> None:
-        """Tell all processes that this one has failed because another one did, or is gone."""
+        """Report to all ranks that this one has failed because another one failed or exited."""
         self.mark_failed()
         if self.failure is None:
-            self._post(Failure(**(cause.record() | {"run": None})))
+            self._post(replace(cause, run=None))
 
     def report_missing_rank(self) -> None:
-        """Tell all if this process waits for one that has ended, in a collective to which that one has not come."""
+        """Report it to all ranks if this one waits in a collective for a rank that exited before it called that collective."""
         begun, inside = self.collectives.begun, self.collectives.depth > 0
         end = next((end for end in self.gone.values() if inside and self._last_begun.get(end.rank, begun) < begun), None)
         if end is not None:
-            self._post(Failure(**(end.record() | {"run": None})))
+            self._post(replace(end, run=None))
 
     def mark_failed(self) -> None:
-        """Note that the run that this process is in does not end here as it should."""
+        """Note that the current run fails on this process."""
         with self.changed:
             self._unwell.update(self.runs.open[-1:])
             self.changed.notify_all()
 
     def announce_exit(self, kind: str, text: str = "") -> None:
-        """Say how this process is going to end: by "exit", "preempted" or "interrupt". That is no failure if all do."""
+        """Announce how this process will exit: "exit", "preempted" or "interrupt". It is no failure if all ranks do so."""
         self.mark_failed()
         self._farewell = (kind, text)
 
     def on_failure(self, listener: Callable[[Failure | None], None]) -> None:
-        """Call a function, in a thread of the channel's, with :attr:`failure` whenever another one stands, or none."""
+        """Call a function with :attr:`failure` whenever that changes, in a thread of the channel."""
         self._listeners.append(listener)
 
     def wait(self, condition: Callable[[], bool], limit: float | None = None) -> bool:
-        """Wait until something holds that depends on what the channel knows; returns whether it does, in ``limit`` seconds."""
+        """Wait until a condition on the channel's state holds. Returns whether it does, after ``limit`` seconds at most."""
         with self.changed:
             return self.changed.wait_for(condition, limit)
 
     # ---------------------------------------------------------------------------------------------------- running
 
     def enter_run(self) -> None:
-        """A run begins on this process; waits until all are out of an earlier one that has failed.
+        """Begin a run on this process; first wait until all ranks have left an earlier run that failed.
 
         Raises:
-            ProcessFailedError: a process is gone, or did not get out of it.
+            ProcessFailedError: a rank has exited, or did not leave the earlier run.
         """
         number = self.runs.begun + 1
 
@@ -273,27 +267,27 @@ class Channel:
             self.changed.notify_all()
 
     def leave_run(self) -> None:
-        """The innermost run ends on this process."""
+        """End the innermost run on this process."""
         with self.changed:
             fine = self.runs.open[-1] not in self._unwell
             self._unwell.discard(self.runs.end(fine))
             self.changed.notify_all()
-        self._say_and_wait({"end": fine})  # so that to end now, in whatever way, is no failure in this run
+        self._say_and_wait({"end": fine})  # heard by the hub, an exit from now on is no failure of this run
 
     def _earlier(self, number: int) -> Failure | None:
-        """A failure that stands in the way of the run of that number."""
+        """A failure that prevents the run with this number."""
         return next((one for run, one in self._failures.items() if run is None or run < number), None)
 
     # ----------------------------------------------------------------------------------------------------- ending
 
     def announce_end(self) -> None:
-        """This process ends as it should: that its connection ends is no failure."""
-        while self.runs.open:  # of a loop of the user's own, which ends with his script: who needs this process no more goes on
+        """Announce a normal exit, so that the end of the connection is no failure."""
+        while self.runs.open:  # the runs of your own training loop end with the script; other ranks may continue
             self.leave_run()
         self._link.say(encode({"bye": self._farewell or ("left", ""), "begun": self.collectives.begun}))
 
     def close(self) -> None:
-        """Close the connections; any number of times."""
+        """Close the connections; may be called again."""
         self._link.close()
         with self.changed:
             self.closed = True
@@ -303,7 +297,7 @@ class Channel:
     # ---------------------------------------------------------------------------------------------------- the hub
 
     def _say_and_wait(self, message: dict[str, Any]) -> bool:
-        """Tell the hub, and wait until it has heard it; not for long, for it may be gone. Returns whether it has."""
+        """Send a message to the hub and wait for a short time until it is acknowledged. Returns whether it was."""
         with self.changed:
             self._sent += 1
             number = self._sent
@@ -313,47 +307,53 @@ class Channel:
 
     def _post(self, failure: Failure, of: int | None = None) -> None:
         heard = self._say_and_wait({"fail": failure.record(), "of": of})
-        # the hub is gone; or it is what hangs, with all its threads, and stacks must be written all the same
+        # without a hub, or with one that hangs with all its threads, the stacks must be written all the same
         if self.alone or self.closed or (failure.kind == "timeout" and not heard):
             self._note(failure)
 
     def _on_message(self, message: dict[str, Any]) -> None:
-        """What the hub says; in the link's thread."""
-        if "result" in message or "void" in message:
-            waiter = self._waiters.get(message.get("result") or message["void"])
-            if waiter is not None:
-                waiter.values = message.get("values", [])
-                waiter.why = Failure(**message["why"]) if "why" in message else None
-                if waiter.why is None and waiter.complete is not None:
-                    waiter.complete()
-                waiter.done.set()
+        """A message of the hub; in the thread of the connection."""
+        if "result" in message:
+            self._end_exchange(message["result"], message["values"])
+        elif "void" in message:
+            self._end_exchange(message["void"], [], Failure(**message["why"]))
         elif "asked" in message:
             self._link.say(encode({"answer": self.collectives.record()}))
-        elif "failed" in message:  # of a run the hub says it once, and what it says counts
+        elif "failed" in message:  # sent once for each run
             failure = Failure(**message["failed"])
             self._change({**self._failures, failure.run: failure})
         elif "cleared" in message:
             self._change({run: one for run, one in self._failures.items() if run != message["cleared"]})
-        elif "fallen" in message:
+        else:
             with self.changed:
-                self.failed_ranks |= {message["fallen"]}
+                self._update(message)
                 self.changed.notify_all()
+
+    def _end_exchange(self, key: str, values: list[Any], why: Failure | None = None) -> None:
+        waiter = self._waiters.get(key)
+        if waiter is None:
+            return
+        waiter.values, waiter.why = values, why
+        if why is None and waiter.complete is not None:
+            waiter.complete()
+        waiter.done.set()
+
+    def _update(self, message: dict[str, Any]) -> None:
+        """A message that only changes what the channel knows; called with the lock."""
+        if "fallen" in message:
+            self.failed_ranks |= {message["fallen"]}
         elif "gone" in message:
             end = Failure(**message["gone"])
-            with self.changed:
-                if message["begun"] is not None:
-                    self._last_begun[end.rank] = message["begun"]
-                self.gone = {**self.gone, end.rank: end}
-                self.changed.notify_all()
+            if message["begun"] is not None:
+                self._last_begun[end.rank] = message["begun"]
+            self.gone = {**self.gone, end.rank: end}
         elif "main" in message:
             self._main = Runs(**message["main"])
         elif "heard" in message:
-            with self.changed:
-                self._acknowledged = message["heard"]
-                self.changed.notify_all()
+            self._acknowledged = message["heard"]
 
     def _on_lost(self, kind: str) -> None:
-        """There is no hub any more: the main process is gone."""
+        """The main process, and with it the hub, has exited."""
         failure = next((one for one in self._failures.values() if one.rank == 0), None)
         with self.changed:
             self.alone = True
@@ -362,7 +362,7 @@ class Channel:
             self._release(end)
             self.changed.notify_all()
         if any(self._main.missing(number) for number in self.runs.open):
-            self._note(Failure(**(end.record() | {"run": None})))
+            self._note(replace(end, run=None))
 
     def _note(self, failure: Failure) -> None:
         if failure.run not in self._failures:
@@ -378,23 +378,14 @@ class Channel:
                 listener(self.failure)
 
     def _release(self, why: Failure) -> None:
-        """Nobody will complete an exchange any more."""
+        """End all exchanges: they cannot complete any more."""
         for waiter in list(self._waiters.values()):
             if not waiter.done.is_set():
                 waiter.why = why
                 waiter.done.set()
 
-    def _abandon(self) -> None:
-        """In a process that was forked from this one: the channel is its parent's."""
+    def abandon(self) -> None:
+        """In a forked process: the channel belongs to the parent."""
         self.changed = threading.Condition()
         self.closed = True
         self._waiters, self._listeners = {}, []
-
-
-def _abandon_all() -> None:
-    for channel in list(_channels):
-        channel._abandon()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_all)

@@ -40,7 +40,7 @@ def find_device(device: str | torch.device) -> torch.device:
 
 
 def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
-    """The random generators of a device, which has them beside the CPU's."""
+    """The random generators of a device other than the CPU."""
     if device.type == "cuda":
         torch.cuda.init()  # the generators exist from then on
         return (torch.cuda.default_generators[device.index or 0],)

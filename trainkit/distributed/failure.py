@@ -1,4 +1,4 @@
-"""What is known of a process that has failed, has died or has gone, and of the runs that a process is in."""
+"""``Failure``: what is known of a rank that has failed or exited. ``Runs``: the runs that a process is in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainkit.errors import CollectiveError
 
 __all__ = ["Failure", "Runs", "is_communication", "is_timeout", "names_another_failure", "summary"]
 
-# What gloo, NCCL and torch's store say when another process has closed its connections, or does not answer.
+# What gloo, NCCL and torch's store report when another process has closed its connections, or does not answer.
 _CLOSED = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -35,23 +35,23 @@ _TIMED_OUT = (
     "Watchdog caught collective operation timeout",
 )
 
-_LINE, _LINES = 300, 1000  # characters of a summary; of one that names lines of several ranks
-_LONGEST = 65536  # characters of a traceback that travel
+_LINE, _LINES = 300, 1000  # characters of a summary, and of one that names lines of several ranks
+_LONGEST = 65536  # characters of a traceback that are sent
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process is no longer there for the others.
+    """Why other ranks cannot count on a rank any more.
 
     Attributes:
-        rank: of the process.
-        kind: "error"; "timeout": it has waited too long for another; "died": its connection ended without a word; "lost": it
-            no longer answers; "left": it has ended as it should, but too early; "exit": by ``sys.exit`` in a run; "preempted"
-            or "interrupt": by a signal.
+        rank: the rank.
+        kind: "error"; "timeout": it waited too long for another rank; "died": its connection ended without an announcement;
+            "lost": it no longer answers; "left": it exited normally, but too early; "exit": by ``sys.exit`` in a run;
+            "preempted" or "interrupt": by a signal.
         summary: one line, such as ``ValueError: …``.
-        text: the traceback; empty where there is none.
+        text: the traceback, or empty.
         time: seconds since 1970.
-        run: the number of the run that it failed in; ``None``: it is over with the process.
+        run: the number of the run that failed; ``None`` if the process exits.
     """
 
     rank: int
@@ -75,22 +75,22 @@ class Failure:
 
     @property
     def collective_error(self) -> CollectiveError | None:
-        """The error that it is on every rank, if not all of them have called the same; else ``None``."""
+        """The error to raise on every rank if the ranks called different collectives; otherwise ``None``."""
         name, _, text = self.summary.partition(": ")
         return CollectiveError(text) if name == CollectiveError.__name__ else None
 
     def record(self) -> dict[str, Any]:
-        """It as JSON."""
+        """The failure as JSON."""
         return asdict(self) | {"text": self.text[-_LONGEST:]}
 
 
 class Runs:
-    """The runs of one process by their numbers, from 1. All processes make the same ones; a run may be inside another.
+    """The runs of one process by number, from 1. All ranks have the same runs; a run may be inside another.
 
     Attributes:
-        begun: how many there were.
-        open: those that it is in, the innermost last.
-        broken: those that did not end as they should.
+        begun: number of runs so far.
+        open: the runs that the process is in, the innermost last.
+        broken: the runs that failed.
     """
 
     def __init__(self, begun: int = 0, open: list[int] | None = None, broken: list[int] | None = None) -> None:
@@ -99,52 +99,51 @@ class Runs:
         self.broken = set(broken or ())
 
     def begin(self) -> int:
-        """A run begins; returns its number."""
+        """Begin a run. Returns its number."""
         self.begun += 1
         self.open.append(self.begun)
         return self.begun
 
     def end(self, fine: bool) -> int:
-        """The innermost run ends; returns its number."""
+        """End the innermost run. Returns its number."""
         number = self.open.pop()
         if not fine:
             self.broken.add(number)
         return number
 
     def over(self, number: int) -> bool:
-        """Whether it has been in that run and no longer is."""
+        """Whether the process has left that run."""
         return number <= self.begun and number not in self.open
 
     def missing(self, number: int) -> bool:
-        """Whether somebody in that run needs this process and would wait in vain, were it gone now."""
+        """Whether another rank in that run would wait in vain if this process exited now."""
         return not self.over(number) or number in self.broken
 
     def record(self) -> dict[str, Any]:
-        """It as JSON; the arguments of the constructor."""
+        """The arguments of the constructor, as JSON."""
         return {"begun": self.begun, "open": list(self.open), "broken": sorted(self.broken)}
 
 
 def summary(error: BaseException) -> str:
     """An error in one line."""
-    first = re.sub(
-        r"^\[\S+\.\w+:\d+\] ", "", _message_of(error).strip().partition("\n")[0]
-    )  # gloo begins with a line of its source
+    # gloo's messages begin with a place in its source
+    first = re.sub(r"^\[\S+\.\w+:\d+\] ", "", _message_of(error).strip().partition("\n")[0])
     name, limit = type(error).__name__, _LINES if isinstance(error, CollectiveError) else _LINE
     return f"{name}: {first[:limit]}" if first else name
 
 
 def is_communication(error: BaseException | None) -> bool:
-    """Whether it is what a collective raises when another process is not there."""
+    """Whether it is an error that a collective raises when another process has exited."""
     return isinstance(error, RuntimeError) and any(text in _message_of(error) for text in _CLOSED + _TIMED_OUT)
 
 
 def is_timeout(error: BaseException | None) -> bool:
-    """Whether it is what a collective raises when another process does not come."""
+    """Whether it is an error that a collective raises when another process does not join it in time."""
     return isinstance(error, RuntimeError) and any(text in _message_of(error) for text in _TIMED_OUT)
 
 
 def names_another_failure(text: str) -> bool:
-    """Whether the last lines of a process are about another one that has failed: ours, or torch's."""
+    """Whether the last lines of a process, from trainkit or torch, are about the failure of another one."""
     return re.search(r"rank \d+ (was )?ended because ", text) is not None or any(
         words in text for words in _CLOSED + _TIMED_OUT
     )
@@ -153,5 +152,5 @@ def names_another_failure(text: str) -> bool:
 def _message_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # a user's own class may be broken, and what is to be told is that error and not this one
+    except Exception:  # the __str__ of a user's class may fail
         return ""

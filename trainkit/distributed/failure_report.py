@@ -1,4 +1,4 @@
-"""How a process says that it fails, and what it leaves on the terminal: one line, or, if it was the first, its traceback."""
+"""Reports the failure of a process to the other ranks, and prints its traceback only if it was the first to fail."""
 
 from __future__ import annotations
 
@@ -12,36 +12,31 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure import Failure, is_communication, is_timeout, summary
 from trainkit.distributed.process_exit import end_after_others, end_process, write_error_file
 from trainkit.errors import Preempted, ProcessFailedError
 
-__all__ = ["FailureReport", "install", "report_failure"]
+__all__ = ["FailureReport", "report_failure"]
 
-_CAUSE = 4.0  # seconds in which the cause of a broken connection must be known
-_LAST = 5.0  # seconds that the first process that failed waits for the others before it prints
-_OVER = 60.0  # seconds in which all are out of a run that has failed, or have been ended
-
-
-class _World(Protocol):
-    @property
-    def channel(self) -> Channel | None: ...
+_CAUSE = 4.0  # seconds to wait for the cause of a broken connection
+_LAST = 5.0  # seconds that the first failed rank waits for the other ranks to exit before it prints
+_OVER = 60.0  # seconds to wait until all ranks have left a failed run or have exited
 
 
 def report_failure(channel: Channel | None, error: BaseException) -> BaseException:
-    """Tell the other processes that a run on this one ends by an error, and by what it is to end.
+    """Report to the other ranks that an error ends a run on this one.
 
     Args:
-        channel: of the run; ``None`` if there is one process only.
-        error: what ends it.
+        channel: the channel of the run; ``None`` if there is a single process.
+        error: the error.
 
     Returns:
-        The error itself; or, where it is only what another process's failure looks like from here (a connection that is
-        closed, an exchange that cannot be completed), a :class:`~trainkit.errors.ProcessFailedError` that names that one,
-        or its own ``CollectiveError``, or ``Preempted`` if that one was told to end. To be raised from the error.
+        The error to raise from this one. It is the error itself, or, if that is only the consequence of another rank's failure
+        (a closed connection, an exchange that cannot complete): a :class:`~trainkit.errors.ProcessFailedError` that names
+        that rank, its ``CollectiveError``, or ``Preempted`` if it was preempted.
     """
     if channel is None:
         return error
@@ -75,7 +70,7 @@ def _report(channel: Channel, error: BaseException, *, fatal: bool = False) -> B
 
 
 def _cause(channel: Channel, error: BaseException) -> Failure | None:
-    """The failure of another process that an error is but a consequence of, if it is."""
+    """The failure of another rank, if the error is only its consequence."""
     if not (isinstance(error, ProcessFailedError) or is_communication(error)):
         return None
     if not is_timeout(error):
@@ -84,20 +79,14 @@ def _cause(channel: Channel, error: BaseException) -> Failure | None:
     return None if cause is None or cause.rank == channel.rank else cause
 
 
-def install(world: _World) -> FailureReport:
-    """Take care of how this process ends; from its main thread, when it has become one of several."""
-    assert world.channel is not None
-    return FailureReport(world.channel)
-
-
 class FailureReport:
-    """From here on, the end of this process is told to the others, and the terminal shows the first error last.
+    """Announces the exit of this process to the other ranks, and lets the terminal show the first error last.
 
-    An error that nobody catches is printed as one line if it is the consequence of another process's; the first that failed
-    waits until the others have ended, and prints its traceback. Made by :func:`install`.
+    An uncaught error is printed as one line if it is the consequence of another rank's. The first failed rank waits until the
+    other ranks have exited and then prints its traceback. To be made in the main thread.
 
     Args:
-        channel: to the other processes; closed at the end of this one.
+        channel: the channel to the other ranks; closed when this process exits.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -110,8 +99,8 @@ class FailureReport:
         atexit.register(self._exit)
 
     def close(self) -> None:
-        """Put back what was there; any number of times."""
-        if sys.excepthook is self._hook:  # else somebody else's hook is there by now, and may call this one
+        """Restore the previous hook; may be called again."""
+        if sys.excepthook is self._hook:  # another hook installed since may call this one
             sys.excepthook = self._before
         atexit.unregister(self._exit)
 
@@ -126,7 +115,7 @@ class FailureReport:
                 self._before(kind, error, trace)
             return
         self._uncaught = True
-        with _sigterm_ignored():  # from before the others know of it: a launcher must not end the process before it has printed
+        with _sigterm_ignored():  # before it is reported: a launcher must not end this process before it has printed
             self._print_error(kind, error, trace)
 
     def _print_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -148,13 +137,13 @@ class FailureReport:
         end_after_others(channel, first)
 
     def _prints_its_error(self, rank: int) -> bool:
-        """Whether another process ends by its error too, and so prints it: it may have caught it, and be gone by now."""
+        """Whether another rank exits with its error, and so prints it. It may have caught the error and exited normally."""
         channel = self._channel
         channel.wait(lambda: rank in {*channel.failed_ranks, *channel.gone}, _CAUSE)
         return rank in channel.failed_ranks
 
     def _exit(self) -> None:
-        """The end of the interpreter."""
+        """Called at the exit of the interpreter."""
         channel = self._channel
         if os.getpid() != self._process or channel.closed:
             return
@@ -164,9 +153,9 @@ class FailureReport:
         channel.close()
 
     def _finish_caught_error(self) -> None:
-        """An error in a run was caught: fine if all processes get out of that run, else this one fails after all.
+        """After an error in a run that was caught: if not all ranks leave that run, this process fails after all.
 
-        The main process waits for that too, for only it can tell the others.
+        The main process waits for that, too, as the other ranks learn of it only through it.
         """
         channel = self._channel
         if channel.own_failure is not None and not _has_escaped():
@@ -187,13 +176,13 @@ class FailureReport:
         end_process(1)
 
     def _others_have_ended(self) -> bool:
-        """The main process ends after all others but the first that has failed: see :func:`end_after_others`."""
+        """The main process exits after all other ranks but the first failed one: see :func:`end_after_others`."""
         return self._channel.alone or len(self._channel.gone) == self._channel.size - 1
 
 
 @contextmanager
 def _sigterm_ignored() -> Iterator[None]:
-    """Within it SIGTERM, which a launcher sends to the others when one has ended, is ignored."""
+    """Ignore SIGTERM, which a launcher sends to all other processes when one has exited."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -207,8 +196,8 @@ def _sigterm_ignored() -> Iterator[None]:
 def _has_escaped() -> bool:
     """Whether this is a child of ``torch.multiprocessing.spawn`` whose function has raised.
 
-    Its wrapper catches the error, leaves the traceback in a file for the parent, and exits. The parent reports the child that
-    ends first, so it must not be kept waiting.
+    The wrapper there catches the error, writes the traceback to a file for the parent, and exits. The parent reports the child
+    that exits first, so this one must not wait.
     """
     child: Any = multiprocessing.current_process()
     wrapped = getattr(getattr(child, "_target", None), "__module__", "") == "torch.multiprocessing.spawn"

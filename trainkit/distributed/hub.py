@@ -1,8 +1,9 @@
-"""What the main process knows of all processes of a run, and what it tells them. No sockets here."""
+"""``Hub``: what the main process knows of all ranks of a run, and the messages that it sends them. No sockets here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trainkit.distributed.failure import Failure, Runs
@@ -11,11 +12,11 @@ __all__ = ["Hub"]
 
 
 class Hub:
-    """The middle of the star: hears what each process says, and decides what has happened, for all in the same order.
+    """The center of the star: receives the messages of all ranks and decides what happened, in the same order for all ranks.
 
-    An exchange is complete when every process has given its value. While a failure stands, none is: whoever takes part is
-    told why. A failure in a run that a process has survived is over when every process is out of that run; one that has
-    ended a process stands for good.
+    An exchange is complete when every rank has given its value. During a failure no exchange completes: the ranks that take
+    part in it get the reason. The failure of a run in a process that survives is over when every rank has left that run; a
+    failure that ends a process is permanent.
 
     Args:
         size: the number of processes.
@@ -26,19 +27,19 @@ class Hub:
         self._size, self._send = size, send
         self._given: dict[str, dict[int, Any]] = {}
         self._runs = [Runs() for _ in range(size)]
-        self._failures: dict[int | None, Failure] = {}  # the first of each run, in the order in which they came
-        self._latest: Failure | None = None  # of those in a run, also when it is over
+        self._failures: dict[int | None, Failure] = {}  # the first of each run, in the order of arrival
+        self._latest: Failure | None = None  # the latest failure of a run, also if it is over
         self._gone: dict[int, Failure] = {}
-        self._asking: dict[int, str] = {}  # who wants to know what all are doing, with the key of its answer
+        self._asking: dict[int, str] = {}  # ranks that asked what all are doing → key of the answer
         self._answers: dict[int, Any] = {}
 
     @property
     def waiting(self) -> int:
-        """How many exchanges are not complete."""
+        """Number of exchanges that are not complete."""
         return len(self._given)
 
     def heard(self, rank: int, message: dict[str, Any]) -> None:
-        """A process has said something."""
+        """Receive a message of a rank."""
         if rank in self._gone:
             return
         if "give" in message:
@@ -66,7 +67,7 @@ class Hub:
             self._send(rank, {"heard": message["number"]})
 
     def gone(self, rank: int, kind: str, text: str = "", begun: int | None = None) -> None:
-        """A process is no longer there; ``kind`` as of :class:`Failure`, ``begun`` its collectives, if it has said so."""
+        """A rank has exited. ``kind``: see :class:`Failure`; ``begun``: number of its collectives, if known."""
         if rank in self._gone:
             return
         mine = next((one for one in self._failures.values() if one.rank == rank), None)
@@ -105,25 +106,25 @@ class Hub:
             self._send(rank, {"void": key, "why": why.record()})
 
     def _fail(self, failure: Failure, of: int | None = None) -> None:
-        """A failure, which may be the same that a process has posted as one of run ``of``, and now ends it."""
+        """A failure. It may be the one that a rank has posted as a failure of run ``of``, if that now ends the process."""
         run = failure.run
         if run is not None and all(runs.over(run) for rank, runs in enumerate(self._runs) if rank != failure.rank):
-            return  # the others are out of that run already: if the process survives, nobody need know
+            return  # all other ranks have left that run: they are affected only if the process exits
         if run is None:
             self._tell({"fallen": failure.rank})
         if run in self._failures:
             return
         if run is not None:
             self._latest = failure
-        elif self._latest is not None and self._latest.run == of:  # all must name the one that was first there
-            failure = Failure(**(self._latest.record() | {"run": None}))
+        elif self._latest is not None and self._latest.run == of:  # all ranks must name the first failure
+            failure = replace(self._latest, run=None)
         self._failures[run] = failure
         self._tell({"failed": failure.record()})
         for key in list(self._given):
             self._void(key, next(iter(self._failures.values())))
 
     def _ask(self, rank: int, key: str) -> None:
-        """All are asked once, however many want to know it: they wait for the same, and each asks again and again."""
+        """Ask all ranks once, however many of them ask: they usually wait for the same rank, and ask repeatedly."""
         if not self._asking:
             self._answers = {}
             self._tell({"asked": True})
@@ -135,7 +136,7 @@ class Hub:
             self._settle_questions()
 
     def _settle_questions(self) -> None:
-        """Tell those that have asked, when all have answered that are there."""
+        """Send the answers to the ranks that asked, as soon as all ranks that have not exited have answered."""
         if not self._asking or any(rank not in self._answers for rank in range(self._size) if rank not in self._gone):
             return
         values = [self._answers.get(rank) for rank in range(self._size)]
@@ -144,13 +145,13 @@ class Hub:
             self._send(rank, {"result": key, "values": values})
 
     def _find_missing(self) -> None:
-        """Whether a process that is gone is needed by one in a run."""
+        """Report a failure if a rank that has exited is needed by a rank in a run."""
         if None in self._failures:
             return
         inside = {number for rank, runs in enumerate(self._runs) if rank not in self._gone for number in runs.open}
         for rank, end in self._gone.items():
             if any(self._runs[rank].missing(number) for number in inside):
-                self._fail(Failure(**(end.record() | {"run": None})))
+                self._fail(replace(end, run=None))
 
     def _clear(self) -> None:
         for run in [run for run in self._failures if run is not None and all(runs.over(run) for runs in self._runs)]:
@@ -158,11 +159,11 @@ class Hub:
             self._tell({"cleared": run})
 
     def _after_runs(self, rank: int) -> None:
-        """What the others must know of the main process if it is gone, and the hub with it."""
+        """Send the runs of the main process, which the other ranks must know if it exits, and the hub with it."""
         if rank == 0:
             self._tell({"main": self._runs[0].record()})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for rank in reversed(range(self._size)):  # the main process last: what it then does, the others already know of
+        for rank in reversed(range(self._size)):  # the main process last: when it acts, the other ranks know already
             if rank not in self._gone:
                 self._send(rank, message)

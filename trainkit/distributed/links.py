@@ -1,4 +1,4 @@
-"""The connection of a process to the hub: of the main process within the process, of all others over TCP."""
+"""The connection of a process to the hub: within the main process, or over TCP from any other process."""
 
 from __future__ import annotations
 

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-__all__ = ["LIMIT", "ConnectionLoop", "JsonConnection", "encode", "keep_watch"]
+__all__ = ["LIMIT", "ConnectionLoop", "JsonConnection", "encode", "inherited", "keep_watch"]
 
 LIMIT = 16 << 20  # bytes of a line that one process may send
 _CHUNK = 1 << 18
-_FLUSH = 1.0  # seconds in which what is still to be sent must be gone when the connections are closed
+_FLUSH = 1.0  # seconds in which pending lines must be sent when the connections are closed
 
-_loops: weakref.WeakSet[ConnectionLoop] = weakref.WeakSet()
+inherited: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Objects whose ``abandon()`` is called in a forked process."""
 
 
 def encode(message: Any) -> bytes:
@@ -29,21 +30,21 @@ def encode(message: Any) -> bytes:
 
 
 def keep_watch(connection: socket.socket, patience: float) -> None:
-    """Let the system notice when the other side is gone without a word: a cut cable, a host without power.
+    """Let the operating system detect that the other side is lost: a cut cable, a host without power.
 
     Args:
         connection: a TCP connection.
-        patience: seconds of silence after which it is taken to be gone.
+        patience: seconds of silence after which the other side counts as lost.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     pause = max(1, round(patience / 6))
     options = {
-        "TCP_KEEPIDLE": 2 * pause,  # silence before the first question
+        "TCP_KEEPIDLE": 2 * pause,  # silence before the first probe
         "TCP_KEEPALIVE": 2 * pause,  # the same on macOS
         "TCP_KEEPINTVL": pause,
         "TCP_KEEPCNT": 4,
-        "TCP_USER_TIMEOUT": round(1000 * patience),  # for what was sent and never arrived; milliseconds
+        "TCP_USER_TIMEOUT": round(1000 * patience),  # milliseconds until sent data must be acknowledged
     }
     for name, value in options.items():
         if hasattr(socket, name):
@@ -51,17 +52,17 @@ def keep_watch(connection: socket.socket, patience: float) -> None:
 
 
 class JsonConnection:
-    """One connection, for the thread of its :class:`Loop` only.
+    """One connection; only the thread of its :class:`ConnectionLoop` uses it.
 
     Args:
-        connection: what it goes over.
-        heard: called with each message that comes.
-        ended: called once with why no more will come.
-        limit: bytes of a line that may come.
+        connection: the socket.
+        heard: called with each message that is received.
+        ended: called once, with the reason, when no more messages will be received.
+        limit: maximum bytes of a received line.
 
     Attributes:
-        full: it takes no more just now.
-        broken: why it takes no more at all; what the other side has said before can still be read.
+        full: the socket cannot take more data now.
+        broken: the error after which nothing can be sent; what the other side sent before can still be read.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class JsonConnection:
         self._in, self._out = bytearray(), bytearray()
 
     def put(self, line: bytes) -> None:
-        """Add a line to what is to be sent."""
+        """Append a line to the send buffer."""
         self._out += line
 
     def flush(self) -> bool:
-        """Send what can be sent now; returns whether that was all."""
+        """Send what can be sent now. Returns whether that was everything."""
         while self._out and self.broken is None:
             try:
                 sent = self.connection.send(self._out)
@@ -93,17 +94,17 @@ class JsonConnection:
         return True
 
     def finish(self) -> None:
-        """Tell the other side that nothing more comes. It closes, and only then may this side: else what was sent is lost."""
+        """Half-close. The other side then closes, and only after that may this side: otherwise sent data can be lost."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
 
     def get(self) -> list[Any]:
-        """The messages that have come.
+        """The messages received since the last call.
 
         Raises:
             EOFError: the other side has closed the connection.
-            OSError: it is broken.
-            ValueError: what comes are no lines of JSON, or too long ones.
+            OSError: the connection is broken.
+            ValueError: the data is not lines of JSON, or a line is too long.
         """
         chunk = self.connection.recv(_CHUNK)
         if not chunk:
@@ -119,11 +120,11 @@ class JsonConnection:
 
 
 class ConnectionLoop:
-    """The thread that reads and writes all connections of a process. It sleeps while nothing happens.
+    """The thread that reads and writes all connections of a process.
 
     Args:
         name: of the thread.
-        broken: called in the thread if it ends by an error.
+        broken: called in the thread if an error ends it.
     """
 
     def __init__(self, name: str, broken: Callable[[Exception], None]) -> None:
@@ -137,20 +138,20 @@ class ConnectionLoop:
         self._stop_at: float | None = None
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        _loops.add(self)
+        inherited.add(self)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Let the thread call a function; from any thread."""
+        """Call a function in the loop's thread; may be called from any thread."""
         self._calls.append(function)
-        with contextlib.suppress(OSError):  # it has been rung often enough already, or the loop has ended
+        with contextlib.suppress(OSError):  # enough wake-ups are pending already, or the loop has ended
             self._wake_sender.send(b"!")
 
     def stop(self) -> None:
-        """Send what is to be sent, close everything and end the thread; from any other thread, any number of times."""
+        """Send pending lines, close everything and end the thread. May be called again, from any other thread."""
         if self._thread.ident is None:  # never started
             self._close()
         elif self._thread.is_alive():
@@ -163,11 +164,11 @@ class ConnectionLoop:
         self._selector.register(wire.connection, selectors.EVENT_READ, lambda events: self._serve(wire, events))
 
     def listen(self, listener: socket.socket, accept: Callable[[], None]) -> None:
-        """Call ``accept`` when somebody wants to connect."""
+        """Call ``accept`` when a connection is waiting."""
         self._selector.register(listener, selectors.EVENT_READ, lambda events: accept())
 
     def forget(self, listener: socket.socket) -> None:
-        """Close what :meth:`listen` was called with."""
+        """Close a socket that :meth:`listen` was called with."""
         self._selector.unregister(listener)
         listener.close()
 
@@ -178,16 +179,16 @@ class ConnectionLoop:
             self._flush(wire)
 
     def drop(self, wire: JsonConnection) -> None:
-        """Close a connection; nothing more is heard of it."""
+        """Close a connection; its handlers are not called any more."""
         if wire in self._wires:
             self._wires.remove(wire)
             self._selector.unregister(wire.connection)
             wire.connection.close()
 
     def abandon(self) -> None:
-        """In a process that was forked from this one: let go of the connections, which the parent goes on with.
+        """In a forked process: close the inherited sockets, which the parent continues to use.
 
-        Else the other side would take this process for alive for as long as one of its children is.
+        Otherwise the other side would consider the parent alive as long as one of its children is.
         """
         self._selector.close()
         for end in (self._wake_receiver, self._wake_sender, *(wire.connection for wire in self._wires)):
@@ -198,7 +199,7 @@ class ConnectionLoop:
             while not self._finished():
                 pause = None if self._stop_at is None else max(0.0, self._stop_at - monotonic())
                 for key, events in self._selector.select(pause):
-                    if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # not closed by what came before it
+                    if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # not closed by an earlier event
                         key.data(events)
                 while self._calls:
                     self._calls.popleft()()
@@ -233,7 +234,7 @@ class ConnectionLoop:
         if events & selectors.EVENT_READ:
             try:
                 for message in wire.get():
-                    if wire in self._wires and self._stop_at is None:  # not if it was dropped for what it said
+                    if wire in self._wires and self._stop_at is None:  # not if a handler has dropped it
                         wire.heard(message)
             except BlockingIOError:
                 pass
@@ -257,8 +258,8 @@ class ConnectionLoop:
 
 
 def _abandon_all() -> None:
-    for loop in list(_loops):
-        loop.abandon()
+    for each in list(inherited):
+        each.abandon()
 
 
 if hasattr(os, "register_at_fork"):

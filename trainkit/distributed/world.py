@@ -1,7 +1,7 @@
-"""``World``: the processes of a run as one of them sees it, and the small collectives that keep them in step.
+"""``World``: the rank and size of a process, and small collectives that keep the ranks in step.
 
-What travels here is control: numbers, names, verdicts. It goes over gloo on the CPU, on a group of its own, so that it
-neither waits for a device nor gets between the gradients. Every process calls the same methods in the same order, from its
+These collectives carry numbers, names and decisions. They use gloo on the CPU with a group of their own, so that they neither
+wait for a device nor mix with the collectives of the gradients. Every rank calls the same methods in the same order, from its
 main thread; for other threads there is :meth:`World.team`.
 """
 
@@ -30,25 +30,25 @@ _HEAD = 8
 
 
 class World:
-    """The processes of a run. ``World()`` is a single one, for which nothing here costs anything.
+    """The processes of a run. ``World()`` is a single process, for which all collectives are free.
 
     Args:
-        rank: the number of this process among all, from 0.
-        size: the number of processes.
-        local_rank: its number among those of its machine.
-        local_size: the processes of its machine.
-        node: the number of its machine.
-        nodes: the number of machines.
-        devices: the devices that each process drives, each with a micro-batch of its own.
+        rank: the rank of this process, from 0.
+        size: the world size.
+        local_rank: the rank of this process on its node.
+        local_size: number of processes on its node.
+        node: the index of its node.
+        nodes: number of nodes.
+        devices: number of devices per process, each with its own micro-batch.
         launcher: what started the processes, for messages.
-        control: a gloo group of all of them, of this object's own.
-        channel: the connection beside the collectives.
-        watchdog: ends this process when another one has failed.
-        restarts: how often the launcher has started the processes anew after a failure.
-        memory: what outlives such a restart.
+        control: a gloo group of all ranks, used by this object only.
+        channel: the connection in addition to the collectives.
+        watchdog: ends this process when another rank has failed.
+        restarts: how many times the launcher has restarted the processes after a failure.
+        memory: keeps values over such a restart.
 
     Attributes:
-        collectives: counts the collectives of this process: ``with world.collectives:`` around those of the main thread.
+        collectives: counts the collectives of this process: ``with world.collectives:`` around each one of the main thread.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class World:
         self.watchdog = watchdog
         self.restarts = restarts
         self.collectives = CollectiveTracker() if channel is None else channel.collectives
-        self.collective_checks: Any = None  # of own loops
+        self.collective_checks: Any = None  # of your own training loop
         self._memory = memory
 
     def __repr__(self) -> str:
@@ -86,24 +86,24 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints, logs and writes."""
+        """Whether this is the main process, which prints, logs and writes."""
         return self.rank == 0
 
     @property
     def width(self) -> int:
-        """The devices of all processes: so many micro-batches are worked on side by side."""
+        """Number of devices of all ranks, each of which works on its own micro-batch."""
         return self.size * self.devices
 
     def exchange(self, value: Any) -> list[Any]:
-        """What every process gave, in the order of their ranks. Values are JSON: lists, dicts, strings, numbers (nan too)."""
+        """The values of all ranks, in rank order. Values are JSON: lists, dicts, strings, numbers (nan, too)."""
         if self.size == 1:
             return [value]
         return [json.loads(bytes(data)) for data in self._gathered(json.dumps(value).encode())]
 
     def exchange_state(self, value: Any) -> list[Any]:
-        """As :meth:`exchange`, for values that a checkpoint's state can hold: tuples, bytes, arrays, tensors and more.
+        """Like :meth:`exchange`, for values that a checkpoint can hold: tuples, bytes, arrays, tensors and more.
 
-        Tensors of several ranks come back on the CPU.
+        If there are several ranks, tensors are returned on the CPU.
 
         Raises:
             UnsavableError: something in it cannot be encoded; see :mod:`trainkit.tagged_json.encode`.
@@ -111,23 +111,23 @@ class World:
         return [value] if self.size == 1 else [from_bytes(data) for data in self._gathered(to_bytes(value))]
 
     def exchange_user_objects(self, value: Any) -> list[Any]:
-        """As :meth:`exchange`, for objects of users, which are pickled; tensors keep their devices."""
+        """Like :meth:`exchange`, for objects of the user, which are pickled; tensors keep their devices."""
         if self.size == 1:
             return [value]
         with self.collectives:
             return all_gather_user_objects(value, self.size, self.control)
 
     def from_main(self, value: Any) -> Any:
-        """What the main process gave; JSON."""
+        """The value of the main process; JSON."""
         return value if self.size == 1 else self.exchange(value if self.is_main else None)[0]
 
     def agree(self, error: BaseException | None = None) -> str | None:
-        """What went wrong on the first process that something went wrong on, with its rank; ``None`` if nothing did."""
+        """The error of the first rank that has one, with its rank; ``None`` if no rank has one."""
         said = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
         return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """The numbers of every process, in float64; each gives as many."""
+        """The numbers of each rank, in float64; all ranks give the same number of them."""
         if self.size == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
@@ -137,15 +137,15 @@ class World:
         return [row.tolist() for row in rows]
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """The sums over all processes, added in the order of the ranks: the same bits everywhere."""
+        """The sums over all ranks, added in rank order: the same bits on every rank."""
         return [sum(column) for column in zip(*self.rows(values), strict=True)]
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Of each number the largest that a process gave; 64-bit integers."""
+        """The maximum of each number over all ranks; 64-bit integers."""
         return self.begin_largest(values).wait()
 
     def begin_largest(self, values: Sequence[int]) -> Pending:
-        """:meth:`largest`, to be waited for later."""
+        """Start :meth:`largest`; wait for it later."""
         tensor = torch.tensor(values, dtype=torch.int64)
         work = None
         if self.size > 1:
@@ -154,29 +154,29 @@ class World:
         return Pending(tensor, work, self.collectives)
 
     def remember(self, key: str, text: str) -> None:
-        """Keep a text over a restart of the processes, where the launcher can; the main process's counts."""
+        """Keep the text of the main process over a restart of the processes, if the launcher can."""
         if self._memory is not None and self.is_main:
             self._memory.set(key, text)
 
     def recall(self, key: str) -> str | None:
-        """What was remembered under a key, before a restart or since; collective."""
+        """The text that was kept under a key, before a restart or since. Collective."""
         remembered = self._memory.get(key) if self._memory is not None and self.is_main else None
         text: str | None = self.from_main(remembered)
         return text
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait for all ranks."""
         if self.size > 1:
             self.largest([0])
 
     def team(self, name: str) -> Team:
-        """An exchange for another thread than the main one, or for a wait that may be long."""
+        """Exchanges for a thread other than the main thread, or for a wait that may be long."""
         if self.size > 1 and self.channel is None:
             raise ValueError(f"{self!r} has no channel, and a team of several processes needs one")
         return Team(name, self.channel if self.size > 1 else None, self.rank, self.size)
 
     def _gathered(self, data: bytes) -> list[memoryview]:
-        """The bytes of each rank, by one collective if all are short."""
+        """The bytes of each rank, with one collective if all are short."""
         with self.collectives:
             slots = self._slots(data[:_SLOT], len(data), _SLOT)
             longest = max(length for length, _ in slots)
@@ -195,7 +195,7 @@ class World:
 
 
 class Pending:
-    """A reduction that is under way."""
+    """A reduction in progress."""
 
     __slots__ = ("_collectives", "_tensor", "_work")
 
@@ -203,9 +203,9 @@ class Pending:
         self._tensor, self._work, self._collectives = tensor, work, collectives
 
     def wait(self) -> list[int]:
-        """Its result."""
+        """Wait for the result."""
         if self._work is not None:
-            self._collectives.depth += 1  # not `with`: it was counted when it began
+            self._collectives.depth += 1  # not `with`: it was counted when it started
             try:
                 self._work.wait()
             finally:
@@ -216,16 +216,16 @@ class Pending:
 
 
 class Team:
-    """:meth:`World.exchange` beside the collectives: from any one thread at a time, however long the others take.
+    """:meth:`World.exchange` without collectives: for one thread at a time, which may be any, and without a time limit.
 
     Args:
-        name: what the processes call it; one of a name at a time.
+        name: its name, the same on all ranks; there is one of each name at a time.
         channel: the connection; ``None`` for a single process.
-        rank: of this process.
-        size: the number of processes.
+        rank: the rank of this process.
+        size: the world size.
 
     Attributes:
-        concurrent: it may be used by another thread than the one that trains.
+        concurrent: whether a thread other than the one that trains may use it.
         completed: the number of completed exchanges, the same on all ranks.
     """
 
@@ -237,13 +237,13 @@ class Team:
         self.completed = 0
 
     def exchange(self, value: Any, looking: Callable[[], None] | None = None) -> list[Any]:
-        """What every process gave, in the order of their ranks; JSON.
+        """The values of all ranks, in rank order; JSON.
 
-        One that an error or a signal has ended before all had given theirs has not been: the next one is in its place.
+        An exchange that an error or a signal ended before it was complete does not count: the next one takes its place.
 
         Args:
-            value: of this process.
-            looking: called now and then while it waits; what it raises ends the wait.
+            value: the value of this rank.
+            looking: called from time to time while it waits; an exception in it ends the wait.
         """
         if self._channel is None:
             return [value]

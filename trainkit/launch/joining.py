@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from trainkit.console import counted, notice, speak
 from trainkit.distributed.channel import Channel
-from trainkit.distributed.failure_report import FailureReport, install
+from trainkit.distributed.failure_report import FailureReport
 from trainkit.distributed.process_exit import release_groups
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.restart_store import RestartStore, restarts
@@ -237,7 +237,8 @@ def _enter(wanted: RequestedDevices, place: Place | None, backend: str | None, t
         f"started by {place.launcher} ({place.reason})" if place is not None else "of the process group that you initialised"
     )
     notice(f"{counted(world.size, 'process')}{machines}, {reason}.")
-    return _Joined(world, _group(), ours, install(world))
+    assert world.channel is not None
+    return _Joined(world, _group(), ours, FailureReport(world.channel))
 
 
 def _write_whole_lines() -> None:

@@ -1,4 +1,4 @@
-"""The metrics of an epoch that is not over, of all processes: gathered for a checkpoint, and dealt out to another number."""
+"""The metrics of an unfinished epoch: gathered from all ranks for a checkpoint, and distributed over another world size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.console import warn
 from trainkit.distributed.world import World
-from trainkit.metrics.reduce import Told, step_number
+from trainkit.metrics.reduce import RankRecord, step_number
 from trainkit.metrics.saved_metrics import unstored
 from trainkit.metrics.saved_objects import merge_objects, merge_values
 from trainkit.metrics.values import read
@@ -22,27 +22,27 @@ State = dict[str, Any]
 
 
 def gather_states(world: World, state: Mapping[str, Any]) -> list[State]:
-    """What ``MetricStore.state_dict`` returned on each rank; of several ranks, tensors are copies on the CPU. Collective."""
+    """The ``MetricStore.state_dict`` of each rank; if there are several ranks, tensors are copied to the CPU. Collective."""
     gathered: list[State] = world.exchange_state(dict(state))
     return gathered
 
 
 def merge_states(states: Mapping[str, Any] | Sequence[Mapping[str, Any]], rank: int, size: int) -> State:
-    """The state of one of ``size`` processes, out of those of the processes of a checkpoint.
+    """The state of one of ``size`` ranks, merged from the states of all ranks in a checkpoint.
 
-    As many processes each get their own back. Of another number, rank r takes what ranks r, r + size, … had, so that totals
-    stay what they are; one that gets nothing knows of the metrics all the same, as it may not log them again in this epoch.
+    With the same world size each rank gets its own state. Otherwise rank r takes over ranks r, r + size, …, which preserves
+    totals. A rank that takes over none still gets the metrics without values, since it may not log them again in this epoch.
 
     Args:
-        states: those of the checkpoint by rank, or that of a single process.
-        rank: of this process.
-        size: the number of processes.
+        states: the states of all ranks in the checkpoint, or that of a single process.
+        rank: the rank of this process.
+        size: the world size.
     """
     if isinstance(states, Mapping):
         states = [states]
     if len(states) == size:
         return dict(states[rank])
-    found: dict[tuple[str, str, bool], dict[int, Mapping[str, Any]]] = {}  # each metric, by its rank in the checkpoint
+    found: dict[tuple[str, str, bool], dict[int, Mapping[str, Any]]] = {}  # metric → rank in the checkpoint → entry
     for old, state in enumerate(states):
         for entry in state["metrics"]:
             found.setdefault((entry["name"], entry["suffix"], entry["updated"]), {})[old] = entry
@@ -61,7 +61,7 @@ def _of_main(by_rank: Mapping[int, Mapping[str, Any]]) -> bool:
 
 
 def _metric(by_rank: Mapping[int, Mapping[str, Any]], mine: range, size: int) -> State:
-    """One metric for this process, merged from the entries of the ranks in the checkpoint that it takes over."""
+    """One metric, merged from the entries of the ranks in the checkpoint that this rank takes over."""
     first = next(iter(by_rank.values()))
     taken = {old: entry for old, entry in by_rank.items() if old in mine}
     merged = {**first, "since": 0, "stamp": -1, "step_weight": None, "weight": 0.0, "total": None, "stamps": None}
@@ -78,7 +78,7 @@ def _metric(by_rank: Mapping[int, Mapping[str, Any]], mine: range, size: int) ->
 
 
 def _for_numbers(how: str, entries: Sequence[Mapping[str, Any]]) -> State:
-    """The totals combined; values that no total contains yet, one after the other."""
+    """The combined totals, and the concatenated values that are in no total yet."""
     total = None
     if totals := [entry["total"] for entry in entries if entry["total"] is not None]:
         # the total of a mean is a sum
@@ -93,10 +93,10 @@ def _for_numbers(how: str, entries: Sequence[Mapping[str, Any]]) -> State:
 
 
 def _for_a_function(by_rank: Mapping[int, Mapping[str, Any]], taken: Mapping[int, Any], size: int) -> State:
-    """All values, each with its place among those of all processes, before whatever comes: in the order of the data set."""
+    """All values in the order of the dataset, each with its place among those of all ranks as a negative stamp."""
     places: list[tuple[int, int, int]] = []
     for old, entry in by_rank.items():
-        stamps = entry["stamps"] or range(len(entry["values"]))  # a single process has its values in order
+        stamps = entry["stamps"] or range(len(entry["values"]))  # the values of a single process are in order
         places += [(stamp, old, n) for n, stamp in enumerate(stamps)]
     ordered = [(old, n) for _, old, n in sorted(places)]
     own = [(place - len(ordered), old, n) for place, (old, n) in enumerate(ordered) if old in taken]
@@ -111,7 +111,7 @@ def _for_a_function(by_rank: Mapping[int, Mapping[str, Any]], taken: Mapping[int
 
 
 def _values(entry: Mapping[str, Any]) -> list[Any]:
-    """The values of a metric one by one, as a checkpoint has them."""
+    """The values of a metric one by one, as they are stored in a checkpoint."""
     values = entry["values"]
     if isinstance(values, Mapping):
         return [{**values, "value": value} for value in values["value"].unbind()]
@@ -123,7 +123,7 @@ def _where(stored: Any, value: Tensor) -> Any:
 
 
 def _step_value(by_rank: Mapping[int, Mapping[str, Any]]) -> Tensor | None:
-    """The value of the step, as the next log boundary would have had it; of a function that is not there, the newest."""
+    """The value of the step as the next log boundary would have reduced it; for a function the newest value."""
     told = []
     for old, entry in by_rank.items():
         if entry["step_value"] is not None:
@@ -132,7 +132,7 @@ def _step_value(by_rank: Mapping[int, Mapping[str, Any]]) -> Tensor | None:
             weight = 1 if entry["step_weight"] is None and len(by_rank) == 1 else entry["step_weight"]
             step = [number, weight, entry["stamp"]]
             options = [entry["on_step"], entry["on_epoch"], False, None]
-            told.append(Told(old, [entry["name"], entry["suffix"], options, how, False, 0, step, False, False, None]))
+            told.append(RankRecord(old, [entry["name"], entry["suffix"], options, how, False, 0, step, False, False, None]))
     reduced = step_number(told)
     if reduced is None:
         return None
@@ -141,7 +141,7 @@ def _step_value(by_rank: Mapping[int, Mapping[str, Any]]) -> Tensor | None:
 
 
 def _object(name: str, states: Sequence[Mapping[str, Any]]) -> State:
-    """What one object gets of those of several processes."""
+    """The merged state of an object from several ranks."""
     if len(states) == 1:
         return dict(states[0])
     try:

@@ -1,4 +1,4 @@
-"""One metric of a stage: its options, the value of the step, and what the value of the epoch is made from."""
+"""``Record``: one metric of a stage, with its options, its value of the step and its values of the epoch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainkit.errors import MetricError
 from trainkit.metrics.saved_metrics import without_it
 from trainkit.metrics.values import one_element, reduction_of, stacked
 
-__all__ = ["Described", "Record", "Scope", "cadence"]
+__all__ = ["MetricInfo", "Record", "Scope", "cadence"]
 
 _RESERVED = ("epoch", "step")  # columns that the loggers fill
-_CHUNK = 64  # values of an epoch that are kept before they are summed up: one kernel instead of 64, and bounded memory
+_CHUNK = 64  # values of an epoch that are kept until they are added up: one kernel instead of 64, and bounded memory
 
 
 class Scope(Enum):
-    """Where in a run ``log`` is called, which decides what it may do and its defaults."""
+    """Where in a run ``log`` is called, which decides which options are allowed and the defaults."""
 
     NOWHERE = "nowhere"
     TRAIN_BATCH = "train batch"
@@ -35,7 +35,7 @@ class Scope(Enum):
 
 
 def cadence(name: str, signature: tuple[Any, ...]) -> tuple[bool, bool]:
-    """Whether a metric is logged by step and by epoch; what is not given depends on the scope.
+    """Whether a metric is logged by step and by epoch; the defaults depend on the scope.
 
     Args:
         name: The name of the metric.
@@ -63,15 +63,15 @@ def cadence(name: str, signature: tuple[Any, ...]) -> tuple[bool, bool]:
     return on_step, on_epoch
 
 
-class Described:
-    """What is known of a metric without its values, on whatever process.
+class MetricInfo:
+    """A metric without its values.
 
     Args:
-        key: its name, and the suffix of its evaluation loader.
+        key: the name, and the suffix of the evaluation loader.
         options: on_step, on_epoch, prog_bar, logger.
 
     Attributes:
-        logger: the loggers get it.
+        logger: whether it is passed to the loggers.
         loaders: the evaluation loaders in whose batches it was logged.
     """
 
@@ -85,43 +85,43 @@ class Described:
 
     @property
     def full_name(self) -> str:
-        """The name that it was logged under, with the suffix of its loader."""
+        """The name passed to ``log``, with the suffix of the loader."""
         return self.name + self.suffix
 
     @property
     def step_name(self) -> str:
-        """What the value of a step is called."""
+        """The name of the value of a step."""
         return self.name + ("_step" if self.on_epoch else "") + self.suffix
 
     @property
     def epoch_name(self) -> str:
-        """What the value of the epoch is called."""
+        """The name of the value of the epoch."""
         return self.name + ("_epoch" if self.on_step else "") + self.suffix
 
 
-class Record(Described):
-    """A metric that this process logs.
+class Record(MetricInfo):
+    """A metric that this rank logs.
 
     Args:
-        key: as of :class:`Described`.
-        signature: prog_bar, logger, on_step, on_epoch, reduce_fx, scope, rank_zero_only, as ``log`` was given them.
-        on_step: what that comes to.
-        on_epoch: likewise.
+        key: see :class:`MetricInfo`.
+        signature: prog_bar, logger, on_step, on_epoch, reduce_fx, scope, rank_zero_only, as passed to ``log``.
+        on_step: the resolved value.
+        on_epoch: the resolved value.
 
     Attributes:
         reduce_fx: "mean", "sum", "min", "max", or a function.
-        main_only: the main process's value counts.
+        main_only: only the value of the main process is used.
         step_value: the value of the step.
-        step_weight: its samples, kept where there are several processes; ``None``: it is what they have agreed on.
-        fresh: it has not been given to the loggers yet.
-        values: of the epoch, not yet summed up; all of them where a function reduces them.
+        step_weight: its samples, if there are several ranks; ``None``: all ranks have agreed on the value.
+        fresh: whether the value was not passed to the loggers yet.
+        values: the values of the epoch that are not in ``total`` yet; all of them if a function reduces them.
         weights: their samples.
-        stamps: their stamps, for a function over several processes; else ``None``.
-        total: the sum, minimum or maximum of the values before; of a mean the weighted sum.
-        weight: the samples in it.
-        stamp: of the store, when the last value came.
-        since: likewise, when the first of the epoch came; -1 outside batches.
-        awaits: restored, and not logged again yet: what has to come back.
+        stamps: their stamps, for a function over several ranks; else ``None``.
+        total: the sum, minimum or maximum of earlier values; for a mean the weighted sum.
+        weight: the samples in ``total``.
+        stamp: the stamp of the store at the last value.
+        since: the stamp of the store at the first value of the epoch; -1 outside batches.
+        awaits: after a restore, until it is logged again: the saved state that belongs to its function or object.
     """
 
     __slots__ = ("awaits", "fresh", "main_only", "reduce_fx", "signature", "since", "stamp", "stamps", "step_value",
@@ -146,7 +146,7 @@ class Record(Described):
 
     @property
     def how(self) -> str:
-        """What makes its value of the epoch: "mean", "sum", "min", "max", "function", or "object" (of torchmetrics)."""
+        """How the value of the epoch is computed: "mean", "sum", "min", "max", "function", or "object" (of torchmetrics)."""
         if self.torchmetric is not None or (self.awaits is not None and self.awaits["is_object"]):
             return "object"
         return self.reduce_fx if isinstance(self.reduce_fx, str) else "function"
@@ -157,14 +157,14 @@ class Record(Described):
         return bool(self.values) or self.total is not None
 
     def add(self, value: Any, weight: float) -> None:
-        """Take a value for the epoch."""
+        """Add a value to the epoch."""
         self.values.append(value)
         self.weights.append(weight)
         if len(self.values) >= _CHUNK and isinstance(self.reduce_fx, str):
             self.fold()
 
     def fold(self) -> None:
-        """Take the kept values into the running total, in float64 where the device has it."""
+        """Add the kept values to the total, in float64 if the device supports it."""
         if not self.values:
             return
         values = stacked(self.values)
@@ -182,14 +182,14 @@ class Record(Described):
         self.values, self.weights = [], []
 
     def take(self, metric: Any) -> None:
-        """Another batch of the torchmetrics object that stands under this name; its state is its own business."""
+        """Log another batch of a torchmetrics object, which keeps its own state."""
         if metric is not self.torchmetric:
             raise MetricError(
                 f"log({self.name!r}): in this epoch the name stood for another Metric or for numbers. Use one name for each."
             )
         if not self.on_step:
             return
-        latest = getattr(metric, "_forward_cache", None)  # its value of the last batch, if it was asked for
+        latest = getattr(metric, "_forward_cache", None)  # its value of the last batch, if it was computed
         if latest is not None:
             self.step_value, self.fresh = one_element(self.name, latest), True
         elif not self.on_epoch:
@@ -199,16 +199,16 @@ class Record(Described):
             )
 
     def agree(self, value: Any, stamp: int) -> None:
-        """The processes have agreed on the value of the step."""
+        """Set the value of the step on which all ranks have agreed."""
         self.step_value, self.step_weight, self.stamp = value, None, stamp
 
     def wait(self) -> None:
-        """The epoch is over, and the value of a step waits for the next log boundary; nothing else stays."""
+        """After the epoch: keep only the value of the step, which waits for the next log boundary."""
         self.values, self.weights, self.total, self.weight, self.stamps = [], [], None, 0.0, None
         self.torchmetric = self.awaits = None
 
     def epoch_value(self) -> Tensor | None:
-        """What the epoch comes to on this process; ``None`` if to nothing. A torchmetrics object starts anew."""
+        """The value of the epoch on this rank; ``None`` if it has none. A torchmetrics object is reset."""
         if self.awaits is not None:
             ended, value = without_it(self)
             if ended:

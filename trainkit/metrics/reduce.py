@@ -1,7 +1,7 @@
-"""Metrics of several processes: what each tells the others, whether that goes together, and what it comes to.
+"""Metrics of several ranks: what each rank reports, whether the reports match, and their reduction.
 
-Nothing here talks to another process: the functions work on what all have told, which is the same everywhere, and so come to
-the same. Numbers are added in the order of the ranks.
+Nothing here communicates: the functions get the reports of all ranks, which are the same on all ranks, and so return the same.
+Numbers are added in rank order.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from trainkit.errors import MetricError
-from trainkit.metrics.record import Described, Record
+from trainkit.metrics.record import MetricInfo, Record
 from trainkit.metrics.values import one_element, read
 
 __all__ = [
     "FINGERPRINTS",
     "Groups",
-    "Told",
+    "RankRecord",
     "apply",
     "check",
     "described",
@@ -32,24 +32,22 @@ __all__ = [
     "values_of",
 ]
 
-FINGERPRINTS = 1 << 62  # they are added up in 64 signed bits, and negated
+FINGERPRINTS = 1 << 62  # fingerprints are added in 64 signed bits, and negated
 
 
-class Told(Described):
-    """What one process has told of a metric.
+class RankRecord(MetricInfo):
+    """The report of one rank on a metric.
 
     Args:
-        rank: of the process.
-        data: as :func:`tell` made it.
+        rank: the rank.
+        data: an item of the result of :func:`tell`.
 
     Attributes:
-        how: as of :class:`~trainkit.metrics.record.Record`.
-        main_only: likewise.
-        since: likewise.
-        step: value, samples (``None``: agreed on before) and stamp of the step; ``None`` without one.
-        fresh: the loggers have not had it.
-        awaits: the process has no function or object for it: it was not logged again since a resume.
-        epoch: of numbers the total and its samples; for a function values and stamps; of an object its class, and whether
+        how: see :class:`~trainkit.metrics.record.Record`, like ``main_only`` and ``since``.
+        step: value, samples (``None``: all ranks have agreed on the value) and stamp of the step; ``None`` without a value.
+        fresh: whether the loggers have not received the value.
+        awaits: whether the function or object is missing: it was not logged again since a resume.
+        epoch: for numbers the total and its samples; for a function values and stamps; for an object its class, and whether
             its states can be combined.
     """
 
@@ -62,24 +60,24 @@ class Told(Described):
         self.rank = rank
 
 
-Groups = dict[tuple[str, str], list[Told]]  # for each metric what the processes have told of it, in the order of their ranks
+Groups = dict[tuple[str, str], list[RankRecord]]  # what the ranks reported of each metric, in rank order
 
 
 def described(record: Record) -> list[Any]:
-    """A metric without its values."""
+    """A metric without its values, as JSON."""
     options = [record.on_step, record.on_epoch, record.prog_bar, record.logger]
     return [record.name, record.suffix, options, record.how, record.main_only, record.since]
 
 
 def tell(records: Iterable[Record], *, epoch: bool = False) -> list[list[Any]]:
-    """What this process has to tell of its metrics, as JSON; all values are read by one wait for the device.
+    """The report of this rank on its metrics, as JSON. All values are read with one wait for the device.
 
     Args:
         records: the metrics.
-        epoch: the values of the epoch, too.
+        epoch: include the values of the epoch.
     """
     told: list[list[Any]] = []
-    waiting: list[Any] = []  # values, and where each goes
+    waiting: list[Any] = []  # values to read, and their places in the report
     places: list[tuple[list[Any], int]] = []
 
     def later(value: Any, into: list[Any]) -> None:
@@ -115,34 +113,34 @@ def tell(records: Iterable[Record], *, epoch: bool = False) -> list[list[Any]]:
 
 
 def groups(gathered: Iterable[Iterable[Sequence[Any]]]) -> Groups:
-    """What all processes have told, metric by metric."""
+    """The reports of all ranks by metric."""
     found: Groups = {}
     for rank, metrics in enumerate(gathered):
         for data in metrics:
-            one = Told(rank, data)
+            one = RankRecord(rank, data)
             found.setdefault((one.name, one.suffix), []).append(one)
     return found
 
 
-# ------------------------------------------------------------------------------------------------- does it go together
+# ------------------------------------------------------------------------------------------------------------- checking
 
 
 def check(
     found: Groups, worked: Sequence[int], gaps: Sequence[Sequence[Sequence[int]]] | None = None, *, step: bool = False
 ) -> None:
-    """Check that every process that should have logged a metric has logged it, and with the same options.
+    """Check that every rank that should have logged a metric has logged it, with the same options.
 
-    A process need not log a metric that was first logged in batches after its own last one, or after its last one of an
-    evaluation loader.
+    A rank need not log a metric that was first logged after its own last batch, or after its last batch of an evaluation
+    loader.
 
     Args:
-        found: The metrics of all processes.
-        worked: The stamp of each process's last batch; negative if it had none.
-        gaps: For each process the earlier stamps at which others had a batch and it had none, as [first, end].
-        step: Check the values of a step: only those of the newest stamp are needed.
+        found: the metrics of all ranks.
+        worked: for each rank the stamp of its last batch; negative if it had none.
+        gaps: for each rank the earlier stamps at which other ranks had a batch and it had none, as [first, end].
+        step: check the values of a step: only those with the newest stamp are required.
 
     Raises:
-        MetricError: The processes have not logged the same; names metrics and ranks.
+        MetricError: the ranks have not logged the same; names metrics and ranks.
     """
     gaps = [[]] * len(worked) if gaps is None else gaps
     wrong: list[str] = []
@@ -158,7 +156,7 @@ def check(
         raise MetricError("\n".join(wrong))
 
 
-def _missing(group: Sequence[Told], had: Sequence[bool]) -> list[str]:
+def _missing(group: Sequence[RankRecord], had: Sequence[bool]) -> list[str]:
     """A complaint if ranks that had a batch have not logged a metric."""
     first, there = group[0], sorted({one.rank for one in group})
     missing = [rank for rank, needed in enumerate(had) if needed and rank not in there]
@@ -171,15 +169,15 @@ def _missing(group: Sequence[Told], had: Sequence[bool]) -> list[str]:
 
 
 def _had_batch(stamp: int, last: int, gaps: Sequence[Sequence[int]]) -> bool:
-    """Whether a process had a batch at a stamp, or any at all where that is negative."""
+    """Whether a rank had a batch at a stamp, or any batch if the stamp is negative."""
     return last >= max(stamp, 0) and not any(first <= stamp < end for first, end in gaps)
 
 
-def _options(one: Told) -> dict[str, Any]:
+def _options(one: RankRecord) -> dict[str, Any]:
     return {"on_step": one.on_step, "on_epoch": one.on_epoch, "reduce_fx": one.how, "rank_zero_only": one.main_only}
 
 
-def _differing(first: Told, other: Told) -> str:
+def _differing(first: RankRecord, other: RankRecord) -> str:
     pairs = zip(_options(first).items(), _options(other).values(), strict=True)
     which = [(name, one, another) for (name, one), another in pairs if one != another]
     here = ", ".join(f"{name}={one!r}" for name, one, _ in which)
@@ -203,28 +201,28 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def fingerprint(record: Record) -> int:
-    """A number that stands for what must be the same of a metric on every process; 0, if nothing must."""
+    """A hash of what must be the same for a metric on all ranks; 0 if nothing must be."""
     if record.main_only:
         return 0
     facts = repr((record.name, record.suffix, record.on_step, record.on_epoch, record.how))
     return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=8).digest(), "little") % FINGERPRINTS
 
 
-# ---------------------------------------------------------------------------------------------------- what it comes to
+# ------------------------------------------------------------------------------------------------------------- reducing
 
 
-def _newest(group: Sequence[Told]) -> int:
+def _newest(group: Sequence[RankRecord]) -> int:
     return max((one.step[2] for one in group if one.step is not None), default=-1)
 
 
-def step_number(group: Sequence[Told], *, last: bool = False) -> tuple[float | list[float], int] | None:
-    """The value of a step, reduced over all processes, and its stamp; ``None`` if there is none.
+def step_number(group: Sequence[RankRecord], *, last: bool = False) -> tuple[float | list[float], int] | None:
+    """The value of a step, reduced over all ranks, and its stamp; ``None`` if there is none.
 
-    Only values of the newest stamp count. For a function it is the list of the values; a single value is returned as it is.
+    Only values with the newest stamp count. For a function the list of the values is returned; a single value is not reduced.
 
     Args:
-        group: The metric on all processes.
-        last: Return the value of the last rank instead: in an evaluation each batch is a step.
+        group: the metric on all ranks.
+        last: return the value of the last rank instead, as in an evaluation each batch is a step.
     """
     newest = _newest(group)
     steps = _steps_at(newest, group)
@@ -242,14 +240,14 @@ def step_number(group: Sequence[Told], *, last: bool = False) -> tuple[float | l
     return _combined(how, values), newest
 
 
-def _steps_at(stamp: int, group: Sequence[Told]) -> list[Any]:
-    """The steps with a stamp; one without a weight was reduced before and only counts if there is no other."""
+def _steps_at(stamp: int, group: Sequence[RankRecord]) -> list[Any]:
+    """The steps with a stamp; one without a weight was reduced before, and is used only if there is no other."""
     steps = [one.step for one in group if one.step is not None and one.step[2] == stamp]
     return [step for step in steps if step[1] is not None] or steps[:1]
 
 
-def epoch_number(group: Sequence[Told]) -> float | None:
-    """The value of the epoch of a metric that is made of numbers by "mean", "sum", "min" or "max"; ``None`` if it has none."""
+def epoch_number(group: Sequence[RankRecord]) -> float | None:
+    """The value of the epoch of a metric with "mean", "sum", "min" or "max"; ``None`` if it has none."""
     parts = [one.epoch for one in group if one.epoch is not None]
     if not parts:
         return None
@@ -257,8 +255,8 @@ def epoch_number(group: Sequence[Told]) -> float | None:
     return _mean(totals, sum(part[1] for part in parts)) if group[0].how == "mean" else _combined(group[0].how, totals)
 
 
-def values_of(group: Sequence[Told]) -> list[float]:
-    """All values of the epoch, for a function, in the order of the data set: that of the batches, which go round the ranks."""
+def values_of(group: Sequence[RankRecord]) -> list[float]:
+    """All values of the epoch, for a function, in the order of the dataset, whose batches are distributed round-robin."""
     found: list[tuple[int, int, int, float]] = []
     for one in group:
         values, stamps = one.epoch or ((), ())
@@ -267,7 +265,7 @@ def values_of(group: Sequence[Told]) -> list[float]:
 
 
 def apply(name: str, function: Callable[..., Any], values: Sequence[float]) -> float:
-    """What a function of the user's comes to."""
+    """The result of a function of the user."""
     return read([one_element(name, function(torch.tensor(values, dtype=torch.float64)))])[0]
 
 
@@ -278,5 +276,5 @@ def _mean(totals: list[float], weight: float) -> float:
 def _combined(how: str, values: Sequence[float]) -> float:
     if how == "sum":
         return sum(values)
-    both = torch.tensor(values, dtype=torch.float64)  # which lets NaN through, as on one process
+    both = torch.tensor(values, dtype=torch.float64)  # which propagates NaN, as with a single rank
     return float(both.amin() if how == "min" else both.amax())

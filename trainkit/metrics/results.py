@@ -1,4 +1,4 @@
-"""The values that metrics have come to, as ``trainer.callback_metrics`` and the like show them."""
+"""``MetricResults``: the values of metrics for ``trainer.callback_metrics`` and the like."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["MetricResults", "as_tensors"]
 
 @dataclass
 class MetricResults:
-    """Values of all stores of a run; ``trainer.callback_metrics`` and the like are made from it.
+    """The values of all stores of a run.
 
     Attributes:
-        callback: what monitors read.
-        progress_bar: what the progress bar shows.
-        logged: what the loggers got last.
-        evaluated: names in ``callback`` that an evaluation has computed. Training logs of the same name do not replace them.
+        callback: values for monitors.
+        progress_bar: values in the progress bar.
+        logged: the latest values passed to the loggers.
+        evaluated: names in ``callback`` that an evaluation has computed. Training does not replace their values.
     """
 
     callback: dict[str, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class MetricResults:
     evaluated: set[str] = field(default_factory=set)
 
     def add(self, values: Mapping[str, Any], *, evaluation: bool = False) -> None:
-        """Add values for monitors: a metric that training and validation log under one name is the validation's."""
+        """Add values for monitors. If training and validation log the same name, the value of the validation is kept."""
         if evaluation:
             self.evaluated.update(values)
             self.callback.update(values)
@@ -48,7 +48,7 @@ class MetricResults:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | None = None) -> None:
-        """Take back what :meth:`state_dict` gave, onto ``device`` what was on one; in place, as many hold this object."""
+        """Restore :meth:`state_dict` in place, as other objects refer to this one; tensors of a device go to ``device``."""
         callback = {name: unstored(value, device) for name, value in state["callback"].items()}
         for mine, others in (
             (self.callback, callback),
@@ -61,7 +61,7 @@ class MetricResults:
 
 
 def as_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The values as tensors: a number as a float64 tensor on the CPU, a tensor where it is."""
-    with torch.inference_mode(False):  # copied in it, what a validation computed becomes an ordinary tensor
+    """The values as tensors: numbers as float64 tensors on the CPU, tensors on their device."""
+    with torch.inference_mode(False):  # so that a copy of an inference tensor is an ordinary tensor
         tensors = {n: v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for n, v in values.items()}
         return {name: v.clone() if v.is_inference() else v for name, v in tensors.items()}

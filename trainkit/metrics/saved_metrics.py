@@ -1,8 +1,8 @@
-"""What a checkpoint holds of the metrics of an epoch that is not over, so that its values come out bit for bit.
+"""The metrics of an unfinished epoch in a checkpoint, so that a resumed run computes the same values bit for bit.
 
-A checkpoint holds no function and no object. A metric with the name of a reduction comes back at once. One that is reduced
-by a function of the user's, or that stands for a torchmetrics object, comes back when its name is logged again; such an
-object that the module has as an attribute is found by its path and gets its state before the first step.
+A checkpoint does not store functions and objects. A metric with a named reduction is restored completely. A metric with a
+function of the user or a torchmetrics object is completed when its name is logged again; a torchmetrics object that is an
+attribute of the module is found by its path and restored before the first step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["adopt", "capture", "fill", "stored", "unstored", "warn_missing", "wi
 
 
 def stored(value: Any) -> Any:
-    """A number as it is; a tensor with the kind of device that it is on, if that is not the CPU."""
+    """A number unchanged; a tensor with the type of its device, if that is not the CPU."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
@@ -32,7 +32,7 @@ def stored(value: Any) -> Any:
 
 
 def unstored(value: Any, device: torch.device | None) -> Any:
-    """What :func:`stored` was given, in memory of its own; on ``device`` if it was not on the CPU and one is given."""
+    """The value that was passed to :func:`stored`, copied; on ``device``, if given, unless it was on the CPU."""
     if isinstance(value, Mapping):
         tensor: Tensor = value["value"]
         return tensor.to(device, copy=True) if device is not None else tensor.clone()
@@ -44,10 +44,10 @@ def capture(metric: Record, path: str | None, *, updated: bool = True) -> dict[s
 
     Args:
         metric: the metric.
-        path: of its torchmetrics object in the module, if it is one and has one.
-        updated: it was logged in this epoch; else the value of a step waits for the next log boundary.
+        path: the path of its torchmetrics object in the module, if it has one.
+        updated: it was logged in this epoch; False: only the value of a step waits for the next log boundary.
     """
-    prog_bar, logger, _, _, _, scope, main_only = metric.signature[:7]  # one that was restored has more
+    prog_bar, logger, _, _, _, scope, main_only = metric.signature[:7]  # a restored one has more items
     entry: dict[str, Any] = {
         "name": metric.name,
         "suffix": metric.suffix,
@@ -80,24 +80,24 @@ def capture(metric: Record, path: str | None, *, updated: bool = True) -> dict[s
 
 
 def _stored_values(values: list[Any]) -> Any:
-    """One tensor instead of many, where they are alike; they are not summed up: sums depend on where they are cut."""
+    """One tensor for values of the same kind. They are not added up, since the sum would depend on the moment of the save."""
     if values and all(isinstance(v, Tensor) and v.dtype is values[0].dtype and v.device == values[0].device for v in values):
         return stored(torch.stack([value.detach().reshape(()) for value in values]))
     return [stored(value) for value in values]
 
 
 def _value_so_far(metric: Record) -> Any:
-    """What a function of the user's comes to now, which is the epoch's value if nothing more is logged."""
+    """The result of a function of the user on the values so far, which is used if nothing more is logged."""
     if isinstance(metric.reduce_fx, str) or not metric.values or metric.awaits is not None:
         return None
     try:
         return stored(one_element(metric.full_name, metric.reduce_fx(stacked(metric.values))))
-    except Exception:  # it may need more values than there are; should it stay so, the end of the epoch tells
+    except Exception:  # it may need more values; otherwise it fails again at the end of the epoch
         return None
 
 
 def fill(metric: Record, entry: Mapping[str, Any], device: torch.device | None, objects: Mapping[str, Any]) -> None:
-    """Give a new metric the state that :func:`capture` took; what it lacks then, it awaits."""
+    """Restore a new metric from the result of :func:`capture`; what is missing is noted in ``awaits``."""
     metric.since, metric.stamp, metric.fresh = entry["since"], entry["stamp"], entry["fresh"]
     metric.step_value, metric.step_weight = unstored(entry["step_value"], device), entry["step_weight"]
     metric.total = unstored(entry["total"], device)
@@ -116,9 +116,9 @@ def fill(metric: Record, entry: Mapping[str, Any], device: torch.device | None, 
 
 
 def without_it(metric: Record) -> tuple[bool, Tensor | None]:
-    """Whether the epoch ends without the function or object of a metric, and what its value is then.
+    """Whether the function or object of a metric is missing at the end of the epoch, and the value in that case.
 
-    It is what the function came to when the checkpoint was made. There is none of an object: a warning says so.
+    For a function it is its result when the checkpoint was saved. For an object there is no value, and a warning.
     """
     awaits = metric.awaits
     assert awaits is not None
@@ -130,7 +130,7 @@ def without_it(metric: Record) -> tuple[bool, Tensor | None]:
 
 
 def warn_missing(metric: Record) -> None:
-    """Say that what makes the value of the epoch has not come back."""
+    """Warn that the function or object for the value of the epoch is missing."""
     is_object = metric.how == "object"
     what = "a torchmetrics object" if is_object else "reduced by a function, reduce_fx=…"
     fix = "keep the object as an attribute of the module" if is_object else "log it in the last batch of the epoch"
@@ -141,9 +141,9 @@ def warn_missing(metric: Record) -> None:
 
 
 def adopt(metric: Record, signature: tuple[Any, ...], on_step: bool, on_epoch: bool, value: Any) -> bool:
-    """Let a restored metric go on with the call that logs it again; whether the call is for the same metric.
+    """Continue a restored metric with the call that logs it again. Returns whether the call is for the same metric.
 
-    Whether it is shown in the progress bar or given to loggers may have changed.
+    ``prog_bar`` and ``logger`` may have changed.
     """
     awaits = metric.awaits
     assert awaits is not None

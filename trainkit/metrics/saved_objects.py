@@ -1,4 +1,4 @@
-"""What torchmetrics objects have gathered: taken out of them and put back, also joined from several."""
+"""The states of torchmetrics objects: captured, restored, and merged from several objects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "updates_of",
 ]
 
-_COUNTERS = ("_num_vals_seen", "max_val", "min_val")  # what torchmetrics' wrappers keep beside their declared states
+_COUNTERS = ("_num_vals_seen", "max_val", "min_val")  # what torchmetrics' wrappers keep in addition to their declared states
 _REDUCTIONS = {f"dim_zero_{name}": name for name in ("cat", "max", "mean", "min", "sum")}
 _ELEMENTWISE: dict[str, Any] = {"max": torch.maximum, "min": torch.minimum, "sum": torch.add}
 _MISSING = object()
@@ -40,17 +40,17 @@ def metric_objects(module: nn.Module) -> dict[str, Any]:
 
 
 def count_updates(module: nn.Module) -> dict[str, int]:
-    """How often each torchmetrics object inside a module has been updated, to tell later which have been since."""
+    """The number of updates of each torchmetrics object inside a module, to find out later which were updated since."""
     return {path: updates_of(part) for path, part in metric_objects(module).items()}
 
 
 def updates_of(metric: Any) -> int:
-    """How often an object has been updated since it started anew."""
+    """The number of updates of an object since its last reset."""
     return int(metric._update_count) + int(getattr(metric, "_num_vals_seen", 0))
 
 
 def reduction_names(metric: Any) -> dict[str, str]:
-    """How each state of an object is combined with another process's: "sum", "mean", "max", "min", "cat", "none", "other"."""
+    """How each state of an object is combined over ranks: "sum", "mean", "max", "min", "cat", "none" or "other"."""
     return {
         name: "none" if how is None else _REDUCTIONS.get(getattr(how, "__name__", ""), "other")
         for name, how in metric._reductions.items()
@@ -62,12 +62,12 @@ def _counters(metric: Any) -> dict[str, Any]:
 
 
 def capture_objects(module: nn.Module, before: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """The states of the torchmetrics objects inside a module that hold anything.
+    """The states of the torchmetrics objects inside a module that have any.
 
     Args:
-        module: where they are attributes.
-        before: what :func:`count_updates` said at the start of an evaluation that is running and will be repeated: objects
-            that were updated since are its own and are left out.
+        module: the module with these objects as attributes.
+        before: the result of :func:`count_updates` at the start of a running evaluation that will be repeated: objects that
+            were updated since belong to it and are skipped.
     """
     objects = {path: part for path, part in metric_objects(module).items() if updates_of(part) or _counters(part)}
     if before is not None:
@@ -76,12 +76,12 @@ def capture_objects(module: nn.Module, before: Mapping[str, int] | None = None) 
 
 
 def restore_objects(module: nn.Module, states: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the torchmetrics objects inside a module their states; those that had none start anew. All of them, by path."""
+    """Restore the torchmetrics objects inside a module, and reset those without saved states. Returns all objects by path."""
     objects = metric_objects(module)
     lost = sorted(set(states) - set(objects))
     if lost:
         warn(f"the checkpoint has the state of torchmetrics objects that the module does not have: {', '.join(lost)}.")
-    for path, part in objects.items():  # all of them first: to reset a wrapper resets what it wraps
+    for path, part in objects.items():  # all resets first: the reset of a wrapper resets the object inside
         if path in states or updates_of(part):
             part.reset()
     for path in states.keys() & objects.keys():
@@ -90,7 +90,7 @@ def restore_objects(module: nn.Module, states: Mapping[str, Any]) -> dict[str, A
 
 
 def object_state(metric: Any) -> dict[str, Any]:
-    """What one object holds, what it wraps left out."""
+    """The state of one object without the objects inside it."""
     states = {name: getattr(metric, name) for name in metric._defaults}
     return {
         "updates": int(metric._update_count),
@@ -102,7 +102,7 @@ def object_state(metric: Any) -> dict[str, Any]:
 
 def _set_object(path: str, metric: Any, state: Mapping[str, Any]) -> None:
     if set(state["states"]) != set(metric._defaults):
-        warn(f"{path}: the {type(metric).__name__} in the checkpoint has other states than the module's, which starts anew.")
+        warn(f"{path}: the {type(metric).__name__} in the checkpoint has other states than the module's, which was reset.")
         return
     for name, value in [*state["states"].items(), *state["counters"].items()]:
         setattr(metric, name, on_device(value, metric))
@@ -111,9 +111,9 @@ def _set_object(path: str, metric: Any, state: Mapping[str, Any]) -> None:
 
 
 def on_device(value: Any, metric: Any) -> Any:
-    """A state where the object is, in memory of its own: metrics change their states in place."""
+    """A copy of a state on the object's device, since metrics change their states in place."""
     if isinstance(value, list):
-        keep = bool(getattr(metric, "compute_on_cpu", False))  # such lists live on the CPU
+        keep = bool(getattr(metric, "compute_on_cpu", False))  # such lists are on the CPU
         return [one.clone() if keep and isinstance(one, Tensor) else on_device(one, metric) for one in value]
     return value.to(metric.device, copy=True) if isinstance(value, Tensor) else value
 
@@ -122,15 +122,9 @@ def on_device(value: Any, metric: Any) -> Any:
 
 
 def in_turn(states: Sequence[Mapping[str, Any]], updates: Sequence[int]) -> bool:
-    """Whether lists hold one item for each update, so that those of several processes can be put in the order of the data."""
-    lists = [
-        (len(value), count) for state, count in zip(states, updates, strict=True) for value in state.values() if _many(value)
-    ]
-    return all(length == count for length, count in lists)
-
-
-def _many(value: Any) -> bool:
-    return isinstance(value, list)
+    """Whether lists have one item per update, so that lists of several ranks can be interleaved in the order of the data."""
+    per_object = zip(states, updates, strict=True)
+    return all(len(v) == count for state, count in per_object for v in state.values() if isinstance(v, list))
 
 
 def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], alternate: bool) -> Any:
@@ -145,7 +139,7 @@ def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], altern
     Raises:
         ValueError: The states cannot be merged.
     """
-    if all(_many(value) for value in values):
+    if all(isinstance(value, list) for value in values):
         if not alternate:
             return list(chain.from_iterable(values))
         items = chain.from_iterable(zip_longest(*values, fillvalue=_MISSING))
@@ -163,8 +157,8 @@ def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], altern
 
 def _concatenated(values: Sequence[Any]) -> Any:
     """The tensors of all states: a list if one of the states is a list, else one tensor."""
-    tensors = list(chain.from_iterable(value if _many(value) else [value] for value in values))
-    if any(_many(value) for value in values):
+    tensors = list(chain.from_iterable(value if isinstance(value, list) else [value] for value in values))
+    if any(isinstance(value, list) for value in values):
         return tensors
     return torch.cat([one.reshape(1) if one.ndim == 0 else one for one in tensors])
 

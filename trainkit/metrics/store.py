@@ -1,15 +1,15 @@
-"""What ``self.log`` gathers.
+"""``MetricStore``: what ``self.log`` collects.
 
-Values stay on the device: ``log`` keeps a detached copy, nothing waits for it. At a log boundary the values of the step are
+Values stay on the device: ``log`` keeps a detached copy and waits for nothing. At a log boundary the values of the step are
 stacked and read once; the values of an epoch are reduced at its end, means in float64 and weighted by samples.
 
-Several processes exchange there what they have, once: names, options, values and weights. So each knows of all, finds what
-one has logged and another has not, and comes to the same results, be it that it had no batch itself.
+Several ranks exchange names, options, values and weights there, once. So each rank knows the metrics of all ranks, detects
+differences between them, and computes the same results, even if it had no batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
-from trainkit.metrics.record import Described, Record, Scope, cadence
+from trainkit.metrics.record import MetricInfo, Record, Scope, cadence
 from trainkit.metrics.reduce import FINGERPRINTS, check, described, fingerprint, groups
 from trainkit.metrics.results import MetricResults
 from trainkit.metrics.saved_metrics import adopt, capture, fill
 from trainkit.metrics.saved_objects import capture_objects, restore_objects
-from trainkit.metrics.sync import Key, agree_on_steps, end_epoch, end_row, end_step
+from trainkit.metrics.sync import Ended, Key, agree_on_steps, end_epoch, end_row, end_step
 from trainkit.metrics.values import alike, is_metric_object, one_number, read, weight_of
 from trainkit.micro_batch import NO_BATCH
 from trainkit.nested import batch_size as size_of
@@ -36,28 +36,27 @@ _EVALUATION = (Scope.EVAL_BATCH, Scope.EVAL_EPOCH)
 class MetricStore:
     """The metrics of one stage.
 
-    Methods that give values to bar and loggers, or that say so, are collective: all processes call them in the same order.
+    Methods that pass values to the progress bar and the loggers are collective: all ranks call them in the same order.
 
     Args:
-        emit: ``emit(metrics, for_step)`` gives metrics, as numbers, to the loggers: those of a step, or those of an epoch; with
-            a third argument those of that step.
-        results: where the results go.
-        compiled: steps are compiled, and what is logged in them must stay out of the graph.
-        world: the processes that the values are reduced over.
+        emit: ``emit(metrics, for_step)`` passes metrics, as numbers, to the loggers: those of a step or those of an epoch. A
+            third argument is the number of that step.
+        results: receives the results.
+        compiled: steps are compiled, so that logging must stay out of the graph.
+        world: the ranks over which values are reduced.
 
     Attributes:
         log: see :meth:`trainkit.TrainModule.log`.
         scope: where in the run the loop is.
-        batch: what the loop is working on, to weigh an epoch's values by samples.
-        suffix: of the evaluation loader, where there are several.
-        stamp: a number that the loop sets for each batch that this process works on, kept with each value: see
-            :meth:`logged_at`. It grows in an epoch, and is the same on all processes for the batches of one row; negative: it
-            has had none.
-        gaps: stamps of the loaders before at which others had a batch and it had none, as (first, end).
-        count: the samples of a batch that count.
+        batch: the current batch, for the number of its samples.
+        suffix: the suffix of the evaluation loader, if there are several.
+        stamp: a number that the loop sets for each batch of this rank, stored with each value, see :meth:`logged_at`. It
+            increases during an epoch and is the same on all ranks for the batches of a row; negative before the first batch.
+        gaps: stamps of earlier loaders at which other ranks had a batch and this one had none, as (first, end).
+        count: returns the number of samples of a batch.
         loaders: metric of the last :meth:`flush_epoch` → the evaluation loaders that it was logged in; ``[]``: in no batch.
-        schema: stands for the metrics of this epoch, where there are several processes: which, and how they are reduced.
-            Processes that have logged the same have the same number; 0 if nothing was logged.
+        schema: a number for the metrics of this epoch and their reductions, if there are several ranks. Ranks that have logged
+            the same have the same number; 0 if nothing was logged.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class MetricStore:
         self._world = world
         self._several = world.size > 1
         self._metrics: dict[tuple[str, str], Record] = {}  # of this epoch
-        self._waiting: dict[tuple[str, str], Record] = {}  # of an earlier one: steps that no log boundary has seen yet
-        self._unheard: dict[int, Any] = {}  # objects that count on the main process only, and this is another
+        self._waiting: dict[tuple[str, str], Record] = {}  # of an earlier one: step values that wait for a log boundary
+        self._unheard: dict[int, Any] = {}  # objects that only the main process logs, if this is another rank
         self.scope = Scope.NOWHERE
         self.batch: Any = None
         self._size: tuple[Any, int] = (None, 0)
@@ -125,7 +124,7 @@ class MetricStore:
                     metric.stamps.append(self.stamp)
 
     def _declare(self, key: tuple[str, str], known: Record | None, signature: tuple[Any, ...], value: Any) -> Record:
-        """The record for a name that is logged for the first time in an epoch, or with other options than before."""
+        """The record of a name that is logged for the first time in an epoch, or with other options than before."""
         if known is not None and alike(known.signature, signature):
             return known
         on_step, on_epoch = cadence(key[0], signature)
@@ -145,12 +144,12 @@ class MetricStore:
         return metric
 
     def _pass_over(self, value: Any) -> None:
-        """What is logged by the main process only, on another: objects start anew at the end of the epoch all the same."""
+        """A value that only the main process logs, on another rank: objects are still reset at the end of the epoch."""
         if callable(getattr(value, "reset", None)):
             self._unheard[id(value)] = value
 
     def _weight(self, name: str, batch_size: Any) -> float:
-        """The given batch size, or the number of samples of the current batch."""
+        """``batch_size`` if given, else the number of samples of the current batch."""
         if batch_size is not None:
             return weight_of(name, batch_size)
         if self.scope in (Scope.TRAIN_EPOCH, Scope.EVAL_EPOCH):
@@ -163,84 +162,84 @@ class MetricStore:
 
     @property
     def pending(self) -> bool:
-        """Whether a value of a step waits for a log boundary on this process."""
+        """Whether a value of a step waits for a log boundary on this rank."""
         return bool(self._waiting) or any(metric.fresh for metric in self._metrics.values())
 
     def _take_fresh(self) -> dict[tuple[str, str], Record]:
-        """The values of the step, which are seen to now."""
+        """The metrics with values of the step that were not published yet; they count as published now."""
         fresh = {key: metric for key, metric in self._metrics.items() if metric.fresh}
         for metric in fresh.values():
             metric.fresh = False
         return fresh
 
     def flush_step(self) -> None:
-        """A log boundary: read the values of the step, all at once, and give them to bar and loggers.
+        """At a log boundary: read the values of the step, all at once, and pass them to the progress bar and the loggers.
 
         Raises:
-            MetricError: a process that had batches has not logged what others have, or has logged it in another way.
+            MetricError: a rank that had batches has not logged the same metrics, or with other options.
         """
         waiting, self._waiting = self._waiting, {}
         if self._several:
             seen: dict[str, Any] = {}
             ended = end_step(self._world, self._metrics, waiting, self.stamp, seen)
             self.results.add(seen)
-            self._publish(*ended, for_step=True)
-            return
-        fresh = [*({**waiting, **self._take_fresh()}.values())]
-        self._publish(fresh, [m.step_name for m in fresh], read([m.step_value for m in fresh]), for_step=True)
+        else:
+            fresh = [*({**waiting, **self._take_fresh()}.values())]
+            ended = [*zip(fresh, read([m.step_value for m in fresh]), strict=True)]
+        self._publish(ended, for_step=True)
 
     def flush_row(self, world: World, had_batch: bool, count: int) -> None:
-        """After a row of an evaluation in which a process has logged by step: give the values of each batch to the loggers.
+        """After a row of an evaluation in which a rank has logged by step: pass the values of each batch to the loggers.
 
         Args:
-            world: the processes.
-            had_batch: this one had a batch in the row.
-            count: the batches of the stage so far, those of this row included; the step of the last one's values.
+            world: the ranks.
+            had_batch: whether this rank had a batch in the row.
+            count: number of batches of the stage so far, with those of this row; the step of the values of the last batch.
         """
-        for step, metrics, numbers in end_row(world, self._take_fresh().values(), had_batch, count):
-            self._publish(metrics, [metric.step_name for metric in metrics], numbers, for_step=True, step=step)
+        for step, ended in end_row(world, self._take_fresh().values(), had_batch, count):
+            self._publish(ended, for_step=True, step=step)
 
     def flush_epoch(self) -> dict[str, float]:
-        """The end of an epoch: reduce, give to bar and loggers, and start anew; what it came to is returned by name.
+        """At the end of an epoch: reduce, pass to the progress bar and the loggers, and reset. Returns the values by name.
 
         Raises:
-            MetricError: a process that had batches has not logged what others have, or has logged it in another way; what a
-                function or an object came to is no number.
+            MetricError: a rank that had batches has not logged the same metrics, or with other options; or the result of a
+                function or an object is not a number.
         """
         seen: dict[str, Any] = {}
         evaluation = self.scope in _EVALUATION
         if self._several:
-            ended = end_epoch(self._world, self._metrics, self.stamp, self.gaps, seen, last=evaluation)
-            metrics, names, numbers, waiting = ended
+            ended, waiting = end_epoch(self._world, self._metrics, self.stamp, self.gaps, seen, last=evaluation)
         else:
-            metrics, names, numbers, waiting = self._end_epoch(seen)
+            ended, waiting = self._end_epoch(seen)
         self.results.add(seen, evaluation=evaluation)
         # a metric that is logged rarely waits for a log boundary of the next epoch
         self._waiting |= waiting
         for metric in waiting.values():
             metric.wait()
         self._forget()
-        self.loaders = {name: metric.loaders for name, metric in zip(names, metrics, strict=True)}
-        self._publish(metrics, names, numbers, for_step=False)
-        return dict(zip(names, numbers, strict=True))
+        self.loaders = {metric.epoch_name: metric.loaders for metric, _ in ended}
+        self._publish(ended, for_step=False)
+        return {metric.epoch_name: number for metric, number in ended}
 
     def end_loader(self, index: int, first: int) -> None:
-        """The batches of an evaluation loader are over, whose stamps began at ``first``: note what was logged in them."""
+        """At the end of an evaluation loader, whose stamps began at ``first``: note which metrics were logged in it."""
         for metric in self._metrics.values():
             if metric.stamp >= first:
                 metric.loaders.append(index)
 
-    def _end_epoch(self, seen: dict[str, Any]) -> tuple[list[Described], list[str], list[float], dict[Key, Record]]:
+    def _end_epoch(self, seen: dict[str, Any]) -> tuple[Ended, dict[Key, Record]]:
         if self.scope not in _EVALUATION:
             seen.update(self.step_values())
-        done: list[tuple[Described, Any]] = []
+        values: list[tuple[MetricInfo, Any]] = []
         for metric in self._metrics.values():
             value = metric.epoch_value()
             if value is not None:
-                done.append((metric, value))
+                values.append((metric, value))
                 seen[metric.full_name] = seen[metric.epoch_name] = value
         waiting = {key: metric for key, metric in self._metrics.items() if metric.fresh}
-        return [metric for metric, _ in done], [m.epoch_name for m, _ in done], read([v for _, v in done]), waiting
+        numbers = read([value for _, value in values])
+        return [(metric, number) for (metric, _), number in zip(values, numbers, strict=True)], waiting
 
     def _forget(self) -> None:
         self._metrics, self._size, self.schema = {}, (None, 0), 0
@@ -248,17 +247,10 @@ class MetricStore:
             value.reset()
         self._unheard = {}
 
-    def _publish(
-        self,
-        metrics: Sequence[Described],
-        names: Sequence[str],
-        numbers: Sequence[float],
-        *,
-        for_step: bool,
-        step: int | None = None,
-    ) -> None:
+    def _publish(self, ended: Ended, *, for_step: bool, step: int | None = None) -> None:
         to_loggers: dict[str, float] = {}
-        for metric, name, number in zip(metrics, names, numbers, strict=True):
+        for metric, number in ended:
+            name = metric.step_name if for_step else metric.epoch_name
             if metric.prog_bar:
                 self.results.progress_bar[name] = number
             if metric.logger:
@@ -268,7 +260,7 @@ class MetricStore:
             self._emit(to_loggers, for_step, *(() if step is None else (step,)))
 
     def step_values(self) -> dict[str, Any]:
-        """The latest value in this epoch of each metric that is logged by step, on this process."""
+        """The latest value in this epoch of each metric that is logged by step, on this rank."""
         values: dict[str, Any] = {}
         for metric in self._metrics.values():
             if metric.step_value is not None:
@@ -276,47 +268,47 @@ class MetricStore:
         return values
 
     def in_bar(self) -> dict[str, Any]:
-        """What is logged by step for the progress bar and waits for a log boundary: this process's values, not read yet."""
+        """The step values for the progress bar that wait for a log boundary: those of this rank, not read yet."""
         return {m.step_name: m.step_value for m in {**self._waiting, **self._metrics}.values() if m.prog_bar and m.fresh}
 
     def agreed_step_values(self) -> dict[str, Any]:
-        """:meth:`step_values`, the same on all processes, for what is decided on them.
+        """:meth:`step_values`, the same on all ranks, for decisions that depend on them.
 
-        Until a metric is logged again, :meth:`step_values` has these values too.
+        Until a metric is logged again, :meth:`step_values` returns these values, too.
         """
         if not self._several:
             return self.step_values()
         return agree_on_steps(self._world, self._metrics, last=self.scope in _EVALUATION)
 
     def schema_entries(self) -> list[Any]:
-        """What :attr:`schema` stands for, as JSON."""
+        """The metrics of this epoch, for which :attr:`schema` is a number; JSON."""
         return [described(metric) for metric in self._metrics.values()]
 
     def check_schema(self, world: World) -> None:
-        """Compare the metrics of this epoch with those of the other processes.
+        """Compare the metrics of this epoch with those of the other ranks.
 
         Raises:
-            MetricError: a process that had batches has not logged what others have, or has logged it in another way.
+            MetricError: a rank that had batches has not logged the same metrics, or with other options.
         """
         told = [[*entry, None, False, False, None] for entry in self.schema_entries()]
         gathered = world.exchange([self.stamp, told])
         check(groups(metrics for _, metrics in gathered), [stamp for stamp, _ in gathered])
 
     def logged_at(self, name: str) -> int | None:
-        """The stamp of the value that :meth:`step_values` has under a name; None if there is none."""
+        """The stamp of a value in :meth:`step_values`; ``None`` if it does not have the name."""
         found = (m.stamp for m in self._metrics.values() if m.step_value is not None and name in (m.full_name, m.step_name))
         return next(found, None)
 
     def logged_since(self, stamp: int) -> list[str]:
-        """The names in :meth:`step_values` whose value came at ``stamp`` or later."""
+        """The names in :meth:`step_values` that were logged at ``stamp`` or later."""
         found = [metric for metric in self._metrics.values() if metric.step_value is not None and metric.stamp >= stamp]
         return [name for metric in found for name in (metric.full_name, metric.step_name)]
 
     def state_dict(self, module: nn.Module | None = None, before: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """What the epoch has gathered so far: numbers, tensors, lists and dicts; tensors as they are, not copied.
+        """The metrics of the epoch so far: numbers, tensors, lists and dicts; tensors are not copied.
 
         Args:
-            module: where torchmetrics objects are attributes: all of them that hold anything are in the state, logged or not.
+            module: a module with torchmetrics objects as attributes; those that have state are included, logged or not.
             before: see :func:`trainkit.metrics.saved_metrics.capture_objects`.
         """
         objects = {} if module is None else capture_objects(module, before)
@@ -328,18 +320,18 @@ class MetricStore:
     def load_state_dict(
         self, state: Mapping[str, Any], module: nn.Module | None = None, device: torch.device | None = None
     ) -> None:
-        """Go on with the epoch of :meth:`state_dict`.
+        """Continue the epoch of :meth:`state_dict`.
 
         Args:
-            state: what it gave.
-            module: its torchmetrics objects get their states now. Without it, those that are logged again do so then.
-            device: where tensors go that were not on the CPU.
+            state: the result of :meth:`state_dict`.
+            module: its torchmetrics objects get their states now; without it, when they are logged again.
+            device: the device for tensors that were not on the CPU.
         """
         objects = {} if module is None else restore_objects(module, state["objects"])
         self.discard()
         self.stamp = int(state["stamp"])
         for entry in state["metrics"]:
-            # a signature that no call has, so that the next one is looked at
+            # a signature that no call has, so that the next call is compared
             options = (entry["prog_bar"], entry["logger"], entry["on_step"], entry["on_epoch"], entry["reduce_fx"] or _unknown)
             key = (entry["name"], entry["suffix"])
             signature = (*options, Scope(entry["scope"]), entry["main_only"], None)
@@ -353,14 +345,14 @@ class MetricStore:
                 self.schema = (self.schema + fingerprint(metric)) % FINGERPRINTS
 
     def discard(self) -> None:
-        """Forget what was logged in this epoch (after the sanity check, or when an epoch is left)."""
+        """Discard what was logged in this epoch (after the sanity check, or when an epoch is aborted)."""
         self._metrics, self._waiting, self.stamp, self.gaps, self.schema = {}, {}, -1, [], 0
 
 
 def _other_options(name: str, resumed: bool) -> MetricError:
     if resumed:
         return MetricError(
-            f"log({name!r}) had other options before the checkpoint, in the epoch that goes on. Log it as before until "
+            f"log({name!r}) had other options before the checkpoint, in the epoch that continues. Log it as before until "
             "the epoch ends, or resume from a checkpoint of an epoch's end."
         )
     return MetricError(
@@ -370,5 +362,5 @@ def _other_options(name: str, resumed: bool) -> MetricError:
 
 
 def _unknown(values: Tensor) -> Tensor:
-    """Stands for a function of the user's that has not come back yet."""
+    """Placeholder for a function of the user that was not passed again yet."""
     raise AssertionError(values)

@@ -1,6 +1,6 @@
-"""Metrics over several processes: the exchanges at the end of a step, of a row of an evaluation, and of an epoch.
+"""Metrics of several ranks: the exchanges at the end of a step, of a row of an evaluation, and of an epoch.
 
-Every function here is collective. What they return is the same on all processes.
+All functions here are collective and return the same on all ranks. The ranks have one micro-batch each in a row.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
-from trainkit.metrics.record import Described, Record, Scope
-from trainkit.metrics.reduce import Groups, Told, apply, check, epoch_number, groups, step_number, tell, values_of
+from trainkit.metrics.record import MetricInfo, Record, Scope
+from trainkit.metrics.reduce import Groups, RankRecord, apply, check, epoch_number, groups, step_number, tell, values_of
 from trainkit.metrics.saved_metrics import warn_missing
 from trainkit.metrics.torchmetrics import computed, states_of
 from trainkit.metrics.values import one_element, read
@@ -23,7 +23,7 @@ __all__ = ["Ended", "Key", "agree_on_steps", "end_epoch", "end_row", "end_step"]
 
 Key = tuple[str, str]
 Records = MutableMapping[Key, Record]
-Ended = tuple[list[Described], list[str], list[float]]  # metrics, the names of what has ended, its values
+Ended = list[tuple[MetricInfo, float]]  # metrics with their values of a step or an epoch
 
 
 def end_step(
@@ -32,14 +32,14 @@ def end_step(
     """The values of a step at a log boundary.
 
     Args:
-        world: the processes.
-        records: the metrics of this one.
-        waiting: what has waited for the boundary since an earlier epoch, the same everywhere.
-        stamp: of the last batch of this process.
-        callback: gets the values.
+        world: the ranks.
+        records: the metrics of this rank.
+        waiting: metrics that have waited for the boundary since an earlier epoch, the same on all ranks.
+        stamp: the stamp of the last batch of this rank.
+        callback: receives the values.
 
     Raises:
-        MetricError: the processes have not logged the same.
+        MetricError: the ranks have not logged the same.
     """
     fresh = [record for record in records.values() if record.fresh]
     gathered = world.exchange([stamp, tell(fresh)])
@@ -50,34 +50,32 @@ def end_step(
     old = [record for key, record in waiting.items() if key not in found]
     new = _agree_on(world, found, records, last=False)
     callback.update(_by_name(new))
-    metrics: list[Described] = [*old, *(group[0] for group, _ in new.values())]
-    numbers = read([record.step_value for record in old]) + [number for _, number in new.values()]
-    return metrics, [metric.step_name for metric in metrics], numbers
+    numbers = read([record.step_value for record in old])
+    return [*zip(old, numbers, strict=True), *((group[0], number) for group, number in new.values())]
 
 
 def agree_on_steps(world: World, records: Records, *, last: bool) -> dict[str, Any]:
-    """The values of the step by name; ``last`` as of :func:`~trainkit.metrics.reduce.step_number`."""
+    """The values of the step by name; ``last``: see :func:`~trainkit.metrics.reduce.step_number`."""
     told = tell([record for record in records.values() if record.step_value is not None])
     return _by_name(_agree_on(world, groups(world.exchange(told)), records, last=last))
 
 
-def end_row(world: World, fresh: Iterable[Record], had_batch: bool, count: int) -> list[tuple[int, list[Told], list[float]]]:
-    """The values of each batch of a row of an evaluation: the number of the batch, metrics and values.
+def end_row(world: World, fresh: Iterable[Record], had_batch: bool, count: int) -> list[tuple[int, Ended]]:
+    """The number of each batch in a row of an evaluation, and its values.
 
     Args:
-        world: the processes.
-        fresh: what this one has logged by step.
-        had_batch: it had a batch.
-        count: the number of the row's last batch.
+        world: the ranks.
+        fresh: the metrics that this rank has logged by step.
+        had_batch: whether this rank had a batch.
+        count: the number of the last batch in the row.
     """
     gathered = world.exchange([had_batch, tell(fresh)])
     number = count - sum(had for had, _ in gathered)
-    rows: list[tuple[int, list[Told], list[float]]] = []
+    rows: list[tuple[int, Ended]] = []
     for rank, (had, told) in enumerate(gathered):
         number += had
-        metrics = [Told(rank, data) for data in told]
-        if metrics:
-            rows.append((number, metrics, [metric.step[0] for metric in metrics if metric.step is not None]))
+        if told:
+            rows.append((number, [(metric, metric.step[0]) for data in told if (metric := RankRecord(rank, data)).step]))
     return rows
 
 
@@ -89,19 +87,19 @@ def end_epoch(
     callback: MutableMapping[str, Any],
     *,
     last: bool,
-) -> tuple[list[Described], list[str], list[float], dict[Key, Record]]:
+) -> tuple[Ended, dict[Key, Record]]:
     """The values of an epoch, and the metrics whose step value waits for the next log boundary.
 
     Args:
-        world: The processes.
-        records: The metrics of this process. Their torchmetrics objects are reset.
-        stamp: Of its last batch in the epoch.
-        gaps: Of this process, see :func:`~trainkit.metrics.reduce.check`.
-        callback: Receives the values of the epoch and, in training, of its last step.
-        last: It is an evaluation, see :func:`~trainkit.metrics.reduce.step_number`.
+        world: the ranks.
+        records: the metrics of this rank. Their torchmetrics objects are reset.
+        stamp: the stamp of its last batch in the epoch.
+        gaps: the gaps of this rank, see :func:`~trainkit.metrics.reduce.check`.
+        callback: receives the values of the epoch and, in training, of its last step.
+        last: True in an evaluation, see :func:`~trainkit.metrics.reduce.step_number`.
 
     Raises:
-        MetricError: The processes have not logged the same, or a value is not a number.
+        MetricError: the ranks have not logged the same, or a value is not a number.
     """
     stamps, all_gaps, told = zip(*world.exchange([stamp, gaps, tell(records.values(), epoch=True)]), strict=True)
     found = groups(told)
@@ -109,24 +107,24 @@ def end_epoch(
     steps = _agree_on(world, found, records, last=last)
     if not last:
         callback.update(_by_name(steps))
-    values = {key: epoch_number(group) for key, group in found.items() if _is_number(group)}
+    numbers = {key: group for key, group in found.items() if group[0].on_epoch and group[0].how not in ("function", "object")}
+    values = {key: epoch_number(group) for key, group in numbers.items()}
     values |= _made(world, found, records)
     for record in records.values():
         if record.torchmetric is not None:
             record.torchmetric.reset()
-    done: list[tuple[Described, float]] = []
+    ended: Ended = []
     for key, group in found.items():
         value = values.get(key)
         if value is not None:
             group[0].loaders = sorted({index for one in group for index in one.loaders})
-            done.append((group[0], value))
+            ended.append((group[0], value))
             callback[group[0].full_name] = callback[group[0].epoch_name] = _tensor(value)
-    metrics = [metric for metric, _ in done]
-    return metrics, [m.epoch_name for m in metrics], [value for _, value in done], _waiting(steps, records)
+    return ended, _waiting(steps, records)
 
 
-def _waiting(steps: Mapping[Key, tuple[list[Told], float]], records: Records) -> dict[Key, Record]:
-    """The metrics whose step value the loggers have not received, also those that this process has not logged itself."""
+def _waiting(steps: Mapping[Key, tuple[list[RankRecord], float]], records: Records) -> dict[Key, Record]:
+    """The metrics whose step value the loggers have not received, including those that this rank has not logged."""
     waiting: dict[Key, Record] = {}
     for key, (group, number) in steps.items():
         if any(one.fresh for one in group):
@@ -140,30 +138,30 @@ def _tensor(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float64)
 
 
-def _record(one: Told) -> Record:
-    """A metric that this process has not logged itself."""
+def _record(one: RankRecord) -> Record:
+    """A metric that this rank has not logged."""
     signature = (one.prog_bar, one.logger, one.on_step, one.on_epoch, "mean", Scope.TRAIN_BATCH, one.main_only)
     return Record((one.name, one.suffix), signature, one.on_step, one.on_epoch)
 
 
-def _by_name(steps: Mapping[Key, tuple[list[Told], float]]) -> dict[str, Any]:
+def _by_name(steps: Mapping[Key, tuple[list[RankRecord], float]]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for group, number in steps.values():
         named[group[0].full_name] = named[group[0].step_name] = _tensor(number)
     return named
 
 
-def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> dict[Key, tuple[list[Told], float]]:
-    """The value of the step of each metric that has one; from here on the records have it, too."""
+def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> dict[Key, tuple[list[RankRecord], float]]:
+    """The value of the step of each metric that has one; it is stored in the records, too."""
     there = {key: step for key, group in found.items() if (step := step_number(group, last=last)) is not None}
     lists = {key: values for key, (values, _) in there.items() if isinstance(values, list)}
     alike = all(len(found[key]) == world.size and not any(one.awaits for one in found[key]) for key in lists)
     applied = _first_of(world, {key: _applied(records.get(key), values) for key, values in lists.items()}, alone=alike)
-    agreed: dict[Key, tuple[list[Told], float]] = {}
+    agreed: dict[Key, tuple[list[RankRecord], float]] = {}
     for key, (value, stamp) in there.items():
         number = applied[key] if isinstance(value, list) else value
         if number is None:
-            continue  # a function that has not come back since the resume
+            continue  # a function that was not passed again since the resume
         agreed[key] = found[key], number
         record = records.get(key)
         if record is not None:
@@ -174,12 +172,8 @@ def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> d
 # ---------------------------------------------------------------------------------------------- functions and objects
 
 
-def _is_number(group: list[Told]) -> bool:
-    return group[0].on_epoch and group[0].how not in ("function", "object")
-
-
 def _applied(record: Record | None, values: list[float]) -> Callable[[], float] | None:
-    """A call of the function of a metric, where this process has it."""
+    """A call of the function of a metric, if this rank has the function."""
     if record is None or record.awaits is not None:
         return None
     name, function = record.full_name, record.reduce_fx
@@ -187,15 +181,15 @@ def _applied(record: Record | None, values: list[float]) -> Callable[[], float] 
 
 
 def _first_of(world: World, calls: Mapping[Key, Callable[[], float] | None], *, alone: bool = False) -> dict[Key, float | None]:
-    """What calls come to on the first process that can make them: the same everywhere, whatever the others come to.
+    """The result of each call on the first rank that can make it, which is used on all ranks.
 
     Args:
-        world: the processes.
-        calls: those that this process can make, ``None`` for the others.
-        alone: all processes can make all of them; nothing is exchanged.
+        world: the ranks.
+        calls: the calls; ``None`` for those that this rank cannot make.
+        alone: all ranks can make all calls with the same results; nothing is exchanged.
 
     Raises:
-        MetricError: a call has failed on another process. On the one where it has, its own error is raised.
+        MetricError: a call has failed on another rank. The rank where it failed raises its own error.
     """
     own: list[float | None] = []
     error: Exception | None = None
@@ -218,7 +212,7 @@ def _first_of(world: World, calls: Mapping[Key, Callable[[], float] | None], *, 
 
 
 def _made(world: World, found: Groups, records: Records) -> dict[Key, float | None]:
-    """The epoch's values of metrics that a function or an object computes; collective only if there are any."""
+    """The values of the epoch that a function or an object computes; nothing is exchanged if there are none."""
     calls = _object_calls(world, found, records)
     for key, group in found.items():
         if group[0].how == "function" and group[0].on_epoch:
@@ -239,13 +233,13 @@ def _object_calls(world: World, found: Groups, records: Records) -> dict[Key, Ca
         _refuse_strange(objects[key])
     gathered = world.exchange_state([_states(records.get(key)) for key in shared]) if shared else []
     calls = {key: _computing(records.get(key), [states[n] for states in gathered]) for n, key in enumerate(shared)}
-    # in the order of ``objects``, which is the same on all processes: their results are matched by position
+    # in the order of ``objects``, which is the same on all ranks, as their results are matched by position
     main_only = [key for key in objects if key not in calls]
     return calls | {key: _computing(records.get(key), [_states(records.get(key))]) for key in main_only}
 
 
-def _reducing(group: list[Told], record: Record | None) -> Callable[[], float] | None:
-    """A call of a function with all values of the epoch; restored and not back, it may have been called before."""
+def _reducing(group: list[RankRecord], record: Record | None) -> Callable[[], float] | None:
+    """A call of a function with all values of the epoch, or its result before the resume if it was not passed again."""
     values = values_of(group)
     if record is None or record.awaits is None:
         return _applied(record, values) if values else None
@@ -254,7 +248,7 @@ def _reducing(group: list[Told], record: Record | None) -> Callable[[], float] |
 
 
 def _states(record: Record | None) -> dict[str, Any]:
-    """What the object of a metric has gathered here; of one that has not come back since the resume, what it had then."""
+    """The states of a metric's object on this rank, or those in the checkpoint if it was not logged since the resume."""
     if record is None:
         return {}
     if record.torchmetric is not None:
@@ -272,8 +266,8 @@ def _computing(record: Record | None, gathered: list[dict[str, Any]]) -> Callabl
     return lambda: read([one_element(name, computed(name, metric, gathered))])[0]
 
 
-def _refuse_strange(group: list[Told]) -> None:
-    """An object of another library has states that nobody knows how to combine."""
+def _refuse_strange(group: list[RankRecord]) -> None:
+    """Refuse objects of other libraries, whose states cannot be combined."""
     for one in group:
         if one.epoch is not None and not one.epoch[1]:
             raise MetricError(

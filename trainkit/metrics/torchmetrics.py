@@ -1,7 +1,7 @@
-"""torchmetrics objects of several processes: what each has gathered is brought together, and one value comes of all.
+"""Computes the value of a torchmetrics object from its states on all ranks.
 
-It is done here, and not by torchmetrics' own synchronisation: that takes a process without batches for one that has seen zeros,
-needs each process to hold as many tensors as the others, of the same type, and wants them where the group for gradients is.
+torchmetrics' own synchronization is not used: it treats a rank without batches as one that has seen zeros, requires the same
+number and type of tensors on each rank, and needs them on the device of the process group of the gradients.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["compact", "computed", "states_of"]
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU, without its graph, and without the memory that it is a view of."""
+    """A copy of a tensor on the CPU without its graph; a view is copied without the rest of its memory."""
     tensor = tensor.detach().cpu()
     own = tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _parts(metric: Any) -> dict[str, Any]:
-    """An object and those inside it, by path."""
+    """An object and the objects inside it, by path."""
     return {path: part for path, part in metric.named_modules() if hasattr(part, "_defaults")}
 
 
 def states_of(metric: Any) -> dict[str, dict[str, Any]]:
-    """What an object has gathered on this process, to be sent to the others; parts without an update are left out."""
+    """The states of an object on this rank, to be sent to other ranks; parts without an update are skipped."""
     found: dict[str, dict[str, Any]] = {}
     for path, part in _parts(metric).items():
         if updates_of(part):
@@ -43,15 +43,15 @@ def states_of(metric: Any) -> dict[str, dict[str, Any]]:
 
 
 def computed(name: str, metric: Any, gathered: Sequence[Mapping[str, Any]]) -> Any:
-    """The value of an object that has seen what those of all processes have; it goes on with what it had.
+    """The value of an object from the states of all ranks. Its own states are restored afterwards.
 
     Args:
-        name: of the metric, for messages.
-        metric: the object on this process.
-        gathered: what :func:`states_of` gave on each process.
+        name: the name of the metric, for messages.
+        metric: the object on this rank.
+        gathered: the result of :func:`states_of` on each rank.
 
     Raises:
-        MetricError: the states do not go together.
+        MetricError: the states cannot be combined.
     """
     parts = _parts(metric)
     with _kept(list(parts.values())):
@@ -68,7 +68,7 @@ def computed(name: str, metric: Any, gathered: Sequence[Mapping[str, Any]]) -> A
 
 
 def _take(part: Any, states: Sequence[Mapping[str, Any]], updates: Sequence[int]) -> None:
-    """Give an object what several have gathered."""
+    """Set the states of an object to the combined states of several."""
     part._to_sync, part._computed = False, None
     if not states:
         return
@@ -78,7 +78,7 @@ def _take(part: Any, states: Sequence[Mapping[str, Any]], updates: Sequence[int]
         how = names[name]
         if len(values) == 1:
             value = values[0]
-        elif how == "other" or (how == "none" and isinstance(values[0], Tensor)):  # as torchmetrics has it
+        elif how == "other" or (how == "none" and isinstance(values[0], Tensor)):  # as in torchmetrics
             value = torch.stack(values) if isinstance(values[0], Tensor) else merge_values("cat", values, updates, alternate)
             value = value if how == "none" else part._reductions[name](value)
         else:
@@ -91,7 +91,7 @@ def _take(part: Any, states: Sequence[Mapping[str, Any]], updates: Sequence[int]
 
 @contextmanager
 def _kept(parts: Sequence[Any]) -> Iterator[None]:
-    """What objects hold is theirs again afterwards."""
+    """Restore the states of objects afterwards."""
     names = ("_to_sync", "_computed", "_update_count", "_num_vals_seen")
     before = [
         (part, {name: getattr(part, name) for name in (*part._defaults, *names) if hasattr(part, name)}) for part in parts

@@ -1,4 +1,4 @@
-"""What may be given to ``log``: checked, and turned into numbers."""
+"""Checks what is passed to ``log`` and converts it to numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "weight_of",
 ]
 
-# Name → functions that mean the same; given to Lightning's log, they do.
+# Name → functions with the same meaning, as in Lightning's log.
 _REDUCTIONS: dict[str, tuple[Any, ...]] = {
     "mean": (torch.mean,),
     "sum": (torch.sum, sum),
@@ -37,16 +37,16 @@ _REDUCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def alike(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    """Whether two signatures differ in nothing but a function that is written in the call: it is a new object every time."""
+    """Whether two signatures differ at most in a function defined in the call, which is a new object each time."""
     one, other = getattr(first[4], "__code__", None), getattr(second[4], "__code__", None)
     return one is not None and one is other and first[:4] == second[:4] and first[5:] == second[5:]
 
 
 def reduction_of(name: str, reduce_fx: Any) -> Any:
-    """What ``reduce_fx`` means: "mean", "sum", "min", "max", or a function of all values.
+    """Resolve ``reduce_fx`` to "mean", "sum", "min", "max", or a function of all values.
 
     Raises:
-        UnknownNameError: a name that nobody knows.
+        UnknownNameError: an unknown name.
         MetricError: neither a name nor a function.
     """
     for known, others in _REDUCTIONS.items():
@@ -63,7 +63,7 @@ def reduction_of(name: str, reduce_fx: Any) -> Any:
 
 
 def is_metric_object(name: str, value: Any) -> bool:
-    """Whether a value is a torchmetrics ``Metric``; what cannot be logged at all is refused, before an epoch is spent on it."""
+    """Whether a value is a torchmetrics ``Metric``; refuses values that cannot be logged, before an epoch is spent on them."""
     if isinstance(value, Tensor) and value.is_complex():
         raise MetricError(f"log({name!r}): a metric is a real number, not a complex one. Use .abs() or .real")
     if isinstance(value, type):
@@ -81,7 +81,7 @@ def is_metric_object(name: str, value: Any) -> bool:
 
 
 def weight_of(name: str, batch_size: Any) -> float:
-    """The weight that the user gave, as a number; reading it must not wait for a device."""
+    """The ``batch_size`` of the user as a number; reading it must not wait for a device."""
     if type(batch_size) is int and batch_size >= 0:
         return batch_size
     on_device = isinstance(batch_size, Tensor) and batch_size.device.type != "cpu"
@@ -97,11 +97,11 @@ def weight_of(name: str, batch_size: Any) -> float:
 
 
 TO_HOST: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {}
-"""Types of devices whose values are read one and all by a function of their own: XLA would compile a stack of each length."""
+"""Device type → function that reads several values, instead of a stack, which XLA would compile for each length."""
 
 
 def stacked(values: list[Any]) -> Tensor:
-    """The values as one tensor, in float64, on the device of the first tensor (on the CPU where that has no float64)."""
+    """The values as one float64 tensor on the device of the first tensor (the CPU if that does not support float64)."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not tensors:
         return torch.tensor(values, dtype=torch.float64)
@@ -111,12 +111,12 @@ def stacked(values: list[Any]) -> Tensor:
         return stacked([next(fetched).item() if isinstance(value, Tensor) else value for value in values])
     device = torch.device("cpu") if first.device.type == "mps" else first.device
     if len(tensors) == len(values) and all(t.dtype is first.dtype and t.device == first.device for t in tensors):
-        return torch.stack([t.reshape(()) for t in tensors]).to(device).double()  # one kernel instead of one a value
+        return torch.stack([t.reshape(()) for t in tensors]).to(device).double()  # one kernel instead of one per value
     return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
 
 
 def read(values: list[Any]) -> list[float]:
-    """Numbers on the host, by one wait for the device."""
+    """The values as numbers, with one wait for the device."""
     if not any(isinstance(value, Tensor) for value in values):
         return [float(value) for value in values]
     numbers: list[float] = stacked([v.detach() if isinstance(v, Tensor) else v for v in values]).tolist()
@@ -124,7 +124,7 @@ def read(values: list[Any]) -> list[float]:
 
 
 def one_element(name: str, value: Any) -> Any:
-    """What a ``Metric`` or a function came to, which has to be one number or a tensor of one element."""
+    """The result of a ``Metric`` or a function, which must be a number or a tensor with one element."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
     if isinstance(value, Number):
@@ -135,7 +135,7 @@ def one_element(name: str, value: Any) -> Any:
 
 
 def one_number(name: str, value: Any, enable_graph: bool) -> Any:
-    """A logged value: a number, or a tensor of one element, detached and copied unless ``enable_graph``."""
+    """A logged value: a number, or a tensor with one element, detached and copied unless ``enable_graph``."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise MetricError(
@@ -147,7 +147,7 @@ def one_number(name: str, value: Any, enable_graph: bool) -> Any:
 
 
 def number_of(name: str, value: Any) -> float:
-    """A plain number out of whatever counts as one (numpy scalars, booleans)."""
+    """Convert any number (numpy scalars, booleans) to a float."""
     if isinstance(value, str | bytes) or value is None:
         raise MetricError(f"log({name!r}): a metric must be a number, a tensor of one element or a Metric, not {value!r}.")
     if getattr(value, "size", None) == 1 and hasattr(value, "item"):
@@ -162,7 +162,7 @@ def number_of(name: str, value: Any) -> float:
 
 
 def check_group(name: str, group: Any) -> None:
-    """Refuse a ``sync_dist_group`` of some processes: a metric is reduced over all of them.
+    """Refuse a ``sync_dist_group`` with some of the ranks: a metric is reduced over all ranks.
 
     Raises:
         MetricError: the group is not ``torch.distributed.group.WORLD``.

@@ -1,6 +1,6 @@
-"""What a checkpoint holds of models, optimizers, schedulers, metrics and a run: taken from the live objects and put back.
+"""Captures the state of models, optimizers, schedulers and a run for a checkpoint, and restores it.
 
-Nothing here knows of files: :mod:`trainkit.checkpoint` writes and reads what these rooms take and put back.
+This room does not access files, which :mod:`trainkit.checkpoint` writes and reads; except for ``single_file``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 def __getattr__(name: str) -> Any:
-    """Say what to use to who imports from here what Accelerate has in its ``state``."""
+    """Explain what to use instead of a name that Accelerate has in its ``state``."""
     from trainkit.unsupported import refuse_import
 
     refuse_import(name)

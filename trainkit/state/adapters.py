@@ -1,4 +1,4 @@
-"""What PEFT calls the parameters of its adapters in a file of their own, found without importing it."""
+"""The names of adapter parameters in PEFT's own files, found without importing PEFT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.state.model import ModelState
 
 __all__ = ["adapter_config", "adapter_folders", "adapter_names", "adapters_of"]
 
-# How PEFT names the parameters of its methods. Others keep what they learn in ways of their own, which it alone knows.
+# How PEFT names the parameters of its methods. Only PEFT knows how other methods store theirs.
 _PREFIXES = {
     "C3A": "c3a_",
     "FOURIERFT": "fourierft_",
@@ -33,13 +33,13 @@ _TO_SAVE = "modules_to_save"
 
 
 def adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Mapping[str, Any]], str]:
-    """The adapters of a model, and what is put before its names to have PEFT's.
+    """The adapters of a model, and the prefix of PEFT's names for its parameters.
 
     Args:
-        configs: of the models in it, see :func:`trainkit.state.configs.model_configs`.
+        configs: the configurations of the models in it, see :func:`trainkit.state.configs.model_configs`.
 
     Returns:
-        Configurations by the adapter's name; empty if the model itself is neither a ``PeftModel`` nor has adapters put in.
+        The configurations by name of the adapter; empty if the model itself is no ``PeftModel`` and has no adapters added.
     """
     own = configs.get("", {})
     inside = own.get("kind") == "peft"
@@ -100,7 +100,7 @@ def _biases(names: Collection[str], found: list[str], bias: str) -> dict[str, st
 
 
 def adapter_config(config: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """What PEFT writes: the configuration, ready for use and not for training, with the base's name if it has one."""
+    """The content of PEFT's ``adapter_config.json``: for inference, with the name of the base model if it has one."""
     values = {**config, "inference_mode": True}
     if values.get("base_model_name_or_path") is None:
         bases = [other.get("config") for other in configs.values() if other.get("kind") == "transformers"]
@@ -112,11 +112,11 @@ def adapter_folders(state: ModelState) -> dict[str, tuple[dict[str, Tensor], byt
     """The adapters of a model that was captured whole.
 
     Returns:
-        By the path within the folder that PEFT opens (``""``: itself, the adapter called "default"), its tensors and
-        what ``adapter_config.json`` holds; nothing if the model itself has no adapters.
+        path within the folder that PEFT opens (``""``: the folder itself, for the adapter "default") → tensors and content of
+        ``adapter_config.json``; empty if the model itself has no adapters.
 
     Raises:
-        ConfigurationError: one is of a method whose parameters only PEFT can tell.
+        ConfigurationError: the names of an adapter's parameters are not known here.
     """
     adapters, start = adapters_of(state.configs)
     tensors = {**state.tensors, **{alias: state.tensors[stored] for alias, stored in state.aliases.items()}}

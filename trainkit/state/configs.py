@@ -1,4 +1,4 @@
-"""What ``transformers`` and PEFT need beside the weights to open a model, found without importing either."""
+"""The configurations that ``transformers`` and PEFT need to open a model, found without importing either."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["has_adapters", "model_configs"]
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether there is a PEFT adapter anywhere inside: a ``PeftModel``, or layers that ``add_adapter`` has put in."""
+    """Whether there is a PEFT adapter inside: a ``PeftModel``, or layers added by ``add_adapter``."""
     return any(_is_peft(part) for part in module.modules())
 
 
@@ -26,13 +26,13 @@ def model_configs(module: nn.Module) -> dict[str, dict[str, Any]]:
     """The configurations of the ``transformers`` and PEFT models inside, by the path of the module (``""``: itself).
 
     Returns:
-        Values fit for JSON. For a ``transformers`` model ``{"kind": "transformers", "config": what config.json holds,
-        "generation_config": likewise or None}``, and ``"adapters"`` with their configurations by name if it has some itself;
-        for a PEFT model ``{"kind": "peft", "config": {adapter: what adapter_config.json holds}}``, the model in it having an
-        entry of its own. Models that a ``transformers`` model is made of have none.
+        JSON values. For a ``transformers`` model: ``{"kind": "transformers", "config": content of config.json,
+        "generation_config": content of generation_config.json or None}``, and ``"adapters"`` with their configurations by
+        name if it has adapters itself. For a PEFT model: ``{"kind": "peft", "config": {adapter: content of
+        adapter_config.json}}``; the model in it has its own entry. Models inside a ``transformers`` model have no entry.
 
     Raises:
-        UnsavableError: a configuration that is no JSON.
+        UnsavableError: a configuration is not JSON.
     """
     found = dict(_models(module, ""))
     paths = cleaned(module, found)
@@ -63,13 +63,13 @@ def _is_peft(module: nn.Module) -> bool:
 
 
 def _is_peft_model(module: nn.Module) -> bool:
-    # its tuner inside has the same configurations, but no way to be saved
+    # the tuner inside has the same configurations, but cannot be saved
     return _is_peft(module) and isinstance(getattr(module, "peft_config", None), Mapping) and _has(module, "save_pretrained")
 
 
 def _is_transformers(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
-    if _is_peft(module) or config is None:  # PEFT's modules pass on what they are asked for
+    if _is_peft(module) or config is None:  # PEFT's modules forward attributes
         return False
     return _has(module, "save_pretrained") and _has(config, "to_dict") and _has(config, "to_json_string")
 
@@ -82,7 +82,7 @@ def _describe(module: Any) -> dict[str, Any]:
     if _is_peft_model(module):
         return {"kind": "peft", "config": _adapters(module)}
     config = json.loads(module.config.to_json_string())
-    # both are what save_pretrained writes into the configuration before it saves it
+    # save_pretrained adds both before it saves the configuration
     config["architectures"] = [type(module).__name__]
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     if dtype is not None:
@@ -103,7 +103,7 @@ def _adapters(module: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON would give it back, with sets as sorted lists."""
+    """The value as JSON would restore it, with sets as sorted lists."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The description of an optimizer in a checkpoint, next to its tensors: written, and checked when it is read."""
+"""The description of an optimizer in a checkpoint, in addition to its tensors; it is checked when it is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from trainkit.errors import CorruptCheckpointError
 from trainkit.optim.parameter_names import without_checkpoint_wrapper
 
-__all__ = ["Described", "StoredSlots", "copied"]
+__all__ = ["SavedOptimizer", "StoredSlots", "copied"]
 
 _Need = Callable[[bool, str], None]
 """``need(condition, problem)`` raises ``CorruptCheckpointError`` if the condition is false."""
@@ -22,10 +22,10 @@ class StoredSlots:
     """The slots that an optimizer keeps for one parameter.
 
     Attributes:
-        tensors: by slot; the n-th of a list is ``<slot>.<n>``.
-        irregular: those that are no single number and not of the parameter's shape, or part of a list.
+        tensors: slot → tensor; item n of a list has the slot ``<slot>.<n>``.
+        irregular: slots of tensors that are neither scalar nor of the parameter's shape, and of items of lists.
         described: ``{"values": {slot: value}, "lists": {slot: {"tuple": bool, "length": n, "values": {position: value}}},
-            "irregular": [slot]}``, each left out if empty; ``{"whole": value}`` if there are no slots but something else.
+            "irregular": [slot]}``, each omitted if empty; ``{"whole": value}`` if the value has no slots.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class StoredSlots:
         values: dict[Any, Any] = {}
         lists: dict[str, Any] = {}
         for slot, value in slots.items():
-            plain = isinstance(slot, str) and "/" not in slot  # else it cannot be part of a key
+            plain = isinstance(slot, str) and "/" not in slot  # otherwise it cannot be part of a key
             if plain and isinstance(value, Tensor) and slot not in self.tensors:
                 self.tensors[slot] = value.detach()
                 if value.ndim and value.shape != parameter.shape:
@@ -63,7 +63,7 @@ class StoredSlots:
         return {"tuple": isinstance(items, tuple), "length": len(items), "values": rest}
 
     def rebuilt(self, name: str, own: Callable[[str, str, Tensor], Tensor]) -> Any:
-        """What :meth:`of` took apart; every tensor is what ``own(name, slot, tensor)`` returns."""
+        """The inverse of :meth:`of`; each tensor is the result of ``own(name, slot, tensor)``."""
         if "whole" in self.described:
             return copied(self.described["whole"])
         lists = self.described.get("lists", {})
@@ -79,16 +79,16 @@ class StoredSlots:
 
 
 @dataclass
-class Described:
-    """What :attr:`trainkit.state.optimizer.OptimizerState.described` says, its structure checked.
+class SavedOptimizer:
+    """The checked content of :attr:`trainkit.state.optimizer.OptimizerState.described`, with the tensors.
 
     Attributes:
         kind: the class.
-        groups: names of the parameters, and the options.
-        state: by name of the parameter, its tensors included.
+        groups: for each group the names of the parameters, and the options.
+        state: name of the parameter → its slots.
         entries: state of the whole optimizer.
-        more: entries of the ``state_dict`` beside state and groups.
-        opaque: a ``state_dict`` of another form than torch's, as it is.
+        more: entries of the ``state_dict`` other than state and groups.
+        opaque: a whole ``state_dict`` that does not have torch's form.
     """
 
     kind: str
@@ -99,8 +99,8 @@ class Described:
     opaque: Any = None
 
     @classmethod
-    def read(cls, described: Any, tensors: Mapping[str, Tensor], index: int, what: str) -> Described:
-        """Check the description and give each parameter its tensors.
+    def read(cls, described: Any, tensors: Mapping[str, Tensor], index: int, what: str) -> SavedOptimizer:
+        """Check the description and assign the tensors to their parameters.
 
         Raises:
             CorruptCheckpointError: The description is malformed, or does not match the tensors.
@@ -131,7 +131,7 @@ class Described:
         return self
 
     def _add_tensors(self, tensors: Mapping[str, Tensor], index: int, need: _Need) -> None:
-        """Give each parameter its tensors, out of those of all optimizers."""
+        """Assign the tensors of this optimizer to their parameters."""
         for key, tensor in tensors.items():
             number, _, rest = key.partition("/")
             if number == str(index):
@@ -176,16 +176,16 @@ def _is_sound(about: Any) -> bool:
 
 
 def _is_whole(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether every position of a list has a tensor or a value; its length may be any number that somebody wrote."""
+    """Whether every position of a list has a tensor or a value. The length is not trusted."""
     if about["length"] > len(tensors) + len(about["values"]):
         return False
     return all((f"{slot}.{n}" in tensors) != (str(n) in about["values"]) for n in range(about["length"]))
 
 
 def copied(value: Any) -> Any:
-    """The value with its containers and tensors copied, everything else shared.
+    """Copy containers and tensors; everything else is shared.
 
-    Not ``copy.deepcopy``: of a tensor that is a view into a file's buffer that would copy the whole buffer.
+    ``copy.deepcopy`` would copy the whole buffer of a file for each tensor that is a view into it.
     """
     if isinstance(value, Tensor):
         return value.detach().clone()

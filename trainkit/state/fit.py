@@ -1,4 +1,4 @@
-"""Whether stored tensors fit a module's, found out without changing anything."""
+"""Checks whether stored tensors fit those of a module, without changing anything."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class _Stored(Protocol):
 
 
 class Fit:
-    """Compares stored tensors with a module's, one name after the other, and gathers what does not fit.
+    """Compares stored tensors with those of a module, name by name, and collects the mismatches.
 
     Args:
-        sources: the stored tensors by clean name, tied ones under each name.
-        stored: which names are tied in the checkpoint, and which parameters it knows of.
+        sources: the stored tensors by clean name; tied ones under each name.
+        stored: the tied names and the parameters in the checkpoint.
         frozen: names that need not be stored.
         strict: whether missing and unexpected names are an error.
 
     Attributes:
-        missing, unexpected, other: what does not fit.
-        whole: what to load, by the name in the module's state dict.
-        narrow: pairs (target, source) to copy by hand: expanded tensors, each element of which is in memory once.
+        missing, unexpected, other: the mismatches.
+        whole: what to load, by name in the module's state dict.
+        narrow: pairs (target, source) to copy separately: expanded tensors, without the repetitions.
     """
 
     def __init__(self, sources: Mapping[str, Tensor], stored: _Stored, frozen: set[str], strict: bool) -> None:
@@ -45,16 +45,16 @@ class Fit:
         self.narrow: list[tuple[Tensor, Tensor]] = []
         self._pending: list[tuple[str, Tensor]] = []
         self._pairs: list[tuple[str, Tensor, Tensor]] = []  # name, target, source
-        self._first: dict[Any, str] = {}  # where a target is → the first name there that has a source
+        self._first: dict[Any, str] = {}  # place of a target → the first name with a source
         self._notices: list[str] = []
 
     def add(self, raw_name: str, name: str, target: Tensor) -> None:
-        """Compare one tensor of the module's state dict, called ``name`` by users, with what is stored."""
+        """Compare one tensor of the module's state dict with the stored one; ``name`` is its clean name."""
         if is_lazy(target):
             if name in self._sources:
                 self.whole[raw_name] = self._sources[name]
             elif isinstance(target, torch.nn.Parameter) and name not in self._stored.trained:
-                self.missing.append(name)  # else it had no shape either when it was saved
+                self.missing.append(name)  # otherwise it had no shape when it was saved, too
             return
         source = self._sources.get(name)
         if source is None:
@@ -71,7 +71,7 @@ class Fit:
             self.narrow.append((dense, source.as_strided(dense.shape, source.stride())))
 
     def check_shared_memory(self) -> None:
-        """To be called after the last tensor: whether names that share memory in the module get values that agree."""
+        """After the last tensor: check that names that share memory in the module have the same values in the checkpoint."""
         for name, target in self._pending:
             first = self._first.get(place_of(target))
             if first is None and name not in self._frozen:
@@ -85,7 +85,7 @@ class Fit:
             self._check_group(group)
 
     def complaints(self) -> list[str]:
-        """One line for everything that does not fit; empty if it may be loaded."""
+        """One line for each mismatch; empty if the state can be loaded."""
         lines = []
         if self._strict and self.missing:
             lines.append(f"missing in the checkpoint ({len(self.missing)}): " + ", ".join(self.missing))
@@ -94,11 +94,11 @@ class Fit:
         return lines + self.other
 
     def only_names(self) -> bool:
-        """Whether only missing and unexpected names are in the way."""
+        """Whether missing and unexpected names are the only mismatches."""
         return not self.other
 
     def notices(self) -> list[str]:
-        """What to tell the user once it is loaded."""
+        """What the user should know after the state is loaded."""
         notices = list(self._notices)
         casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
         spilt = []
@@ -138,7 +138,7 @@ class Fit:
                 self._notices.append(f"{alias} was tied to {stored} and is not here: both got the same values")
 
     def _check_group(self, group: list[tuple[str, Tensor, Tensor]]) -> None:
-        """Load tensors that share memory into a copy of that memory, and see whether each has its value afterwards."""
+        """Load tensors that share memory into a copy of that memory, and check whether each has its value afterwards."""
         if len({id(source) for _, _, source in group}) == 1 and len({place_of(target) for _, target, _ in group}) == 1:
             return  # tied here and there
         memory = group[0][1].untyped_storage().clone()
@@ -159,7 +159,7 @@ class Fit:
 
 
 def place_of(tensor: Tensor) -> Any:
-    """What two tensors have in common that are the same elements in the same order; nothing else has it."""
+    """A key that two tensors share exactly if they are the same elements in memory, in the same order."""
     layout = (tensor.dtype, tuple(tensor.shape))
     try:
         layout = (*layout, tensor.stride(), tensor.device)  # type: ignore[assignment]
@@ -167,12 +167,12 @@ def place_of(tensor: Tensor) -> Any:
         if pointer and tensor.numel():
             return (*layout, pointer)
         return (*layout, tensor.untyped_storage()._cdata, tensor.storage_offset())  # an empty one has no address
-    except (NotImplementedError, RuntimeError):  # sparse or quantised: no memory of its own to compare
+    except (NotImplementedError, RuntimeError):  # sparse or quantized: no memory to compare
         return (*layout, id(tensor))
 
 
 def castable(source: Tensor, dtype: torch.dtype) -> bool:
-    """Whether values can become ``dtype`` and mean the same: no fractions or imaginary parts cut off, no integers wrapped."""
+    """Whether a cast to ``dtype`` keeps the meaning: no lost fractions or imaginary parts, no integer overflow."""
     if source.dtype == dtype:
         return True
     if not torch.can_cast(source.dtype, dtype):
@@ -185,7 +185,7 @@ def castable(source: Tensor, dtype: torch.dtype) -> bool:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one device have the same dtype, shape and bytes; a NaN is equal to itself."""
+    """Whether two tensors on one device have the same dtype, shape and bytes; a NaN is equal to itself."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
 
 
@@ -194,7 +194,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _narrowed(tensor: Tensor) -> Tensor:
-    """The tensor without the repetitions of an expanded dimension; itself if there are none."""
+    """The tensor without the repetitions of expanded dimensions; the tensor itself if there are none."""
     shape, strides = list(tensor.shape), tensor.stride()
     narrow = [1 if step == 0 and size > 1 else size for size, step in zip(shape, strides, strict=True)]
     return tensor if narrow == shape else tensor.as_strided(narrow, strides)
@@ -208,7 +208,7 @@ def _consistent(target: Tensor, source: Tensor) -> bool:
 
 
 def _overlapping(pairs: Iterable[tuple[str, Tensor, Tensor]]) -> list[list[tuple[str, Tensor, Tensor]]]:
-    """Groups of two and more whose ranges of memory overlap, if only as ranges."""
+    """Groups of two or more tensors with overlapping ranges of memory."""
     ranges: dict[tuple[torch.device, Any], list[tuple[int, int, tuple[str, Tensor, Tensor]]]] = defaultdict(list)
     for pair in pairs:
         target = pair[1]

@@ -1,4 +1,4 @@
-"""The hyper-parameters of a module or a data module, as far as a checkpoint or a logger can hold them."""
+"""The hyper-parameters of a module or a data module that a checkpoint or a logger can store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OMITTED = object()
 
 
 def stored(owner: Any) -> dict[Any, Any]:
-    """The values of ``owner.hparams`` that a checkpoint stores; one warning names the others."""
+    """The values of ``owner.hparams`` that a checkpoint stores; a warning names the others."""
     return _Kept(owner).values
 
 
@@ -64,7 +64,7 @@ class _Kept:
         )
 
     def _of(self, value: Any, path: str, depth: int) -> Any:
-        """The value as it is stored: without what cannot be stored, or ``_OMITTED``."""
+        """The part of a value that can be stored, or ``_OMITTED``."""
         if depth >= MAX_DEPTH:  # it contains itself
             return self._without(path)
         if is_omegaconf(value) or registration_of(type(value)) is not None:
@@ -80,7 +80,7 @@ class _Kept:
         return value if unsavable(value, path) is None else self._without(path)
 
     def _of_list(self, value: Any, path: str, depth: int) -> Any:
-        """A list or tuple is stored whole or not at all: without some of its items it would be another list."""
+        """A list or tuple is stored completely or not at all: without some of its items it would be another list."""
         items = [self._of(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
         if inside := [omitted for omitted in self._omitted if omitted.startswith(f"{path}[")]:
             for omitted in inside:

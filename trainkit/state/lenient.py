@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainkit.state.described import Described
+from trainkit.state.described import SavedOptimizer
 
 __all__ = ["group_names", "same_groups", "with_parameters_of"]
 
@@ -20,7 +20,9 @@ def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str
     return [[names.get(id(p), "a parameter of no module") for p in group["params"]] for group in optimizer.param_groups]
 
 
-def with_parameters_of(optimizer: Optimizer, names: Mapping[int, str], saved: Described) -> tuple[Described, list[str]]:
+def with_parameters_of(
+    optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
+) -> tuple[SavedOptimizer, list[str]]:
     """The saved state, changed to fit the parameters of this optimizer, and notices for the user.
 
     A group gets the options of the saved group that has most of its parameters. Parameters that were not saved have no state.
@@ -55,9 +57,9 @@ def _notices(kept: Collection[str], saved: Collection[str]) -> list[str]:
 
 
 def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) -> bool:
-    """Whether each group is, by its parameters, the saved one of the same number, so that a schedule of one fits the other."""
+    """Whether each group has the parameters of the saved group with the same index, so that a saved schedule fits."""
     if not isinstance(described, dict) or not isinstance(described.get("groups"), list):
-        return True  # which is said elsewhere
+        return True  # which is an error elsewhere
     theirs = [own["parameters"] for own in described["groups"]]
     here = group_names(optimizer, names)
     matches = _matches(here, theirs)
@@ -67,9 +69,9 @@ def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) 
 
 
 def _matches(here: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> list[int | None]:
-    """For each group here the number of the saved one that has most of its parameters.
+    """For each group the index of the saved group that has most of its parameters.
 
-    One that has none of any gets the saved one of the same number, if that is no other's.
+    A group without saved parameters gets the saved group of the same index, if that is not assigned.
     """
     matches: list[int | None] = []
     for own in here:
@@ -85,7 +87,7 @@ def _matches(here: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> 
 def _to_be_added(
     theirs: Sequence[Sequence[str]], matches: Sequence[int | None], taken: set[str], known: Mapping[str, Tensor]
 ) -> list[int]:
-    """The saved groups that were added during training: their parameters are the modules', and in no group here."""
+    """The saved groups that were added during training: their parameters belong to the modules, and to no group here."""
     return [
         number
         for number, own in enumerate(theirs)

@@ -1,4 +1,4 @@
-"""The weights of a module as tensors by name, and back: all of them fit, or nothing is changed."""
+"""Captures the weights of a module as tensors by name, and restores them: all of them, or nothing is changed."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ __all__ = [
 ]
 
 _EXTRA = "_extra_state"
-_PIECE = 64 * 2**20  # bytes of a parameter that are brought to the host at a time
+_PIECE = 64 * 2**20  # bytes of a parameter that are copied to the host at a time
 
 
 @dataclass
 class ModelState:
-    """What a checkpoint holds of a module, names as users know them.
+    """The state of a module in a checkpoint, with clean names.
 
     Attributes:
-        tensors: parameters and persistent buffers; after a capture the module's own memory, not a copy.
-        aliases: names of tied tensors, each with the name in ``tensors`` that it is stored under.
-        extra: what ``get_extra_state`` returned, and anything else in the state dict that is no tensor.
-        trained: ``requires_grad`` of every parameter, those included that are not stored. Restoring leaves a parameter that
-            is not in it as it is.
-        fingerprint: of the parameters that are not stored because they are frozen; None if all are stored.
-        configs: of the ``transformers`` and PEFT models inside, see :func:`trainkit.state.configs.model_configs`.
+        tensors: parameters and persistent buffers; after a capture not copies, but the memory of the module.
+        aliases: name of a tied tensor → the name in ``tensors``.
+        extra: the results of ``get_extra_state``, and anything else in the state dict that is not a tensor.
+        trained: ``requires_grad`` of every parameter, stored or not. A restore does not change it for other parameters.
+        fingerprint: the fingerprint of the frozen parameters if they are not stored; ``None`` if all are stored.
+        configs: the configurations of ``transformers`` and PEFT models inside, see
+            :func:`trainkit.state.configs.model_configs`.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -62,21 +62,21 @@ def capture_model(
     fingerprint: str | None = None,
     standins: Mapping[int, Tensor] | None = None,
 ) -> ModelState:
-    """What is to be saved of a module; nothing is copied.
+    """Capture the state of a module; nothing is copied.
 
-    Tied tensors (the same memory, shape and strides) are stored once, under the first name; views that only overlap are
-    stored whole each. A lazy parameter that has no shape yet is not stored.
+    Tied tensors (the same memory, shape and strides) are stored once, under the first name; overlapping views are stored
+    separately. A lazy parameter without a shape is not stored.
 
     Args:
-        module: in the state to be saved; compiled or wrapped as it is.
+        module: the module; may be compiled or wrapped.
         save: ``"trainable"``: only the parameters that require a gradient, and the buffers.
-        fingerprint: for ``"trainable"``, what :func:`frozen_fingerprint` returned for the parameters that are frozen now;
-            None: work it out.
-        standins: ``id(parameter)`` → what is stored in its stead: a master copy, or a sharded tensor.
+        fingerprint: for ``"trainable"``, the result of :func:`frozen_fingerprint` for the parameters that are frozen now;
+            ``None``: compute it.
+        standins: ``id(parameter)`` → the tensor to store instead: a master copy, or a sharded tensor.
 
     Raises:
-        ConfigurationError: another ``save``.
-        UnsavableError: two names that differ only by what a wrapper put in; a configuration that is no JSON.
+        ConfigurationError: unknown ``save``.
+        UnsavableError: two names differ only by the name of a wrapper, or a configuration is not JSON.
     """
     if save not in ("all", "trainable"):
         raise ConfigurationError(f"save must be 'all' or 'trainable', not {save!r}.")
@@ -113,25 +113,24 @@ def plan_model(
     standins: Mapping[int, Tensor] | None = None,
     take: Callable[[dict[nn.Parameter, Tensor]], None] = lambda values: None,
 ) -> Callable[[], list[str]]:
-    """Compare a captured state with a module; what is returned then loads it, in place.
+    """Compare a captured state with a module. Returns a function that loads it in place.
 
-    So everything that a checkpoint holds can be compared before anything is changed. Values are cast to the module's dtypes; a
-    tensor that is tied here and was not, or the other way round, is loaded if every name gets its value. ``requires_grad`` is
-    set as it was.
+    So a whole checkpoint can be compared before anything is changed. Values are cast to the module's dtypes. A tensor that is
+    tied only here or only in the checkpoint is loaded if every name gets its value. ``requires_grad`` is restored.
 
     Args:
-        module: of the same structure; compiled or wrapped as it is. Lazy parameters get their shapes.
-        state: its tensors are copied from and may be on any device.
-        strict: names that are missing or unexpected are an error; False: they are left as they are, which a notice says.
+        module: a module of the same structure; may be compiled or wrapped. Lazy parameters get their shapes.
+        state: the state; its tensors may be on any device and are copied.
+        strict: missing and unexpected names are an error; False: they are skipped, with a notice.
         what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
-        standins: as of :func:`capture_model`; their dtypes and shapes count.
-        take: called with the values of the parameters that have stand-ins.
+        standins: see :func:`capture_model`; their dtypes and shapes are compared.
+        take: called with the values of the parameters in ``standins``.
 
     Returns:
-        What loads; it returns what the user should know, one sentence each.
+        A function that loads the state and returns what the user should know, one sentence each.
 
     Raises:
-        StateMismatchError: it does not fit; the message lists everything that does not, and nothing was changed.
+        StateMismatchError: the state does not fit; the message lists all mismatches, and nothing was changed.
         CorruptCheckpointError: the state contradicts itself.
     """
     _check_sound(state, what)
@@ -169,7 +168,7 @@ def plan_model(
         buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
         registered = {*parameters, *cleaned(module, buffers).values()}
         for name in fit.whole:
-            if names[name] not in registered:  # a module that loads it itself may keep what it is given
+            if names[name] not in registered:  # a module with its own loading may keep the tensor
                 values[name] = values[name].to(raw[name].device, copy=True)
         taken: dict[nn.Parameter, Tensor] = {}
         for name, clean in names.items():
@@ -183,7 +182,7 @@ def plan_model(
 
 
 def _with_standins(module: nn.Module, standins: Mapping[int, Tensor] | None) -> Any:
-    """The module's state dict, with other tensors in the place of some parameters."""
+    """The module's state dict, with some parameters replaced."""
     raw = module.state_dict()
     if standins:
         parameters = _parameters(module)
@@ -194,10 +193,9 @@ def _with_standins(module: nn.Module, standins: Mapping[int, Tensor] | None) -> 
 
 
 def frozen_fingerprint(module: nn.Module, standins: Mapping[int, Tensor] | None = None) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of the parameters that require no gradient, as 64 hex digits.
+    """SHA-256 over names, dtypes, shapes and bytes of the parameters that do not require a gradient, as 64 hex digits.
 
-    It depends on which parameters are frozen: work it out again when that changes. All frozen bytes are read, at about a
-    gigabyte a second.
+    Compute it again when other parameters are frozen. It reads all frozen parameters, at about a gigabyte per second.
     """
     parameters = _parameters(module)
     return _fingerprint({name: p for name, p in parameters.items() if not p.requires_grad}, standins)
@@ -214,12 +212,12 @@ def _frozen(state: ModelState) -> set[str]:
 
 
 def _is_extra(name: str, value: Any) -> bool:
-    """Whether an entry of a state dict is extra state: a tensor from ``get_extra_state`` is no parameter or buffer."""
+    """Whether an entry of a state dict is extra state, which may be a tensor, too."""
     return not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA
 
 
 def _belongs_to(name: str, parameters: set[str]) -> bool:
-    """Whether a name is one of the parameters', or of what a quantised one keeps beside itself (``weight.absmax``)."""
+    """Whether a name is that of a parameter, or of data next to a quantized one (``weight.absmax``)."""
     return name in parameters or name.rpartition(".")[0] in parameters
 
 
@@ -288,7 +286,7 @@ def _check_sound(state: ModelState, what: str) -> None:
 def _load(
     module: nn.Module, values: OrderedDict[str, Any], narrow: list[tuple[Tensor, Tensor]], before: Mapping[str, Any], what: str
 ) -> None:
-    """``module.load_state_dict``, which may be the user's own, and if that fails back to what was ``before``."""
+    """``module.load_state_dict``, which the user may override. If it fails, the state ``before`` is restored."""
     metadata = getattr(before, "_metadata", None)
     if metadata is not None:
         values._metadata = metadata  # type: ignore[attr-defined]
@@ -304,12 +302,12 @@ def _load(
         if backup is not None:
             _put_back(module, backup)
         raise StateMismatchError(
-            f"{what}: {type(module).__name__}.load_state_dict refused it: {error}\nThe model was put back to what it was."
+            f"{what}: {type(module).__name__}.load_state_dict refused it: {error}\nThe model was restored."
         ) from error
 
 
 def _can_fail(module: nn.Module) -> bool:
-    """Whether anything but torch's own code takes part in ``load_state_dict``: what that does nobody can tell beforehand."""
+    """Whether ``load_state_dict`` calls code other than torch's, whose failures cannot be predicted."""
     for part in module.modules():
         kind = type(part)
         own = (kind.load_state_dict, kind._load_from_state_dict, kind.set_extra_state)

@@ -1,7 +1,7 @@
-"""The state of an optimizer as tensors by parameter name, and back: all of it fits, or nothing is changed.
+"""Captures the state of an optimizer as tensors by parameter name, and restores it: all of it, or nothing is changed.
 
-torch's ``state_dict`` numbers the parameters by their place in the groups, and its ``load_state_dict`` believes the numbers.
-Here they are translated to names and back, so that a state never reaches a parameter that it was not made for.
+torch's ``state_dict`` numbers the parameters by their place in the groups, and its ``load_state_dict`` trusts the numbers.
+Here they are translated to names and back, so that a state is never loaded into another parameter.
 """
 
 from __future__ import annotations
@@ -21,34 +21,33 @@ from trainkit.console import counted
 from trainkit.errors import StateMismatchError, UnsavableError
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.registry import strategy_infos
-from trainkit.state.described import Described, StoredSlots, copied
+from trainkit.state.described import SavedOptimizer, StoredSlots, copied
 from trainkit.state.fit import castable
 from trainkit.state.lenient import group_names, with_parameters_of
 
 __all__ = ["OptimizerState", "capture_optimizer", "plan_optimizer"]
 
-# Bytes, of what torch's allocators return. Kernels may round otherwise where it is less, so what is kept has to have it too.
+# Bytes, as of torch's allocators. Kernels may round differently with less, so tensors that are kept must have it, too.
 _ALIGNMENT = 64
 
-# How an optimizer computes, not what: the run that loads has its own answer, which its device may need.
+# Options of how an optimizer computes, not what: those of the loading run are kept, as its device may need them.
 _EXECUTION = ("foreach", "fused", "capturable")
 
-# Options that torch's Adam has and DeepSpeed's have not, or the other way round, as they are if nobody sets them; and those
-# that the class or the run decides.
+# Options that only torch's or only DeepSpeed's Adam has, with their defaults; and options decided by the class or the run.
 _UNSET = {"amsgrad": False, "bias_correction": True, "differentiable": False, "maximize": False}
 _ELSEWHERE = ("decoupled_weight_decay", *_EXECUTION)
 
 
 @dataclass
 class OptimizerState:
-    """What a checkpoint holds of an optimizer.
+    """The state of an optimizer in a checkpoint.
 
     Attributes:
-        tensors: ``"<index>/<parameter>/<slot>"``, split at the first and the last ``/``; the n-th of a list is ``<slot>.<n>``.
-            After a capture they are the optimizer's own, not copies.
-        described: everything else: the class, the groups' options and parameter names, slots that are no tensors, entries of
-            the whole optimizer. Not all of it is JSON: it goes through tagged JSON.
-        irregular: the keys of tensors that are neither single numbers nor of their parameter's shape, of lists, and
+        tensors: keys are ``"<index>/<parameter>/<slot>"``, split at the first and the last ``/``; item n of a list has the slot
+            ``<slot>.<n>``. After a capture the tensors are those of the optimizer, not copies.
+        described: everything else: the class, options and parameter names of the groups, slots that are not tensors, entries
+            of the whole optimizer. It is stored as tagged JSON.
+        irregular: the keys of tensors that are neither scalar nor of their parameter's shape, of items of lists, and
             ``"<index>//<entry>"`` for entries of the whole optimizer.
     """
 
@@ -115,35 +114,34 @@ def plan_optimizer(
     keep: bool = False,
     strict: bool = True,
 ) -> Callable[[], list[str]]:
-    """Compare a captured state with an optimizer; what is returned then loads it, through ``load_state_dict``.
+    """Compare a captured state with an optimizer. Returns a function that loads it, through ``load_state_dict``.
 
-    So everything that a checkpoint holds can be compared before anything is changed.
+    So a whole checkpoint can be compared before anything is changed.
 
-    A slot that had the dtype of its parameter takes the dtype that the parameter has now; any other, every single number and
-    every ``step`` keep their own. Tensors go to the parameter's device, ``step`` to where torch keeps it. The groups' options
-    are the saved ones, but ``foreach``, ``fused`` and ``capturable`` stay as they are here. A saved group that is lacking
-    here is added if its parameters are the modules' and in no other group.
+    A slot that had the dtype of its parameter gets the parameter's present dtype; other slots, scalars and ``step`` keep
+    theirs. Tensors are moved to the parameter's device, ``step`` to the device that torch uses for it. Options of the groups
+    are restored, except ``foreach``, ``fused`` and ``capturable``. A saved group that is missing here is added if its
+    parameters belong to the modules and to no other group.
 
     Args:
-        optimizer: made as the saved one was.
-        index: its number in the run.
+        optimizer: an optimizer created like the saved one.
+        index: index of the optimizer in the run.
         names: :func:`trainkit.state.model.parameter_names` of the run's modules.
-        tensors: those of all optimizers; they are copied, unless ``keep``.
-        described: what :attr:`OptimizerState.described` was.
-        parameter_dtypes: name → dtype that the checkpoint holds the parameter in.
+        tensors: the tensors of all optimizers; they are copied, unless ``keep``.
+        described: the saved :attr:`OptimizerState.described`.
+        parameter_dtypes: name → dtype of the parameter in the checkpoint.
         what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
-        keep: the optimizer keeps those of the ``tensors`` that are as it would make them, which saves a copy of its state;
-            nobody else may use them any more.
-        strict: other parameters are an error; False: those that were not there start without state.
+        keep: the optimizer keeps suitable ``tensors`` instead of copying them. They must not be used elsewhere any more.
+        strict: other parameters are an error; False: new parameters start without state.
 
     Returns:
-        What loads; it returns what the user should know, one sentence each.
+        A function that loads the state and returns what the user should know, one sentence each.
 
     Raises:
-        StateMismatchError: another class, other groups or shapes; the message lists everything, and nothing was changed.
+        StateMismatchError: another class, other groups or shapes; the message lists all mismatches, and nothing was changed.
         CorruptCheckpointError: the description is malformed or contradicts the tensors.
     """
-    saved = Described.read(described, tensors, index, what)
+    saved = SavedOptimizer.read(described, tensors, index, what)
     kind = _kind(optimizer)
     saved, notices = (saved, []) if strict else with_parameters_of(optimizer, names, saved)
     complaints, lacking = _compare_groups(optimizer, names, saved)
@@ -172,7 +170,7 @@ def _bare(optimizer: Optimizer) -> Optimizer:
 
 
 def _kind(optimizer: Optimizer) -> str:
-    """The class, by one name for those of torch and DeepSpeed that do the same with the same state."""
+    """The name of the class; the same for equivalent classes of torch and DeepSpeed."""
     bare = _bare(optimizer)
     name = type(bare).__name__
     decoupled = next((info.adam_classes[name] for info in strategy_infos() if name in info.adam_classes), None)
@@ -193,7 +191,7 @@ def _name(parameter: Tensor, names: Mapping[int, str], index: int, kind: str) ->
 
 
 def _is_usual(whole: Any, groups: list[list[str]]) -> bool:
-    """Whether a ``state_dict`` is of torch's form and has the groups that the optimizer has."""
+    """Whether a ``state_dict`` has torch's form and the same groups as the optimizer."""
     if not isinstance(whole, Mapping) or not isinstance(whole.get("state"), Mapping):
         return False
     packed = whole.get("param_groups")
@@ -206,7 +204,7 @@ def _is_usual(whole: Any, groups: list[list[str]]) -> bool:
 
 
 def _compare_groups(
-    optimizer: Optimizer, names: Mapping[int, str], saved: Described
+    optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
 ) -> tuple[list[str], list[dict[str, Tensor]]]:
     """The mismatches, and the parameters by name of each saved group that is to be added."""
     here = group_names(optimizer, names)
@@ -234,7 +232,7 @@ def _compare_groups(
 
 
 def _lost_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
-    """Saved options that this group does not have, and whose value is not what it computes without them."""
+    """Saved options that this group does not have, unless they have the default value."""
     lost = {key: value for key, value in options.items() if key in _UNSET and key not in group}
     return [f"{key}={value!r}" for key, value in lost.items() if value != _UNSET[key]]
 
@@ -250,7 +248,7 @@ def _difference(theirs: list[str], ours: list[str]) -> str:
     return "; ".join(parts) or f"in another order: {', '.join(theirs)} in the checkpoint, {', '.join(ours)} here"
 
 
-def _compare_slots(parameters: Mapping[str, Tensor], saved: Described, dtypes: Mapping[str, torch.dtype]) -> Iterator[str]:
+def _compare_slots(parameters: Mapping[str, Tensor], saved: SavedOptimizer, dtypes: Mapping[str, torch.dtype]) -> Iterator[str]:
     for name, stored in saved.state.items():
         parameter = parameters[name]
         for slot, tensor in stored.tensors.items():
@@ -264,7 +262,7 @@ def _compare_slots(parameters: Mapping[str, Tensor], saved: Described, dtypes: M
 
 
 def _wanted_dtype(slot: str, tensor: Tensor, parameter: Tensor, before: torch.dtype | None) -> torch.dtype:
-    """A slot that had its parameter's dtype follows it. Counters do not: 257 steps are no bfloat16."""
+    """The dtype of the parameter for slots that had its dtype. Counters keep theirs: bfloat16 cannot represent 257."""
     alone = tensor.ndim == 0 and parameter.ndim > 0
     return parameter.dtype if tensor.dtype == before and slot != "step" and not alone else tensor.dtype
 
@@ -274,7 +272,7 @@ def _wanted_dtype(slot: str, tensor: Tensor, parameter: Tensor, before: torch.dt
 
 def _load(
     optimizer: Optimizer,
-    saved: Described,
+    saved: SavedOptimizer,
     lacking: list[dict[str, Tensor]],
     parameters: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
@@ -290,13 +288,14 @@ def _load(
         if dtype != tensor.dtype:
             casts[tensor.dtype, dtype] = casts.get((tensor.dtype, dtype), 0) + 1
         if slot == "step":
-            return tensor.to(dtype, copy=True)  # torch moves it, or does not, as its flags say
+            return tensor.to(dtype, copy=True)  # torch moves it if its options require that
         if tensor.shape != parameter.shape:
             return tensor.to(parameter.device, dtype, copy=True)
         fits = (tensor.dtype, tensor.device, tensor.stride()) == (dtype, parameter.device, parameter.stride())
         if keep and fits and tensor.data_ptr() % _ALIGNMENT == 0:
             return tensor
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)  # strides as torch makes them
+        # with the strides that torch would use
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)
 
     try:
         with torch.no_grad():
@@ -318,7 +317,7 @@ def _load(
     except Exception as error:
         undo()
         raise StateMismatchError(
-            f"{what}: load_state_dict refused the state: {type(error).__name__}: {error}\nThe optimizer was put back."
+            f"{what}: load_state_dict refused the state: {type(error).__name__}: {error}\nThe optimizer was restored."
         ) from error
     for (before, after), count in casts.items():
         notices.append(
@@ -328,7 +327,7 @@ def _load(
     return notices + kept
 
 
-def _add_groups(optimizer: Optimizer, saved: Described, lacking: list[dict[str, Tensor]]) -> list[str]:
+def _add_groups(optimizer: Optimizer, saved: SavedOptimizer, lacking: list[dict[str, Tensor]]) -> list[str]:
     notices = []
     for found in lacking:
         number = len(optimizer.param_groups)
@@ -339,8 +338,8 @@ def _add_groups(optimizer: Optimizer, saved: Described, lacking: list[dict[str, 
     return notices
 
 
-def _groups(optimizer: Optimizer, saved: Described, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The groups for ``load_state_dict``, and what of this run's is kept."""
+def _groups(optimizer: Optimizer, saved: SavedOptimizer, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The groups for ``load_state_dict``, and notices about options of this run that are kept."""
     groups, kept = [], []
     for number, (group, (names, options)) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
         taken = {key: v for key, v in copied(options).items() if key in group or key not in (*_UNSET, *_ELSEWHERE)}
@@ -357,9 +356,9 @@ def _groups(optimizer: Optimizer, saved: Described, numbers: Mapping[str, int]) 
 
 
 def _mended(held: Any, wanted: Any) -> Any:
-    """What torch's ``load_state_dict`` made of a value, without what it does to it on the way.
+    """Undo the changes that torch's ``load_state_dict`` makes to a value.
 
-    It casts every tensor to the parameter's dtype, whatever it had, and takes a string for a list of its letters.
+    It casts all tensors to the parameter's dtype, and treats a string as a list of characters.
     """
     if isinstance(wanted, Tensor) and isinstance(held, Tensor):
         if wanted.dtype == held.dtype or wanted.shape != held.shape:
@@ -375,7 +374,7 @@ def _mended(held: Any, wanted: Any) -> Any:
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """How to put groups, state and attributes back; loading replaces tensors and does not write into them."""
+    """A function that restores groups, state and attributes; loading replaces tensors and does not change them."""
     attributes, groups, state = dict(vars(optimizer)), optimizer.param_groups, optimizer.state
     contents = [(group, dict(group)) for group in groups]
     slots = [(key, value, dict(value) if isinstance(value, dict) else None) for key, value in state.items()]

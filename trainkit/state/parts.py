@@ -1,4 +1,4 @@
-"""Models, optimizers, schedulers and loss scale as a checkpoint holds them, for ``Trainer`` and own loops."""
+"""Captures and restores models, optimizers, schedulers and the loss scale, for ``Trainer`` and your own training loop."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ __all__ = [
 ]
 
 SaveMode = Literal["all", "trainable"]
-_PLAIN = Strategy(device="cpu")  # which keeps nothing elsewhere
+_PLAIN = Strategy(device="cpu")  # which has no state of its own
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers", "loaders", "registered")
-# A schedule belongs to an optimizer: many compute the next learning rate from the present one, which is in its groups.
+# A scheduler needs its optimizer: many compute the next learning rate from the current one, which is in its groups.
 _WITH_OPTIMIZER = ("optimizer", "scheduler")
 
 
@@ -58,13 +58,13 @@ class Parts:
 
 @dataclass
 class Captured:
-    """What was taken of them.
+    """The captured state of :class:`Parts`.
 
     Attributes:
-        tensors: stem of the file name → name → tensor; they are the process's own, nothing is copied.
-        state: what is no tensor file: extra state, groups, schedulers, the scaler.
+        tensors: stem of the file name → name → tensor; not copies.
+        state: everything that is not in files of tensors: extra state, groups, schedulers, the scaler.
         aliases: stem → name of a tied parameter → the name that it is stored under.
-        irregular: optimizer slots not of their parameter's shape.
+        irregular: optimizer slots that do not have the shape of their parameter.
         attachments: further files of the checkpoint.
     """
 
@@ -76,10 +76,10 @@ class Captured:
 
 
 def check_names(given: Collection[str] | None, known: Sequence[str]) -> set[str]:
-    """The parts to be restored: those that were named, or all.
+    """The parts to restore: those given, or all.
 
     Raises:
-        UnknownNameError: a part that nobody knows.
+        UnknownNameError: an unknown part.
     """
     wanted = set(known) if given is None else {given} if isinstance(given, str) else set(given)
     for part in wanted:
@@ -89,7 +89,7 @@ def check_names(given: Collection[str] | None, known: Sequence[str]) -> set[str]
 
 
 def shown(epoch: int, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint as ``on_save_checkpoint`` and ``on_load_checkpoint`` see it; they may change it."""
+    """The checkpoint that is passed to ``on_save_checkpoint`` and ``on_load_checkpoint``, which may change it."""
     return {
         "epoch": epoch,
         "global_step": step,
@@ -115,13 +115,14 @@ def about(
     metrics: Mapping[str, float] | None = None,
     saved_by: str | None = None,
 ) -> dict[str, Any]:
-    """What the manifest says of a checkpoint; see :class:`trainkit.checkpoint.manifest.Manifest`."""
+    """The fields of the manifest; see :class:`trainkit.checkpoint.manifest.Manifest`."""
     return {
         "run_id": run_id,
         "save_counter": save_counter,
         "step": step,
         "epoch": epoch,
-        "position": {name: value for name, value in position.items() if name != "iterable"},  # may be large; in the state
+        # the position of an iterable may be large, and is stored in the state
+        "position": {name: value for name, value in position.items() if name != "iterable"},
         "seed": seed,
         "order_version": ORDER_VERSION,
         "key_version": KEY_VERSION,
@@ -137,12 +138,12 @@ def about(
 
 
 def model_stem(number: int) -> str:
-    """How the files of a model are called: "model", "model_1", …"""
+    """The stem of the files of a model: "model", "model_1", …"""
     return f"model_{number}" if number else "model"
 
 
 def model_stems(files: Collection[str]) -> set[str]:
-    """Those of the models, out of the names of a checkpoint's files."""
+    """The stems of models, from the names of a checkpoint's files."""
     stems = {name.split(".")[0].split("-")[0] for name in files if name.endswith(".safetensors")}
     return {stem for stem in stems if stem == "model" or stem.startswith("model_")}
 
@@ -150,13 +151,13 @@ def model_stems(files: Collection[str]) -> set[str]:
 def capture(
     parts: Parts, *, save: SaveMode = "all", weights_only: bool = False, fingerprints: Mapping[int, str] | None = None
 ) -> Captured:
-    """What a checkpoint holds of the parts.
+    """Capture the parts for a checkpoint.
 
     Args:
         parts: the objects.
         save: all parameters, or the trainable ones.
-        weights_only: leave out optimizers, schedulers and the loss scale.
-        fingerprints: number of the model → that of its frozen parameters, where it is known already.
+        weights_only: skip optimizers, schedulers and the loss scale.
+        fingerprints: index of the model → known fingerprint of its frozen parameters.
     """
     taken = Captured()
     models: list[dict[str, Any]] = []
@@ -192,7 +193,7 @@ def capture(
 
 
 def configurations(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-    """The files that make ``transformers`` open the folder, for a model of its own that is no part of another."""
+    """The files with which ``transformers`` can open the folder, if the model itself is one of its models."""
     own = configs.get("")
     if own is None or own["kind"] != "transformers":
         return {}
@@ -211,21 +212,21 @@ def restore(
     strict: bool = True,
     keep: bool = False,
 ) -> None:
-    """Put back what :func:`capture` took.
+    """Restore the result of :func:`capture`.
 
     Args:
         parts: the objects.
         tensors: stem of the file name → name → tensor.
-        state: what :attr:`Captured.state` was.
-        aliases: likewise.
-        wanted: of "model", "optimizer", "scheduler", "scaler"; others are named in the advice of an error.
+        state: the saved :attr:`Captured.state`.
+        aliases: the saved :attr:`Captured.aliases`.
+        wanted: the parts to restore: "model", "optimizer", "scheduler", "scaler"; other parts only occur in messages.
         what: the checkpoint, for messages.
-        strict: names that are missing or not expected in a model are errors; False: a notice lists them, and optimizers start
-            without state for parameters that were not there.
-        keep: nobody else uses ``tensors`` any more, so that optimizers may keep theirs instead of copying them.
+        strict: missing and unexpected names in a model are errors; False: a notice lists them, and optimizers start without
+            state for new parameters.
+        keep: optimizers may keep ``tensors`` instead of copying them, since they are not used elsewhere any more.
 
     Raises:
-        StateMismatchError: something does not fit; the message lists all of it.
+        StateMismatchError: something does not fit; the message lists all mismatches.
     """
     # everything is compared before anything is changed
     loads: list[Callable[[], list[str]]] = []
@@ -253,7 +254,7 @@ def restore(
 
 @contextmanager
 def _advised(wanted: Collection[str], *parts: str) -> Iterator[None]:
-    """Let an error say how to restore everything but the parts that it is about."""
+    """Add to an error how to restore all other parts."""
     try:
         yield
     except (StateMismatchError, CorruptCheckpointError) as error:
@@ -277,7 +278,7 @@ def _plan_models(
     _same_number("models", parts.models, state["models"], what)
     for number, (model, own) in enumerate(zip(parts.models, state["models"], strict=True)):
         stem = model_stem(number)
-        # which parameters are trained goes with a run, not with weights; but of an adapter's it says which are there
+        # requires_grad belongs to a run, not to weights; but for adapters it says which parameters exist
         trained = own["trained"] if "optimizer" in wanted or own["fingerprint"] is not None else {}
         model_state = ModelState(
             tensors=dict(tensors[stem]), aliases=dict(aliases.get(stem, {})), **{**own, "trained": trained}
@@ -294,7 +295,7 @@ def _plan_optimizers(
     strict: bool,
     keep: bool,
 ) -> tuple[list[Callable[[], list[str]]], list[int]]:
-    """What loads them, and the numbers of those whose groups are, without ``strict``, others than the saved ones."""
+    """Functions that load them, and the indices of those whose groups differ from the saved ones, without ``strict``."""
     _same_number("optimizers", parts.optimizers, state["optimizers"], what)
     loads: list[Callable[[], list[str]]] = []
     regrouped: list[int] = []
@@ -319,10 +320,10 @@ def _plan_optimizers(
 
 
 def _check_schedulers(parts: Parts, state: Mapping[str, Any], what: str, regrouped: Sequence[int]) -> None:
-    """Refuse schedules that are of another class, or whose rates are those of other parameter groups.
+    """Check the classes of the schedulers, and that their learning rates belong to the same parameter groups.
 
     Raises:
-        StateMismatchError: they are.
+        StateMismatchError: they do not match.
     """
     _same_number("schedulers", parts.schedulers, state["schedulers"], what)
     for scheduler, own in zip(parts.schedulers, state["schedulers"], strict=True):

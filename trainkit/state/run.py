@@ -1,4 +1,4 @@
-"""The state of callbacks and loggers, and what a checkpoint holds laid out for writing."""
+"""The state of callbacks and loggers, and the draft of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["drafted", "keyed", "logger_states", "restore_callbacks", "restore_lo
 
 
 def drafted(world: World, content: Content) -> Draft:
-    """A content laid out for writing. Collective: if that fails on one rank, it is an error on all.
+    """Lay out a content for writing. Collective: an error on one rank is raised on all.
 
     Raises:
-        UnsavableError: a value that cannot be stored, with the path to it.
+        UnsavableError: a value cannot be stored; names the path to it.
     """
     drafts: list[Draft] = []
 
@@ -41,9 +41,9 @@ def drafted(world: World, content: Content) -> Draft:
 
 
 def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
-    """What ``on_save_checkpoint`` has added to a checkpoint and cannot be stored, all of it in one error; None if nothing."""
+    """One error for everything that ``on_save_checkpoint`` has added and that cannot be stored; ``None`` if all can."""
     added = {f'checkpoint["{name}"]': value for name, value in state.get("user", {}).items()}
-    given = state.get("hyper_parameters", {})  # without those that cannot be stored; what a hook has added is there too
+    given = state.get("hyper_parameters", {})  # those that cannot be stored are not included, unless a hook has added them
     added |= {f'checkpoint["hyper_parameters"][{name!r}]': value for name, value in given.items()}
     refused = {place: problem for place, value in added.items() if (problem := unsavable(value, place)) is not None}
     if not refused:
@@ -61,7 +61,7 @@ def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
 
 
 def logger_states(loggers: Iterable[Logger]) -> list[dict[str, Any]]:
-    """Where each logger is in its files."""
+    """The state of each logger, such as the position in its files."""
     return [{"kind": type(logger).__name__, "state": logger.state_dict()} for logger in loggers]
 
 
@@ -79,7 +79,7 @@ def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 
 
 def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> None:
-    """Give the callbacks their saved state, and tell which ones do not match."""
+    """Restore the callbacks, and list those without saved state and saved states without a callback."""
     present = keyed(callbacks)
     for key, callback in present.items():
         if saved.get(key):
@@ -93,7 +93,7 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -
 
 
 def restore_loggers(loggers: Iterable[Logger], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give each logger the first saved state of its kind that is left."""
+    """Restore each logger from the first remaining state of its class."""
     left = list(saved)
     for logger in loggers:
         match = next((entry for entry in left if entry["kind"] == type(logger).__name__), None)

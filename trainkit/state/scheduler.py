@@ -1,7 +1,7 @@
-"""The state of a learning rate scheduler as plain values, and back.
+"""Captures the state of a learning-rate scheduler as plain values, and restores it.
 
-torch's own ``state_dict`` and ``load_state_dict`` do the work. What is added: functions are left out, since they are code and
-are there already; a failed load changes nothing; schedulers are compared by class, as ``load_state_dict`` takes anything.
+torch's ``state_dict`` and ``load_state_dict`` do the work. In addition, functions are skipped, since they are code and exist
+already; a failed load changes nothing; and the classes are compared, since ``load_state_dict`` accepts any state.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MISSING = object()
 
 
 def capture_scheduler(scheduler: Any) -> dict[str, Any]:
-    """What is to be saved of a scheduler; chained and wrapped ones included.
+    """Capture the state of a scheduler, which may be chained or wrapped.
 
     Returns:
-        Values that go through tagged JSON. Functions are left out: the scheduler that it is loaded into has its own.
+        Values for tagged JSON. Functions are skipped: the scheduler that loads it has its own.
     """
     bare = _bare(scheduler)
     state = bare.state_dict()
@@ -42,17 +42,17 @@ def capture_scheduler(scheduler: Any) -> dict[str, Any]:
 
 
 def restore_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the checkpoint") -> None:
-    """Put a captured state into a scheduler, through its ``load_state_dict``.
+    """Load a captured state into a scheduler, through its ``load_state_dict``.
 
-    The learning rates themselves are in the optimizer's groups: restore that too.
+    The learning rates are in the optimizer's groups: restore the optimizer, too.
 
     Args:
-        scheduler: made as the saved one was.
-        state: what :func:`capture_scheduler` returned; it is copied.
+        scheduler: a scheduler created like the saved one.
+        state: the result of :func:`capture_scheduler`; it is copied.
         what: what is loaded, for messages.
 
     Raises:
-        StateMismatchError: a scheduler of another class or of other parts, or one that refuses the state. Nothing was changed.
+        StateMismatchError: the scheduler has another class or other parts, or refuses the state. Nothing was changed.
         CorruptCheckpointError: the state is malformed.
     """
     check_scheduler(scheduler, state, what)
@@ -63,7 +63,7 @@ def restore_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the
         undo()
         raise StateMismatchError(
             f"{what}: {type(_bare(scheduler)).__name__}.load_state_dict refused the saved state: {type(error).__name__}: "
-            f"{error}. The scheduler was put back. Build it as it was when it was saved."
+            f"{error}. The scheduler was restored. Build it as it was when it was saved."
         ) from error
 
 
@@ -77,7 +77,7 @@ def _is_scheduler(value: Any) -> bool:
 
 
 def _parts(scheduler: Any) -> list[Any]:
-    """The schedulers that torch's SequentialLR and ChainedScheduler are made of."""
+    """The schedulers inside torch's SequentialLR and ChainedScheduler."""
     parts = getattr(scheduler, "_schedulers", None)
     return [part for part in parts if _is_scheduler(part)] if isinstance(parts, list | tuple) else []
 
@@ -91,7 +91,7 @@ def _is_code(value: Any) -> bool:
 
 
 def _holds_code(value: Any) -> bool:
-    """Whether a value is a function or a list with one: half of a list could not be loaded."""
+    """Whether a value is a function or a list with one: a part of a list could not be loaded."""
     return _is_code(value) or (isinstance(value, list | tuple | set) and any(_holds_code(item) for item in value))
 
 
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the checkpoint") -> None:
-    """Whether :func:`restore_scheduler` would refuse a state for its class or its parts; arguments and errors are the same."""
+    """Check the class and the parts, with the arguments and errors of :func:`restore_scheduler`."""
     sound = isinstance(state, Mapping) and isinstance(state.get("state"), dict) and isinstance(state.get("inner"), dict)
     if not sound or not isinstance(state.get("class"), str):
         raise CorruptCheckpointError(f"{what}: the state of a scheduler is malformed. Use another checkpoint.")
@@ -136,16 +136,16 @@ def _spelt(name: str, chained: Any) -> str:
 
 def _load(scheduler: Any, state: Mapping[str, Any]) -> None:
     inner = {key: getattr(scheduler, key) for key in state["inner"]}
-    scheduler.load_state_dict(copied(state["state"]))  # it keeps what it is given
+    scheduler.load_state_dict(copied(state["state"]))  # the scheduler keeps it
     for key, part in inner.items():
         _load(part, state["inner"][key])
     optimizer = getattr(scheduler, "optimizer", None)
     if state.get("opt_called") is True and optimizer is not None:
-        optimizer._opt_called = True  # else torch warns that no update came before the scheduler's first step
+        optimizer._opt_called = True  # else torch warns that optimizer.step() was not called before
 
 
 def _snapshot(scheduler: Any) -> Callable[[], None]:
-    """How to put a scheduler and its parts back."""
+    """A function that restores a scheduler and its parts."""
     before = dict(vars(scheduler))
     containers = {key: copied(value) for key, value in before.items() if type(value) in (list, dict)}
     below = [_snapshot(part) for part in [*_parts(scheduler), *(v for v in before.values() if _is_scheduler(v))]]

@@ -1,4 +1,4 @@
-"""One object in one file: what ``Accelerator.save`` writes, and ``load`` reads.
+"""One object in one file, for ``Accelerator.save`` and ``load``.
 
 Tensors by name are a plain safetensors file. Anything else is tagged JSON (see :mod:`trainkit.tagged_json.encode`); if there
 are tensors in it, a safetensors file that holds the JSON in its metadata. A tensor of several names is stored once.
@@ -29,16 +29,16 @@ from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
 __all__ = ["load", "read_tensors", "write_object"]
 
 _ALIASES, _VALUE = "trainkit_aliases", "trainkit_value"
-_HERE = ""  # the file that references in the JSON mean
+_HERE = ""  # the file name in the references of the JSON
 _ONE_FILE = 2**63 - 1
 
 
 def write_object(path: Path, value: Any) -> None:
-    """Write an object to a file, which is complete under its name or not there. Folders above it are made.
+    """Write an object to a file, atomically. Parents of the file are created.
 
     Raises:
-        UnsavableError: something in it cannot be stored; names the path to it.
-        CheckpointWriteError: the file cannot be written; what was there is untouched.
+        UnsavableError: something in the object cannot be stored; names the path to it.
+        CheckpointWriteError: the file cannot be written; what was there is unchanged.
     """
     metadata: dict[str, str] = {}
     if _is_flat(value):
@@ -60,7 +60,7 @@ def write_object(path: Path, value: Any) -> None:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether it is what a file of tensors holds: tensors by name."""
+    """Whether the object consists of tensors by name, as a file of tensors does."""
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -69,7 +69,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _lay_out(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, Iterator[memoryview]]:
-    """The first bytes of a file of tensors, and the others."""
+    """The header of a file of tensors, and the rest of its bytes."""
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -91,19 +91,19 @@ def _lay_out(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]
 
 
 def load(f: str | os.PathLike[str], map_location: str | torch.device | None = None) -> Any:
-    """Read what ``Accelerator.save`` has written, or a safetensors file of anybody's. No content is ever code.
+    """Read a file written by ``Accelerator.save``, or any safetensors file. No content is ever code.
 
     Args:
         f: the file. A link is followed.
         map_location: the device for its tensors; default: the CPU.
 
     Returns:
-        The object: of tensors by name a dict, whatever kind of mapping it was. Names of the same tensor have the same one.
+        The object. Any mapping of names to tensors is returned as a dict. Tied names have the same tensor.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: it is neither, or damaged.
-        ConfigurationError: the device is not there.
+        CorruptCheckpointError: the file has another format or is damaged.
+        ConfigurationError: the device is not available.
     """
     device = None if map_location is None else find_device(map_location)
     path, what = _existing(f), str(f)
@@ -119,13 +119,13 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device | None = No
 
 
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file by name, left on the disk until they are used, and which names are those of others.
+    """The tensors of a safetensors file by name, and the names of tied tensors. They stay on the disk until they are used.
 
-    They must not be kept: as long as they are used the file must stay as it is.
+    Do not keep the tensors: the file must not change while they are used.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: it is none of tensors by name, or damaged.
+        CorruptCheckpointError: the file has another format or is damaged.
     """
     found, what = _existing(path), str(path)
     data = read_file(found, os.path.getsize(found), None, what, mapped=True)
@@ -147,10 +147,10 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 
 
 def _is_of_tensors(data: memoryview, what: str) -> bool:
-    """Whether a file is one of tensors, which begins with the length of a header: JSON has no zero bytes.
+    """Whether a file is a safetensors file, which begins with the length of its header: JSON has no zero bytes.
 
     Raises:
-        CorruptCheckpointError: it is a pickle.
+        CorruptCheckpointError: the file is a pickle.
     """
     length, begins = bytes(data[:8]), bytes(data[8:9])
     if begins != b"{" and length.startswith((b"PK\x03\x04", b"\x80")):
@@ -162,7 +162,7 @@ def _is_of_tensors(data: memoryview, what: str) -> bool:
 
 
 def _parts(data: memoryview, what: str) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
-    """The tensors of a file, their further names, and the texts beside them."""
+    """The tensors of a file, the names of tied tensors, and the texts in the header."""
     tensors, metadata = tensors_in(data, what), metadata_in(data, what)
     aliases: Any = strict_json(metadata[_ALIASES].encode(), f"{what}: {_ALIASES}") if _ALIASES in metadata else {}
     sound = isinstance(aliases, dict) and not aliases.keys() & tensors.keys()

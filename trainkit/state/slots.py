@@ -1,4 +1,4 @@
-"""How much an optimizer keeps for its parameters, found by a step of a copy of it over tiny ones."""
+"""The size of an optimizer's state, found by a step of a copy of the optimizer with tiny parameters."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from trainkit.registry import strategy_infos
 
 __all__ = ["bare_copy", "count_slots", "state_bytes"]
 
-# Sizes of the dimensions of a trial: in that of a slot one sees which dimensions of its parameter it has.
+# Sizes of the dimensions of a trial parameter: the size of a slot shows which of these dimensions it has.
 _PRIMES = (3, 5, 7, 11, 13, 17, 19)
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """Another optimizer of the same kind, without state and hooks, and with the same groups as long as it gets no others."""
+    """Another optimizer of the same class with the same groups, without state and hooks."""
     made = twin(optimizer)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(made, name, OrderedDict())  # the user's are called once for each step, not for each part of it
+        setattr(made, name, OrderedDict())  # the user's hooks are called once per step, not for each part of it
     return made
 
 
 def count_slots(optimizer: Optimizer) -> int:
-    """How many tensors of a parameter's size an optimizer keeps for each parameter, of flat float32 ones."""
+    """Number of tensors of a parameter's size in the state of each parameter, for flat float32 parameters."""
     device = optimizer.param_groups[0]["params"][0].device
     if device.type == "meta" or _on_host(optimizer):
         device = torch.device("cpu")
@@ -43,7 +43,7 @@ def _on_host(optimizer: Optimizer) -> bool:
 
 
 def state_bytes(optimizer: Optimizer) -> dict[int, int]:
-    """``id(parameter)`` → the bytes that an optimizer keeps for it. Nothing is made of the parameters' sizes."""
+    """``id(parameter)`` → bytes of its optimizer state. Nothing of the size of the parameters is allocated."""
     found: dict[int, int] = {}
     tried: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -59,20 +59,20 @@ def state_bytes(optimizer: Optimizer) -> dict[int, int]:
 def _trial(
     optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> list[Tensor]:
-    """What an optimizer keeps for a parameter of that shape after a step."""
+    """The state of a parameter with this shape after a step."""
     trial = bare_copy(optimizer)
     parameter = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
     parameter.grad = torch.ones_like(parameter)
     trial.param_groups = [{**group, "params": [parameter]}]
-    with torch.random.fork_rng(devices=[]), torch.device(device):  # whatever the default is
-        if isinstance(trial, torch.optim.Adagrad):  # which makes its state at construction
+    with torch.random.fork_rng(devices=[]), torch.device(device):  # regardless of the default device
+        if isinstance(trial, torch.optim.Adagrad):  # which creates its state in the constructor
             trial.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.ones_like(parameter)}
         trial.step()
     return [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
 
 
 def _scaled(slot: Tensor, shape: torch.Size) -> int:
-    """The elements that a slot of a trial has for a parameter of that shape."""
+    """Number of elements of a trial's slot for a parameter with this shape."""
     if slot.ndim == 0:
         return 1
     return math.prod(size for size, prime in zip(shape, _PRIMES, strict=False) if slot.numel() % prime == 0)

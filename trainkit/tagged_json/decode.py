@@ -1,4 +1,4 @@
-"""Decoding the tags of ``trainkit.tagged_json.encode``, from a text that nobody vouches for."""
+"""Decodes the tags of ``trainkit.tagged_json.encode``; the text is not trusted."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SCALARS: dict[str, type[np.generic]] = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 } | {"bool": np.bool_, "str": np.str_, "bytes": np.bytes_}
-_MAX_ALIKE = 200  # keys with the same hash; each costs a comparison with all before it
+_MAX_ALIKE = 200  # keys with the same hash; each is compared with all before it
 
 
 class Decoder:
-    """One call of ``loads``. Tags are decoded the innermost first, so a payload's own parts are final already."""
+    """One call of ``loads``. Inner tags are decoded first, so the parts of a payload are decoded already."""
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], what: str, unregistered: bool = False) -> None:
         self._tensors, self._what, self._unregistered = tensors, what, unregistered
@@ -39,7 +39,7 @@ class Decoder:
         self._decode: dict[str, Callable[[Any], Any]] = {
             "$array": self._array,
             "$bytearray": lambda v: bytearray(_base64(v)),
-            "$bytes": lambda v: _base64(v),
+            "$bytes": _base64,
             "$complex": lambda v: complex(*_list(v, float, 2)),
             "$counter": lambda v: Counter(_pairs(v)),
             "$date": lambda v: date.fromisoformat(_text(v)),
@@ -49,7 +49,7 @@ class Decoder:
             "$float": lambda v: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[_text(v)],
             "$frozenset": lambda v: _set(v, frozenset),
             "$int": lambda v: int(_text(v), 16),
-            "$map": lambda v: _pairs(v),
+            "$map": _pairs,
             "$path": lambda v: Path(_text(v)),
             "$registered": self._registered,
             "$scalar": _scalar,
@@ -60,7 +60,7 @@ class Decoder:
         }
 
     def object(self, value: dict[str, Any]) -> Any:
-        """What an object of the text stands for."""
+        """The value of a JSON object."""
         for key in value:
             if key[:1] == "$":
                 break
@@ -81,7 +81,7 @@ class Decoder:
         except CheckpointError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            # torch and numpy say in several ways that they cannot make sense of a value
+            # torch and numpy refuse values with several kinds of errors
             raise CorruptCheckpointError(f"{self._what}: malformed {tag} ({type(error).__name__}: {error!s:.200})") from error
 
     def _registered(self, payload: Any) -> Any:
@@ -136,7 +136,7 @@ def _base64(value: Any) -> bytes:
 
 
 def _check_hashes(keys: Iterable[Any], count: int) -> None:
-    """Numbers can be chosen so that all have one hash, and a dict of n of them takes n² comparisons."""
+    """A file may contain numbers chosen to have the same hash, and a dict of n of them takes n² comparisons."""
     if count > _MAX_ALIKE and max(Counter(map(hash, keys)).values()) > _MAX_ALIKE:
         raise ValueError("keys that were chosen to have the same hash")
 

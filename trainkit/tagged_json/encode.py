@@ -1,12 +1,12 @@
-"""State that is not tensors as strict JSON: plain values as they are, everything else as an object with one tag.
+"""State that is not tensors as strict JSON: plain values unchanged, everything else as an object with one tag.
 
-Comes back as it was: ``None``, bool, int, float, str, complex, bytes, bytearray, tuples, lists, sets, frozensets,
-dicts with keys of any kind, ``Counter``, datetime, date, timedelta, ``torch.dtype``, ``torch.device``, numpy scalars
-and arrays, tensors, values of types that ``trainkit.checkpoint.register`` was told of. Comes back as something plainer:
-dict subclasses, dataclass instances and Namespace as dicts, OmegaConf's containers as dicts and lists, namedtuples and
-``torch.Size`` as tuples, int and str enums as their values, parameters as tensors. Anything else is an ``UnsavableError``
-that names the path to it. Reading builds nothing but these: no name in the text is ever looked up, except among the types
-that the running program has registered.
+Restored with the same type: ``None``, bool, int, float, str, complex, bytes, bytearray, tuples, lists, sets, frozensets,
+dicts with keys of any type, ``Counter``, datetime, date, timedelta, ``torch.dtype``, ``torch.device``, numpy scalars and
+arrays, tensors, values of types passed to ``trainkit.checkpoint.register``. Restored as a plainer type: dict subclasses,
+dataclass instances and Namespace as dicts, OmegaConf containers as dicts and lists, namedtuples and ``torch.Size`` as tuples,
+int and str enums as their values, parameters as tensors. Anything else is an ``UnsavableError`` that names the path to it.
+Reading creates only these types: no name in the text is ever looked up, except among the types that the running program has
+registered.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from trainkit.tagged_json.tensors import tensor_problem
 
 __all__ = ["dumps", "loads", "unsavable"]
 
-_PLAIN_INT = 1 << 1024  # larger ones in hexadecimal, which takes linear time to read
+_PLAIN_INT = 1 << 1024  # larger integers are written in hexadecimal, which takes linear time to read
 _TEXTS = frozenset({str, bool, type(None)})
-# The keys of a dict and the elements of a set must be hashable when they come back, so not every value will do.
+# Keys of a dict and elements of a set must still be hashable when they are restored.
 _HASHABLE = (
     *(type(None), int, float, str, bytes, complex, np.generic),
     *(torch.dtype, torch.device, PurePath, datetime, date, timedelta),
@@ -51,14 +51,14 @@ def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetens
     """Encode a value as tagged JSON.
 
     Args:
-        value: what to store; see the module for what may be in it.
-        tensors: gets the tensors and numpy arrays that are found, by a key made of the path to each, such as
+        value: the value; see the module docstring for supported types.
+        tensors: receives the tensors and numpy arrays in the value, by a key made of the path to each, such as
             ``"callbacks/EarlyStopping/best_score"``. They share the memory of those in ``value`` where possible.
         file: the file that will hold ``tensors``.
-        where: what ``value`` is called in messages; ``"state"`` if empty.
+        where: the name of ``value`` in messages; ``"state"`` if empty.
 
     Returns:
-        ASCII text, the same for equal values whatever the order of their sets.
+        ASCII text; equal values give the same text, regardless of the order of their sets.
 
     Raises:
         UnsavableError: something in it cannot be stored; names the path, such as ``state["callbacks"]["Mine"]["fn"]``.
@@ -75,7 +75,7 @@ def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetens
 
 
 def unsavable(value: Any, where: str) -> tuple[str, type] | None:
-    """Why ``dumps`` would refuse a value, and the type that it cannot store; None if it would not."""
+    """Why ``dumps`` would refuse a value, and the type that it cannot store; ``None`` if it can store the value."""
     encoder = _Encoder({}, "state.safetensors", where)
     try:
         encoder.plain(value, 0)
@@ -87,19 +87,18 @@ def unsavable(value: Any, where: str) -> tuple[str, type] | None:
 def loads(
     data: bytes | memoryview, tensors: Mapping[str, Mapping[str, Tensor]], what: str, *, unregistered: bool = False
 ) -> Any:
-    """Decode what ``dumps`` has made.
+    """Decode the result of ``dumps``.
 
     Args:
         data: the text.
-        tensors: file name → key → tensor, for what the text refers to. Tensors come back as these very objects and
-            arrays as views of them.
-        what: the file, for the message.
-        unregistered: a value of a type that is not registered comes back as ``registered.Unregistered``, and no value is
-            decoded by its type.
+        tensors: file name → key → tensor, for the references in the text. Tensors are returned as these same objects, arrays
+            as views of them.
+        what: the file, for messages.
+        unregistered: return values of registered types as ``registered.Unregistered``; no ``decode`` is called.
 
     Raises:
-        CorruptCheckpointError: it is malformed, or refers to a tensor that is not there.
-        CheckpointError: a value of a type that is not registered, or whose ``decode`` failed.
+        CorruptCheckpointError: the text is malformed, or refers to a tensor that is not there.
+        CheckpointError: it has a value of a type that is not registered, or a ``decode`` failed.
     """
     return strict_json(data, what, Decoder(tensors, what, unregistered).object)
 
@@ -109,17 +108,17 @@ class _Encoder:
 
     def __init__(self, tensors: dict[str, Tensor], file: str, where: str) -> None:
         self._tensors, self._file, self._where = tensors, file, where
-        self.refused: type = object  # the type of what cannot be stored
+        self.refused: type = object  # the type that cannot be stored
         self._path: list[Any] = []
-        self._around: set[int] = set()  # ids of the containers that the value is in
-        self._stored: dict[int, tuple[str, object]] = {}  # id → reference, and the object so that the id stays its own
+        self._around: set[int] = set()  # ids of the containers around the value
+        self._stored: dict[int, tuple[str, object]] = {}  # id → reference, and the object, so that its id is not used again
 
     def refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         keys = "".join(f"[{json.dumps(k) if isinstance(k, str) else _word(k)}]" for k in self._path[:MAX_DEPTH])
         raise UnsavableError(f"{self._where}{keys:.2000} cannot be stored: {reason}") from cause
 
     def plain(self, value: Any, depth: int) -> Any:
-        """The value as the ``json`` module takes it."""
+        """The value in the form that the ``json`` module accepts."""
         kind = type(value)
         if value is None or kind is str or kind is bool:
             return value
@@ -140,16 +139,11 @@ class _Encoder:
         return self.other(value, depth)
 
     def tag(self, name: str, payload: Any, depth: int) -> dict[str, Any]:
-        if depth + 1 + isinstance(payload, list) > MAX_DEPTH:
-            self.refuse(f"it is nested more than {MAX_DEPTH} deep")
+        self.check_depth(depth + isinstance(payload, list))
         return {f"${name}": payload}
 
     def registered(self, value: Any, own: Registration, depth: int) -> Any:
-        if id(value) in self._around:
-            self.refuse("it contains itself")
-        if depth >= MAX_DEPTH:
-            self.refuse(f"it is nested more than {MAX_DEPTH} deep")
-        self._around.add(id(value))
+        self.enter(value, depth)
         try:
             encoded = own.encode(value)
         except Exception as error:
@@ -161,12 +155,18 @@ class _Encoder:
 
     # ----------------------------------------------------------------------------------------------- containers
 
-    def container(self, value: Any, depth: int) -> Any:
+    def enter(self, value: Any, depth: int) -> None:
         if id(value) in self._around:
             self.refuse("it contains itself")
+        self.check_depth(depth)
+        self._around.add(id(value))
+
+    def check_depth(self, depth: int) -> None:
         if depth >= MAX_DEPTH:
             self.refuse(f"it is nested more than {MAX_DEPTH} deep")
-        self._around.add(id(value))
+
+    def container(self, value: Any, depth: int) -> Any:
+        self.enter(value, depth)
         result: Any
         if isinstance(value, Counter):
             result = self.tag("counter", self.pairs(value, depth + 2), depth)
@@ -179,7 +179,7 @@ class _Encoder:
         elif isinstance(value, (set, frozenset)):
             for element in value:
                 self.check_hashable(element, "element of a set")
-            # in an order of their own: that of a set changes from process to process
+            # sorted, since the order of a set differs between processes
             elements = sorted((self.plain(element, depth + 2) for element in value), key=json.dumps)
             result = self.tag("set" if isinstance(value, set) else "frozenset", elements, depth)
         elif is_dataclass(value):
@@ -190,8 +190,7 @@ class _Encoder:
         return result
 
     def items(self, values: list[Any] | tuple[Any, ...], depth: int) -> Any:
-        if depth >= MAX_DEPTH:
-            self.refuse(f"it is nested more than {MAX_DEPTH} deep")
+        self.check_depth(depth)
         if _all_plain(values):
             return values
         result = []
@@ -213,8 +212,7 @@ class _Encoder:
         return result
 
     def pairs(self, value: Mapping[Any, Any], depth: int) -> list[list[Any]]:
-        if depth >= MAX_DEPTH:
-            self.refuse(f"it is nested more than {MAX_DEPTH} deep")
+        self.check_depth(depth)
         result = []
         for key, item in value.items():
             self._path.append(key)
@@ -233,7 +231,7 @@ class _Encoder:
     # -------------------------------------------------------------------------------------------------- leaves
 
     def tensor(self, value: Tensor, owner: object) -> str:
-        """Put a tensor among those to be stored, once for each ``owner``; the reference to it."""
+        """Add a tensor to those to be stored, once for each ``owner``. Returns the reference to it."""
         if (known := self._stored.get(id(owner))) is not None:
             return known[0]
         if problem := tensor_problem(value):
@@ -260,42 +258,52 @@ class _Encoder:
             self.refuse(f"torch has no dtype for a numpy array of {value.dtype}; store tolist(), or an array of numbers")
         return self.tensor(tensor, value)
 
+    def numpy_scalar(self, value: np.generic, depth: int) -> Any:
+        # str and bytes directly: item() removes zeros at their end
+        text = next((base for base in (str, bytes) if isinstance(value, base)), None)
+        name = text.__name__ if text else value.dtype.name
+        if name not in SCALARS:
+            self.refuse(f"it is a numpy.{type(value).__name__}; store item() of it")
+        return self.tag("scalar", [name, self.plain(_exact(value, text) if text else value.item(), depth + 2)], depth)
+
     def other(self, value: Any, depth: int) -> Any:
-        kind = type(value)
         if isinstance(value, np.generic):
-            # str and bytes by themselves: item() cuts zeros off their end
-            text = next((base for base in (str, bytes) if isinstance(value, base)), None)
-            name = text.__name__ if text else value.dtype.name
-            if name not in SCALARS:
-                self.refuse(f"it is a numpy.{kind.__name__}; store item() of it")
-            return self.tag("scalar", [name, self.plain(_exact(value, text) if text else value.item(), depth + 2)], depth)
+            return self.numpy_scalar(value, depth)
         if isinstance(value, Enum) and not isinstance(value, (int, str)):
-            self.refuse(f"it is {with_article(kind.__name__)}; store its .value")
+            self.refuse(f"it is {with_article(type(value).__name__)}; store its .value")
         for base in (str, int, float):
             if isinstance(value, base):
                 return self.plain(_exact(value, base), depth)
-        if kind is complex:
+        if type(value) is complex:
             return self.tag("complex", [self.plain(value.real, depth + 2), self.plain(value.imag, depth + 2)], depth)
-        if kind in (bytes, bytearray):
-            return self.tag(kind.__name__, base64.b64encode(value).decode("ascii"), depth)
-        if isinstance(value, type(PurePath())):
-            return self.tag("path", value.as_posix(), depth)
-        if isinstance(value, torch.dtype):
-            return self.tag("dtype", str(value).removeprefix("torch."), depth)
-        if isinstance(value, torch.device):
-            return self.tag("device", str(value), depth)
-        if kind is datetime or kind is date:
-            return self.tag(kind.__name__, value.isoformat(), depth)
-        if kind is timedelta:
-            return self.tag("timedelta", [value.days, value.seconds, value.microseconds], depth)
+        if (leaf := _leaf(value)) is not None:
+            return self.tag(*leaf, depth)
         if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))):
             return self.container(value, depth)
-        self.refused = kind
+        self.refused = type(value)
         self.refuse(_advice(value))
 
 
+def _leaf(value: Any) -> tuple[str, Any] | None:
+    """The tag and the payload of a value without parts; ``None`` for other values."""
+    kind = type(value)
+    if kind in (bytes, bytearray):
+        return kind.__name__, base64.b64encode(value).decode("ascii")
+    if isinstance(value, type(PurePath())):
+        return "path", value.as_posix()
+    if isinstance(value, torch.dtype):
+        return "dtype", str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return "device", str(value)
+    if kind in (datetime, date):
+        return kind.__name__, value.isoformat()
+    if kind is timedelta:
+        return "timedelta", [value.days, value.seconds, value.microseconds]
+    return None
+
+
 def _all_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether ``json`` can take the values as they are; told by a few passes in C, for long lists of numbers."""
+    """Whether ``json`` accepts the values unchanged; checked by a few passes in C, for long lists of numbers."""
     kinds = set(map(type, values))
     if kinds <= _TEXTS:
         return True
@@ -305,7 +313,7 @@ def _all_plain(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _exact(value: Any, base: type) -> Any:
-    """The value without its subclass, whatever the subclass makes of ``str()`` or ``int()``."""
+    """The value as its base class, even if the subclass overrides ``str()`` or ``int()``."""
     convert: dict[type, Callable[[Any], Any]] = {
         str: str.__str__,
         int: int.__int__,
@@ -322,7 +330,7 @@ def _advice(value: Any) -> str:
     if isinstance(value, torch.Generator):
         return "it is a torch.Generator; store its get_state()"
     if callable(value):
-        return f"it is code ({getattr(value, '__qualname__', kind)}); leave it out and make it anew when the state is loaded"
+        return f"it is code ({getattr(value, '__qualname__', kind)}); leave it out and create it again when the state is loaded"
     if isinstance(value, Iterable):
         return f"it is {with_article(kind)}; store list(…) of it"
     return (

@@ -15,9 +15,9 @@ def is_omegaconf(value: Any) -> bool:
 
 
 def plain_container(value: Any) -> Any:
-    """The container as dicts and lists with its interpolations resolved; all unresolved if one of them cannot be.
+    """The container as dicts and lists. Interpolations are resolved, or none of them if one cannot be resolved.
 
-    Missing values are ``"???"``, enums their names, structured configurations dicts.
+    Missing values become ``"???"``, enums their names, structured configurations dicts.
     """
     omegaconf = sys.modules["omegaconf"]
     convert = omegaconf.OmegaConf.to_container

@@ -1,4 +1,4 @@
-"""Types that a program adds to those that checkpoints store: ``trainkit.checkpoint.register``."""
+"""``trainkit.checkpoint.register``: lets checkpoints store values of further types."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Registration:
     """How a type is stored.
 
     Attributes:
-        name: of the type, in checkpoints.
+        name: the name of the type in checkpoints.
         kind: the type.
-        encode: makes of a value what a checkpoint can hold.
-        decode: makes a value of that again.
+        encode: converts a value to something that a checkpoint can hold.
+        decode: converts that back.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Unregistered(NamedTuple):
     """A placeholder for a value of a registered type, for readers that do not need the value and have not registered the type.
 
     Attributes:
-        name: of the type, in the checkpoint.
-        value: what it was encoded to.
+        name: the name of the type in the checkpoint.
+        value: what ``encode`` returned.
     """
 
     name: str
@@ -67,7 +67,7 @@ def register(
     name: str | None = None,
     replace: bool = False,
 ) -> None:
-    """Let checkpoints store values of a type of your own, wherever they are: hyper-parameters, the state of callbacks.
+    """Let checkpoints store values of your own type, in hyper-parameters, the state of callbacks or anywhere else.
 
     Call it where the type is defined, so that every program that saves or loads such a checkpoint has called it. No code is
     stored: a checkpoint holds the name and what ``encode`` returned, and only a type that the running program has registered
@@ -83,14 +83,25 @@ def register(
         decode: called with what ``encode`` returned; returns the value.
         name: the name of the type in checkpoints (default: its module and its name). Give one, and keep it, if the class may
             be moved or renamed, or is defined in a script.
-        replace: take the place of an earlier registration of the type, or of the name; for notebooks.
+        replace: replace an earlier registration of the type or the name; for notebooks.
 
     Raises:
-        ConfigurationError: an argument of another kind, or a type or a name that is registered already.
+        ConfigurationError: an argument has the wrong type, or the type or the name is registered already.
     """
-    kind = type
+    _check_arguments(type, encode, decode, name)
+    name = name or qualified_name(type)
+    earlier = [own for own in (_by_kind.get(type), _by_name.get(name)) if own is not None]
+    if earlier and not replace:
+        raise _registered_already(type, name, earlier[0])
+    for own in earlier:
+        _by_kind.pop(own.kind, None)
+        _by_name.pop(own.name, None)
+    _by_kind[type] = _by_name[name] = Registration(name, type, encode, decode)
+
+
+def _check_arguments(kind: Any, encode: Any, decode: Any, name: Any) -> None:
     example = "trainkit.checkpoint.register(Vocabulary, encode=Vocabulary.to_dict, decode=Vocabulary.from_dict)"
-    if not isinstance(kind, builtins.type):
+    if not isinstance(kind, type):
         raise ConfigurationError(f"register: expected a class, got {kind!r}. Fix: {example}")
     if kind in _STORED:
         raise ConfigurationError(f"register: {kind.__qualname__} is stored already, as it is. Fix: remove the call.")
@@ -99,31 +110,28 @@ def register(
             raise ConfigurationError(f"register: expected a function for {what}, got {function!r}. Fix: {example}")
     if name is not None and (not isinstance(name, str) or not name):
         raise ConfigurationError(f"register: expected name to be a text, got {name!r}. Fix: name='my_project.Vocabulary'")
-    name = name or qualified_name(kind)
-    earlier = [own for own in (_by_kind.get(kind), _by_name.get(name)) if own is not None]
-    if earlier and not replace:
-        same = earlier[0].kind is kind
-        raise ConfigurationError(
-            f"register: {qualified_name(kind)} is registered already"
-            + (f", as {earlier[0].name!r}" if same and earlier[0].name != name else "")
-            + (". " if same else f": the name {name!r} belongs to another class, {earlier[0].kind!r}. ")
-            + "Call register once for each type, where it is defined; "
-            + ("or, to take the place of the first call: " if same else "give it a name of its own: name='...'; or: ")
-            + "register(..., replace=True)"
-        )
-    for own in earlier:
-        _by_kind.pop(own.kind, None)
-        _by_name.pop(own.name, None)
-    _by_kind[kind] = _by_name[name] = Registration(name, kind, encode, decode)
+
+
+def _registered_already(kind: builtins.type[Any], name: str, earlier: Registration) -> ConfigurationError:
+    if earlier.kind is kind:
+        reason = f", as {earlier.name!r}. " if earlier.name != name else ". "
+        fix = "or, to take the place of the first call: "
+    else:
+        reason = f": the name {name!r} belongs to another class, {earlier.kind!r}. "
+        fix = "give it a name of its own: name='...'; or: "
+    return ConfigurationError(
+        f"register: {qualified_name(kind)} is registered already{reason}Call register once for each type, where it is defined; "
+        f"{fix}register(..., replace=True)"
+    )
 
 
 def registration_of(kind: builtins.type[Any]) -> Registration | None:
-    """How values of exactly this type are stored; None if it is not registered."""
+    """The registration of exactly this type; ``None`` if it is not registered."""
     return _by_kind.get(kind)
 
 
 def registration_named(name: str) -> Registration | None:
-    """The registration that has this name in checkpoints."""
+    """The registration with this name in checkpoints; ``None`` if there is none."""
     return _by_name.get(name)
 
 

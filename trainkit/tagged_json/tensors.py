@@ -1,4 +1,4 @@
-"""Which tensors can be stored: a dense layout, a dtype of the safetensors format, and values."""
+"""Which tensors can be stored: those with a dense layout, a dtype of the safetensors format, and values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardedTensor(Tensor):
-    """A tensor of a checkpoint that no rank holds whole: only its shape and dtype, on the meta device, and how to gather it.
+    """A tensor of a checkpoint that no rank holds whole: its shape and dtype on the meta device, and how to gather it.
 
     Attributes:
         collect: collective; called on all ranks with the rank that needs the tensor. Returns the tensor there and ``None`` on
@@ -68,7 +68,7 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
 
 def tensor_problem(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be stored, with what to do about it; None if it can."""
+    """Why a tensor cannot be stored, with the fix; ``None`` if it can."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"it is {with_article(type(tensor).__name__)}, which stands for other tensors; store those"
     if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):

@@ -23,7 +23,7 @@ from helpers.support import without_gloo
 from helpers.worlds.worlds import start_world
 
 from trainkit.distributed.channel import Channel
-from trainkit.distributed.failure_report import install, report_failure
+from trainkit.distributed.failure_report import FailureReport, report_failure
 from trainkit.distributed.watchdog import Watchdog
 from trainkit.distributed.world import World
 
@@ -51,7 +51,7 @@ class Member:
         self.world.channel = self.channel
         self.watchdog = Watchdog(self.channel, grace=grace)
         self.watchdog.folder = folder
-        self.endings = install(self.world)
+        self.endings = FailureReport(self.channel)
 
     def run(self, work: Callable[[], Any], tear_down: Callable[[], Any] = lambda: None) -> Any:
         """As a run of the Trainer."""

@@ -16,13 +16,13 @@ __all__ = ["Shared", "all_at_once", "star"]
 
 
 class Shared:
-    """Gives the value of rank 0 to all, as the collective does."""
+    """Returns the value of rank 0 on all ranks, like ``World.from_main``."""
 
     def __init__(self) -> None:
         self._value: Future[Any] = Future()
 
     def of(self, rank: int) -> Callable[[Any], Any]:
-        """As seen from one rank."""
+        """The function for one rank."""
 
         def share(value: Any) -> Any:
             if rank == 0:
@@ -33,14 +33,14 @@ class Shared:
 
 
 def all_at_once(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What ``work(rank)`` returned for each rank; each is called in a thread of its own."""
+    """Call ``work(rank)`` for each rank in a thread of its own. Returns the results in rank order."""
     with ThreadPoolExecutor(size) as pool:
         return [future.result(PATIENCE) for future in [pool.submit(work, rank) for rank in range(size)]]
 
 
 @contextmanager
 def star(size: int, **options: Any) -> Iterator[list[Channel]]:
-    """The channels of so many ranks; afterwards no thread of theirs may be left."""
+    """The channels of ``size`` ranks. Afterwards none of their threads may be left."""
     shared = Shared()
     channels = all_at_once(size, lambda rank: Channel.open(rank, size, "127.0.0.1", shared.of(rank), **options))
     try:

@@ -1,6 +1,6 @@
-"""A world of threads: for code that talks to other processes through ``World.exchange`` only. It costs next to nothing.
+"""Ranks that are threads of this process, for code that talks to other ranks only through its ``World`` or ``Team``.
 
-``together(3, function, *args)`` calls ``function(world, *args)`` in three threads, each with the ``World`` of a rank.
+``run_threads(3, function, *args)`` calls ``function(world, *args)`` in three threads, each with the ``World`` of a rank.
 """
 
 from __future__ import annotations
@@ -9,77 +9,156 @@ import copy
 import json
 import threading
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
+import torch
 from helpers.patience import PATIENCE
+from torch import Tensor
 
-from trainkit.distributed.world import World
+from trainkit.distributed.collective_tracker import CollectiveTracker
+from trainkit.distributed.failure import Runs
+from trainkit.distributed.world import Team, World
+from trainkit.strategy import Strategy
 from trainkit.tagged_json.message import from_bytes, to_bytes
 
-__all__ = ["Peer", "together"]
+__all__ = ["FakeWorld", "GoneError", "ThreadStrategy", "run_teams", "run_threads", "try_teams", "try_threads"]
 
 
-class _Meeting:
+class GoneError(Exception):
+    """Another rank has ended."""
+
+
+class _Hub:
+    """Gives the values of all ranks to all ranks."""
+
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
-        self.given: list[Any] = [None] * size
+        self.size = size
+        self._given: dict[str, dict[int, Any]] = {}
+        self._gone: set[int] = set()
+        self._changed = threading.Condition()
+
+    def exchange(self, rank: int, key: str, value: Any) -> list[Any]:
+        """The values of all ranks.
+
+        Raises:
+            GoneError: a rank has ended before it gave its value.
+        """
+        end = monotonic() + PATIENCE
+        with self._changed:
+            given = self._given.setdefault(key, {})
+            assert rank not in given, f"rank {rank} has used {key} before"
+            given[rank] = value
+            self._changed.notify_all()
+            while len(given) < self.size:
+                if self._gone - given.keys():
+                    raise GoneError(f"rank {min(self._gone - given.keys())} has ended")
+                assert self._changed.wait(end - monotonic()), f"rank {rank} waits for {key} in vain"
+        return [given[other] for other in range(self.size)]
+
+    def leave(self, rank: int) -> None:
+        """A rank has ended."""
+        with self._changed:
+            self._gone.add(rank)
+            self._changed.notify_all()
 
 
-class Peer(World):
-    """One of several threads that act as processes.
+class _Channel:
+    """What teams need of a channel."""
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self._hub, self._rank = hub, rank
+        self.collectives, self.runs = CollectiveTracker(), Runs()
+        self.runs.begin()
+
+    def exchange(
+        self,
+        key: str,
+        value: Any,
+        looking: Callable[[], None] | None = None,
+        complete: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        found = self._hub.exchange(self._rank, key, json.dumps(value))
+        if complete is not None:
+            complete()
+        return [json.loads(text) for text in found]
+
+
+class FakeWorld(World):
+    """The ``World`` of a rank that is a thread.
 
     Attributes:
-        exchanges: how often it has met the others.
+        exchanges: number of exchanges so far, those of teams not counted.
     """
 
-    def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
-        super().__init__(rank, size)
-        self._meeting = meeting
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        super().__init__(rank, hub.size, channel=_Channel(hub, rank))  # type: ignore[arg-type]
+        self._hub = hub
         self.exchanges = 0
 
     def exchange(self, value: Any) -> list[Any]:
-        return [json.loads(text) for text in self._met(json.dumps(value))]
+        return [json.loads(text) for text in self._all(json.dumps(value))]
 
     def exchange_state(self, value: Any) -> list[Any]:
-        return [from_bytes(data) for data in self._met(to_bytes(value))]
+        return [from_bytes(data) for data in self._all(to_bytes(value))]
 
     def exchange_user_objects(self, value: Any) -> list[Any]:
-        return copy.deepcopy(self._met(value))
+        return copy.deepcopy(self._all(copy.deepcopy(value)))
 
-    def _met(self, value: Any) -> list[Any]:
+    def rows(self, values: Any) -> list[list[float]]:
+        return self.exchange([float(value) for value in values])
+
+    def _all(self, value: Any) -> list[Any]:
         self.exchanges += 1
-        meeting = self._meeting
-        meeting.given[self.rank] = value
-        meeting.barrier.wait(PATIENCE)
-        given = copy.deepcopy(meeting.given)
-        meeting.barrier.wait(PATIENCE)
-        return given
+        return self._hub.exchange(self.rank, f"world/{self.exchanges}", value)
 
 
-def together(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function(world, *args)`` came to on each of ``size`` threads.
+class ThreadStrategy(Strategy):
+    """A strategy on the CPU whose ranks are the threads of a :class:`FakeWorld`."""
 
-    Raises:
-        BaseException: what a thread has raised; the others then end as well.
-    """
-    meeting = _Meeting(size)
+    def __init__(self, world: World) -> None:
+        super().__init__("cpu")
+        self.world = world
+
+    def all_gather(self, data: Tensor, sync_grads: bool = False, alike: bool = False) -> Tensor:
+        return torch.stack([torch.tensor(one, dtype=data.dtype) for one in self.world.exchange(data.tolist())])
+
+
+def try_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(world, *args)`` in ``size`` threads; for each rank what it returned, or the exception that it raised."""
+    hub = _Hub(size)
     results: list[Any] = [None] * size
-    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(Peer(rank, size, meeting), *args)
+            results[rank] = function(World() if size == 1 else FakeWorld(hub, rank), *args)
         except BaseException as error:
-            if not isinstance(error, threading.BrokenBarrierError):
-                errors.append(error)
-            meeting.barrier.abort()
+            results[rank] = error
+        hub.leave(rank)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    assert not meeting.barrier.broken, "the threads did not all come to the same exchanges"
+    end = monotonic() + PATIENCE
+    for rank, thread in enumerate(threads):
+        thread.join(max(0.0, end - monotonic()))
+        assert not thread.is_alive(), f"rank {rank} hangs; results of the other ranks: {results}"
     return results
+
+
+def run_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """:func:`try_threads`, but raises if a rank did: the exception of the first that did not only miss another rank."""
+    results = try_threads(size, function, *args)
+    for error in sorted((r for r in results if isinstance(r, BaseException)), key=lambda r: isinstance(r, GoneError)):
+        raise error
+    return results
+
+
+def try_teams(size: int, function: Callable[[Team], Any]) -> list[Any]:
+    """:func:`try_threads` with the same ``Team`` of each rank instead of its ``World``."""
+    return try_threads(size, lambda world: function(world.team("team")))
+
+
+def run_teams(size: int, function: Callable[[Team], Any]) -> list[Any]:
+    """:func:`run_threads` with the same ``Team`` of each rank instead of its ``World``."""
+    return run_threads(size, lambda world: function(world.team("team")))

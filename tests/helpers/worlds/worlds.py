@@ -1,9 +1,8 @@
 """Tests on several real processes.
 
-``@pytest.mark.world_size(n)`` runs the body of a test in ``n`` fresh processes, each with the variables that torchrun sets,
-so that ``Trainer(strategy="ddp")`` in it is one of ``n``. :func:`run_world` does the same for a function, and returns what
-each process returned. The processes are forked from a server that has imported torch and trainkit and done nothing else:
-about 30 ms each.
+``@pytest.mark.world_size(n)`` runs the body of a test in ``n`` new processes with the variables that torchrun sets, so that
+``Trainer(strategy="ddp")`` in it is one of ``n``. :func:`run_world` does the same for a function, and returns the result of
+each process. The processes are forked from a server that has only imported torch and trainkit: about 30 ms each.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ _PRELOAD = [
     "trainkit.strategies.ddp.ddp_strategy",
     "trainkit.strategies.zero.zero_strategy",
     "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # which takes over a second, and is imported late
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # its import takes over a second
     "pytest",
     "helpers.runs.tiny",
 ]
 if importlib.util.find_spec("torch_xla") is not None:  # in the environment of `make test-xla`; see xla_runs.py
     _PRELOAD += ["torch_xla", "torch_xla.core.xla_model", "torch_xla.distributed.spmd"]
-_SHOW = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # makes a process, or a child that was forked from it, write its stacks
+_SHOW = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # makes a process and its forked children write their stacks
 
 
 class WorldError(AssertionError):
-    """What went wrong in the processes of a world."""
+    """An error in the processes of a world."""
 
 
 class World:
@@ -60,14 +59,14 @@ class World:
 
     Args:
         size: number of processes.
-        where: the function, as :func:`where_is` has it.
-        args: of the function.
-        env: variables that the processes get.
-        launched: they get the variables that torchrun sets too.
-        log: a file for what they print, else it goes where the tests' own output went when the first world was made.
+        where: the function, as returned by :func:`where_is`.
+        args: the arguments of the function.
+        env: environment variables of the processes.
+        launched: also set the variables that torchrun sets.
+        log: a file for the output; default: where the output of the tests went when the first world was created.
 
     Attributes:
-        processes: in the order of their ranks.
+        processes: the processes, in rank order.
     """
 
     def __init__(
@@ -104,10 +103,10 @@ class World:
             self._pipes.append(ours)
 
     def results(self, patience: float = PATIENCE) -> list[Any]:
-        """What the function returned in each process.
+        """The result of the function in each process.
 
         Raises:
-            WorldError: it raised in one, with all tracebacks; a process ended by itself; or they hang.
+            WorldError: it raised in a process (with all tracebacks), a process exited, or they hang.
         """
         ends = self.ends(patience)
         bad = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(ends) if not fine]
@@ -116,7 +115,7 @@ class World:
         return [value for _, value in ends]
 
     def ends(self, patience: float = PATIENCE) -> list[tuple[bool, Any]]:
-        """For each process whether it returned, and what; else the traceback, or its exit code as ``"ended with -9"``."""
+        """For each process whether the function returned, and its result; else the traceback or ``"ended with -9"``."""
         deadline = monotonic() + patience
         found: dict[int, tuple[bool, Any]] = {}
         while len(found) < len(self._pipes):
@@ -144,7 +143,7 @@ class World:
             return False, f"ended with {self.processes[rank].exitcode}"
 
     def _ask_for_stacks(self, ranks: list[int]) -> str:
-        """What these processes are doing, and the loader workers of each."""
+        """The stacks of these processes and of their DataLoader workers."""
         for rank in ranks:
             pid = self.processes[rank].pid
             with contextlib.suppress(OSError):
@@ -157,7 +156,7 @@ class World:
         return Path(self._stacks.name).read_text()
 
     def kill(self) -> None:
-        """End what is left of them."""
+        """Kill the remaining processes."""
         for process in self.processes:
             if process.is_alive():
                 process.kill()
@@ -172,19 +171,19 @@ class World:
 
 
 def start_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> World:
-    """Start ``function(*args)`` in so many processes. It must be one of a module's, arguments and results be picklable."""
+    """Start ``function(*args)`` in ``size`` processes. It must be defined in a module; arguments and results are pickled."""
     return World(size, where_is(function), args, env or {})
 
 
 def run_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> list[Any]:
-    """What ``function(*args)`` returned in each of ``size`` processes; see :class:`World`."""
+    """The results of ``function(*args)`` in ``size`` processes; see :class:`World`."""
     return start_world(size, function, *args, env=env).results()
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses, nor is given while a test has not taken it yet.
+    """A free port, which is not assigned to another test before this one uses it.
 
-    The kernel gives connections ports above these, and each worker of pytest-xdist has some of its own.
+    The kernel uses higher ports for connections, and each worker of pytest-xdist has its own range.
     """
     while True:
         port = _PORTS.start + next(_next_port) % len(_PORTS)
@@ -225,7 +224,7 @@ def _work(
     os.environ.update(env)
     os.chdir(folder)
     sys.path[:] = path
-    multiprocessing.set_start_method("fork", force=True)  # of loader workers; it is that of this process else: seconds each
+    multiprocessing.set_start_method("fork", force=True)  # for DataLoader workers; the server's method takes seconds for each
     import torch
 
     torch.set_num_threads(1)
@@ -239,7 +238,7 @@ def _work(
         if log is not None:
             raise SystemExit(1) from None  # the log is for what the function prints
         raise
-    # not pipe.send, which leaves tensors where they are: in memory of a process that ends now
+    # not pipe.send, which leaves tensors in the memory of this process, which exits now
     pipe.send_bytes(pickle.dumps(end))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -254,7 +253,7 @@ def _speak_to(log: str) -> None:
 
 
 def find(file: str, module: str, name: str) -> Any:
-    """A function of a test module, which pytest imports under names of its own."""
+    """A function of a test module, which pytest imports under its own name."""
     loaded: Any = importlib.import_module(module) if module.startswith("helpers.") else sys.modules.get(module)
     if loaded is None:
         spec = importlib.util.spec_from_file_location(module, file)

@@ -1,4 +1,4 @@
-"""``GatherOrder`` and ``ThreadWorld``: replicas that are threads of one process run one at a time."""
+"""``ReplicaTurns`` and ``ThreadWorld``: replicas that are threads of one process run one at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from helpers.patience import PATIENCE
 
 from trainkit.errors import ConfigurationError, ProcessFailedError
 from trainkit.strategies.xla import threads as _xla_threads
-from trainkit.strategies.xla.threads import GatherOrder, ThreadWorld, turns_of_this_process
+from trainkit.strategies.xla.threads import ReplicaTurns, ThreadWorld, turns_of_this_process
 
 
 def replicas(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
     """What a function returned, or raised, in each of so many replicas."""
-    turns = GatherOrder(size)
+    turns = ReplicaTurns(size)
     ended: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -107,7 +107,7 @@ def test_waiting_for_one_that_has_ended_is_an_error() -> None:
 
 def test_between_runs_replicas_do_not_wait_for_their_turn() -> None:
     """Unless ``XLAStrategy.launch`` has started them, which tells when they end."""
-    turns = GatherOrder(2)
+    turns = ReplicaTurns(2)
     over = threading.Barrier(2)
     found: list[Any] = []
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.folder import FoundCheckpoint, candidates, folders_below, list_checkpoints
-from trainkit.checkpoint.reader import inspect_checkpoint, is_checkpoint
+from trainkit.checkpoint.identify import is_checkpoint
+from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, holds, on_one_line, say, table
 from trainkit.errors import CheckpointNotFoundError
 from trainkit.paths import local_path
