@@ -10,7 +10,7 @@ from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.loggers.attach import attach
 from trainkit.loggers.base import Logger, NullExperiment, is_installed
-from trainkit.loggers.names import LOGGERS, check_logger, make_logger
+from trainkit.loggers.known_loggers import LOGGERS, check_logger, make_logger
 from trainkit.loggers.trackers import LoggerTracker, name_of, reason_against, tracker_of
 from trainkit.strategy import Strategy
 

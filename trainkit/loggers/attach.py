@@ -11,8 +11,8 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.loggers.base import Logger
 from trainkit.loggers.csv_logs import CSVLogger
-from trainkit.loggers.folder import RunFolder, claimed, has_folder
-from trainkit.loggers.resume import find_folder
+from trainkit.loggers.log_folder import LogFolder, claimed, has_folder
+from trainkit.loggers.resumed_logs import find_folder
 from trainkit.loggers.tensorboard import TensorBoardLogger
 
 __all__ = ["attach", "attach_again", "default_logger", "share_folders", "states_of"]
@@ -110,7 +110,7 @@ def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mappi
     for logger, told, state in zip(loggers, said["folders"], states, strict=True):
         logger._found = None if state is None else (state, None)  # nothing is left to be looked for
         if told is not None:
-            logger._folder = RunFolder(Path(told[0]), told[1])
+            logger._folder = LogFolder(Path(told[0]), told[1])
 
 
 def _folder_values(logger: Logger) -> list[Any] | None:

@@ -14,9 +14,9 @@ from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
 from trainkit.keywords import KnownKeywords
 from trainkit.loggers.files import replace_file
-from trainkit.loggers.folder import RunFolder, check_name, check_save_dir, check_version, claimed
-from trainkit.loggers.resume import folder_state, resume_log
-from trainkit.loggers.values import as_array, as_images, as_step, number, plain
+from trainkit.loggers.log_folder import LogFolder, check_name, check_save_dir, check_version, claimed
+from trainkit.loggers.logged_values import as_array, as_images, as_step, number, plain
+from trainkit.loggers.resumed_logs import folder_state, resume_log
 
 __all__ = ["Logger", "NullExperiment", "is_installed"]
 
@@ -103,7 +103,7 @@ class Logger(KnownKeywords):
     _name: str = "default"
     _version: int | str | None = None
     _prefix: str = ""
-    _folder: RunFolder | None = None
+    _folder: LogFolder | None = None
     _rank: int | None = None
     _experiment: Any = None
     _last_step: int = -1
@@ -170,9 +170,9 @@ class Logger(KnownKeywords):
             self.finalize("success")
         self._folder, self._last_step = None, -1
 
-    def _run_folder(self) -> RunFolder:
+    def _run_folder(self) -> LogFolder:
         if self._folder is None:
-            self._folder = RunFolder(Path(self.root_dir), self._version)
+            self._folder = LogFolder(Path(self.root_dir), self._version)
         return self._folder
 
     # ------------------------------------------------------------------ what a Trainer says

@@ -12,9 +12,9 @@ from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, missing_package
 from trainkit.loggers.base import Logger, is_installed
 from trainkit.loggers.comet_setup import check_online, checked_options, comet_ml, recorded_steps, start, start_offline
-from trainkit.loggers.folder import check_save_dir, one_of
+from trainkit.loggers.log_folder import check_save_dir, one_of
+from trainkit.loggers.logged_values import flatten
 from trainkit.loggers.repeats import Repeats
-from trainkit.loggers.values import flatten
 
 __all__ = ["CometLogger"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.errors import ConfigurationError
 from trainkit.loggers.base import Logger
 from trainkit.loggers.files import AppendFile, complete_lines, replace_file
-from trainkit.loggers.resume import digest, too_short
+from trainkit.loggers.resumed_logs import digest, too_short
 
 if TYPE_CHECKING:
     from io import TextIOWrapper

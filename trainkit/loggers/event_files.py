@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainkit.loggers.resume import cut_file
+from trainkit.loggers.resumed_logs import cut_file
 
 __all__ = ["cut_event_files", "event_files", "last_step_in", "quiet_writers"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainkit.loggers.base import Logger
 from trainkit.loggers.files import AppendFile
-from trainkit.loggers.resume import cut_file, is_same_file, mark_of
+from trainkit.loggers.resumed_logs import cut_file, is_same_file, mark_of
 
 __all__ = ["JSONLLogger", "JSONLWriter"]
 

@@ -15,8 +15,8 @@ from typing import Any
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MetricError, MissingPackageError, UnsupportedArgumentError, missing_package
 from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.logged_values import flatten
 from trainkit.loggers.repeats import Repeats
-from trainkit.loggers.values import flatten
 
 __all__ = ["MLFlowLogger"]
 

@@ -12,8 +12,8 @@ from trainkit.console import warn
 from trainkit.errors import UnsupportedArgumentError, missing_package
 from trainkit.loggers.base import Logger, is_installed
 from trainkit.loggers.event_files import cut_event_files, event_files, last_step_in, quiet_writers
-from trainkit.loggers.folder import check_name
-from trainkit.loggers.values import flatten, number
+from trainkit.loggers.log_folder import check_name
+from trainkit.loggers.logged_values import flatten, number
 
 __all__ = ["TensorBoardLogger"]
 

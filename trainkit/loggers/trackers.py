@@ -10,8 +10,8 @@ from typing import Any
 from trainkit.errors import ConfigurationError, MetricError, UnsupportedArgumentError
 from trainkit.loggers.base import Logger, is_installed
 from trainkit.loggers.comet_setup import goes_online
-from trainkit.loggers.names import LOGGERS
-from trainkit.loggers.values import as_step, number
+from trainkit.loggers.known_loggers import LOGGERS
+from trainkit.loggers.logged_values import as_step, number
 from trainkit.tracking import GeneralTracker
 
 __all__ = ["LoggerTracker", "MLflowTracker", "WandBTracker", "name_of", "reason_against", "tracker_of"]

@@ -20,8 +20,8 @@ from trainkit.errors import (
     nearest,
 )
 from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.folder import check_save_dir, one_of
-from trainkit.loggers.values import as_step
+from trainkit.loggers.log_folder import check_save_dir, one_of
+from trainkit.loggers.logged_values import as_step
 
 if TYPE_CHECKING:
     import torch

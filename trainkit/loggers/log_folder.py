@@ -13,12 +13,12 @@ from trainkit.paths import local_path
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
-__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder", "one_of"]
+__all__ = ["LogFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder", "one_of"]
 
 _VERSION = re.compile(r"version_(\d+)")
 
 
-class RunFolder:
+class LogFolder:
     """``<root>/<version>``; without a version, the next free ``version_N``, reserved by making the folder."""
 
     def __init__(self, root: Path, version: int | str | None) -> None:
@@ -47,7 +47,7 @@ class RunFolder:
         return path
 
 
-def claimed(folder: RunFolder) -> Path:
+def claimed(folder: LogFolder) -> Path:
     """The folder of a run, whose version is chosen now if it was not yet.
 
     Raises:

@@ -13,7 +13,7 @@ import pytest
 from trainkit.errors import ConfigurationError, MissingPackageError, TrainkitError
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach
-from trainkit.loggers.reader import find_run, read_metrics
+from trainkit.loggers.metrics_reader import find_run, read_metrics
 
 VALUES: dict[str, list[tuple[int, float]]] = {
     "train_loss": [(1, 0.5), (2, math.inf), (3, 0.25)],

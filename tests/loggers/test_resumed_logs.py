@@ -16,7 +16,7 @@ from helpers.support import run_python
 from trainkit.console import TrainkitWarning
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach
-from trainkit.loggers.reader import read_metrics
+from trainkit.loggers.metrics_reader import read_metrics
 from trainkit.tagged_json.encode import dumps, loads
 
 KINDS = [CSVLogger, JSONLLogger, TensorBoardLogger]

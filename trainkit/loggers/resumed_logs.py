@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import notice, warn
-from trainkit.loggers.folder import RunFolder, has_folder
+from trainkit.loggers.log_folder import LogFolder, has_folder
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
@@ -115,7 +115,7 @@ def find_folder(logger: Logger, state: Mapping[str, Any]) -> Path | None:
         return None
     for path in (here,) if logger._save_dir is not None else (here, recorded):
         if path.is_dir() and (not logger.is_main_process or logger.is_log_of(path, files)):
-            logger._folder = RunFolder(path.parent, version)
+            logger._folder = LogFolder(path.parent, version)
             return path
     if recorded.is_dir() and logger._save_dir is not None and recorded != here.absolute():
         notice(f"{kind} logs to {root}, not to where the resumed run logged: a new log begins; {recorded} stays.")
@@ -126,5 +126,5 @@ def find_folder(logger: Logger, state: Mapping[str, Any]) -> Path | None:
             "and a new log begins. Fix: put the folder back and resume again"
         )
     if not here.exists():
-        logger._folder = RunFolder(root, version)
+        logger._folder = LogFolder(root, version)
     return None
