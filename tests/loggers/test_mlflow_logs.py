@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -275,9 +276,12 @@ def test_a_store_that_fails_later_costs_the_rows_and_not_the_run(tmp_path: Path)
 
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = MLFlowLogger()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"pip install mlflow.*trainkit-torch\[mlflow\]"):
-        MLFlowLogger()
-    with pytest.raises(MissingPackageError, match=r"needs sqlalchemy and alembic .*or log to a server"):
-        _ = logger.experiment
+    find = importlib.util.find_spec
+    for missing, words in [
+        ({"mlflow"}, r"pip install mlflow.*trainkit-torch\[mlflow\]"),
+        ({"sqlalchemy", "alembic"}, "needs sqlalchemy and alembic .*or log to a server"),
+    ]:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, gone=missing: None if name in gone else find(name))
+        with pytest.raises(MissingPackageError, match=words):
+            MLFlowLogger()
+    MLFlowLogger(tracking_uri="http://localhost:5000")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.loggers.known_loggers import NotLoggedInError
 
-__all__ = ["check_online", "checked_options", "comet_ml", "goes_online", "recorded_steps", "start", "start_offline"]
+__all__ = ["check_online", "checked_options", "comet_ml", "recorded_steps", "start", "start_offline"]
 
 _FORMER = {  # of Lightning's older CometLogger
     "experiment_name": "name='…'",
@@ -22,27 +23,19 @@ _FORMER = {  # of Lightning's older CometLogger
 }
 
 
-def goes_online(api_key: str | None = None, online: bool | None = None) -> bool | None:
-    """Whether experiments are sent, as comet_ml is configured; ``None``: they would be, but there is no API key."""
-    if online is False:
-        return False
+def check_online(api_key: str | None, online: bool | None) -> bool:
+    """Whether experiments are sent, by default as comet_ml is configured. Raises ``NotLoggedInError`` without an API key."""
     config = comet_ml().get_config()
     if online is None:
         online = config.get_bool(None, "comet.start.online", default=True, not_set_value=None)
     if online is False:
         return False
-    return True if api_key or comet_ml().get_api_key(None, config) else None
-
-
-def check_online(api_key: str | None, online: bool | None) -> bool:
-    """:func:`goes_online`; that there is no API key is a ``ConfigurationError``."""
-    found = goes_online(api_key, online)
-    if found is None:
-        raise ConfigurationError(
-            "CometLogger: there is no API key. Fix: CometLogger(online=False) keeps the experiment here, for comet upload; "
-            "comet login, or the environment variable COMET_API_KEY, to send it"
+    if not api_key and not comet_ml().get_api_key(None, config):
+        raise NotLoggedInError(
+            "CometLogger: there is no API key. Fix: CometLogger(online=False) keeps the experiment on this machine, for "
+            "comet upload; to send it, run comet login or set COMET_API_KEY"
         )
-    return found
+    return True
 
 
 def comet_ml() -> Any:

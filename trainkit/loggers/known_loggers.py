@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainkit.errors import UnknownNameError, missing_package, nearest
+from trainkit.errors import ConfigurationError, UnknownNameError, missing_package, nearest
 from trainkit.loggers.base import is_installed
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
-__all__ = ["LOGGERS", "Kind", "check_logger", "load_logger", "make_logger"]
+__all__ = ["LOGGERS", "Kind", "NotLoggedInError", "check_logger", "load_logger", "make_logger"]
+
+
+class NotLoggedInError(ConfigurationError):
+    """A service needs an API key, and has none here; ``log_with="all"`` skips it."""
 
 
 class Kind(NamedTuple):

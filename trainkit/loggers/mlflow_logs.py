@@ -91,6 +91,12 @@ class MLFlowLogger(Logger):
             raise ConfigurationError(f"tags: expected a mapping, got {tags!r}. Fix: tags={{'stage': 'try'}}")
         self._experiment_name, self._run_name = experiment_name, run_name
         self._tracking_uri, self._tags = tracking_uri, dict(tags or {})
+        uri = self.tracking_uri
+        if uri.split(":")[0].split("+")[0] in _DATABASES and not (is_installed("sqlalchemy") and is_installed("alembic")):
+            raise MissingPackageError(
+                f"MLFlowLogger: mlflow needs sqlalchemy and alembic for {uri}, and they are not installed. Install them with: "
+                "pip install 'trainkit-torch[mlflow]'   (or log to a server: MLFlowLogger(tracking_uri='http://host:5000'))"
+            )
         self._artifact_location = artifact_location
         self._id = run_id
         self._begun = False  # the run is known, and where it stands
@@ -149,11 +155,6 @@ class MLFlowLogger(Logger):
     def open_experiment(self) -> Any:
         """A client of the server or database, in which the run is running."""
         uri = self.tracking_uri
-        if uri.split(":")[0].split("+")[0] in _DATABASES and not (is_installed("sqlalchemy") and is_installed("alembic")):
-            raise MissingPackageError(
-                f"MLFlowLogger: mlflow needs sqlalchemy and alembic for {uri}, and they are not installed. Install them with: "
-                "pip install 'trainkit-torch[mlflow]'   (or log to a server: MLFlowLogger(tracking_uri='http://host:5000'))"
-            )
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
