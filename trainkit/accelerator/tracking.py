@@ -93,24 +93,19 @@ class Trackers:
 
     def _started(self, verb: str) -> bool:
         if self._running is None and self._log_with and self._strategy.is_main_process:  # init_trackers may run there alone
-            names = ", ".join(item if isinstance(item, str) else item.name for item in self._log_with)
+            names = ", ".join(map(_name, self._log_with))
             raise ConfigurationError(
                 f"{verb}: the trackers ({names}) are not running. Fix: call accelerator.init_trackers('my_project') before"
             )
         return self._running is not None
 
     def _make(self, project_name: str, init_kwargs: ByTracker | None) -> list[Any]:
-        """Make the trackers; those of ``"all"`` on the main process only, without those that cannot be used here."""
-        given = [item for item in self._log_with if not isinstance(item, str)]
-        options = _by_name("init_kwargs", init_kwargs, [item.name for item in given])
-        for item in given:
-            if item.name in options:
-                raise ConfigurationError(f"init_kwargs: {item.name!r} was given as an object. Fix: give it its arguments there")
+        options = _by_name("init_kwargs", init_kwargs, [_name(item) for item in self._log_with])
 
-        def made(name: str) -> LoggerTracker:
-            return _make_tracker(name, project_name, self._project.logging_dir, options.get(name, {}))
+        def made(item: Any) -> Any:
+            return _make_tracker(item, project_name, self._project.logging_dir, options.get(_name(item), {}))
 
-        trackers = [made(item) if isinstance(item, str) else item for item in self._log_with if item != "all"]
+        trackers = [made(item) for item in self._log_with if item != "all"]
         if "all" not in self._log_with or not self._strategy.is_main_process:
             return trackers
         for name in _ALL:
@@ -145,7 +140,7 @@ def check_trackers(log_with: Any, logging_dir: Any) -> list[Any]:
             _check_object(item)
             in_files = getattr(item, "requires_logging_directory", False)
         if in_files and logging_dir is None:
-            name = item if isinstance(item, str) else item.name
+            name = _name(item)
             raise ConfigurationError(
                 f"log_with={name!r} writes files, and there is no folder for them. Fix: Accelerator(log_with={name!r}, "
                 "project_dir='runs'), or project_config=ProjectConfiguration(project_dir='.', logging_dir='runs')"
@@ -178,11 +173,15 @@ def _check_object(item: Any) -> None:
         )
 
 
-def _make_tracker(name: str, project_name: str, folder: Any, options: Mapping[str, Any]) -> LoggerTracker:
-    given = {_PROJECT.get(name, "name"): project_name, **options}
+def _make_tracker(item: Any, project_name: str, folder: Any, options: Mapping[str, Any]) -> Any:
+    if not isinstance(item, str):
+        if options:
+            raise ConfigurationError(f"init_kwargs: {item.name!r} was given as an object. Fix: give it its arguments there")
+        return item
+    given = {_PROJECT.get(item, "name"): project_name, **options}
     if folder is not None and not {"dir", "offline_directory"} & given.keys():
         given.setdefault("save_dir", folder)
-    return tracker_of(make_logger(name, **given))
+    return tracker_of(make_logger(item, **given))
 
 
 def _by_name(argument: str, given: ByTracker | None, names: Iterable[str]) -> ByTracker:
@@ -206,3 +205,7 @@ def _text(item: Any) -> Any:
     """The name that an item stands for: a string, or an enum of strings such as Accelerate's ``LoggerType``."""
     value = getattr(item, "value", item)
     return value if isinstance(value, str) else item
+
+
+def _name(item: Any) -> str:
+    return item if isinstance(item, str) else str(item.name)
