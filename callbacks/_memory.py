@@ -33,7 +33,7 @@ class Memory:
 
 
 @dataclass
-class _Stage:
+class _OpenStage:
     """A stage that has begun."""
 
     start: int
@@ -51,7 +51,7 @@ class Gauge:
     """
 
     def __init__(self, read: Callable[[], tuple[int, int]], reset: Callable[[], bool], bound: str = "") -> None:
-        self.open: dict[str, _Stage] = {}
+        self.open: dict[str, _OpenStage] = {}
         self._read, self._reset, self._bound = read, reset, bound
         self._resets = True
 
@@ -59,7 +59,7 @@ class Gauge:
         """A stage begins."""
         self._fold()
         used, high = self._read()
-        self.open[stage] = _Stage(used, used, high)
+        self.open[stage] = _OpenStage(used, used, high)
 
     def end(self, stage: str) -> Memory:
         """It ends; its figures."""

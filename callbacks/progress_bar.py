@@ -59,7 +59,7 @@ def _widget_bar() -> type[tqdm[Any]] | None:
     return WidgetBar
 
 
-class _Stage:
+class _StageBar:
     """One stage's bar, or its lines where there is no terminal; between two looks it costs one reading of the clock."""
 
     def __init__(self, description: str, total: float, *, kind: type[tqdm[Any]] | None, position: int, leave: bool) -> None:
@@ -184,8 +184,8 @@ class TQDMProgressBar(Callback):
         self._loss: Any = None
         self._logs_loss: bool | None = None  # of the epoch; None: it has had no batch
         self._paused: float | None = None  # training, since then
-        self._train: _Stage | None = None
-        self._evaluation: _Stage | None = None
+        self._train: _StageBar | None = None
+        self._evaluation: _StageBar | None = None
         self._evaluation_loader = 0
 
     def print(
@@ -279,8 +279,8 @@ class TQDMProgressBar(Callback):
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._end_loader(trainer, nested=False)
 
-    def _stage(self, description: str, total: float, line: int, *, leave: bool) -> _Stage:
-        return _Stage(description, total, kind=self._kind, position=self.process_position + line, leave=leave)
+    def _stage(self, description: str, total: float, line: int, *, leave: bool) -> _StageBar:
+        return _StageBar(description, total, kind=self._kind, position=self.process_position + line, leave=leave)
 
     def _train_values(self, trainer: Trainer) -> dict[str, float]:
         """What stands next to the training bar, by one wait for the device."""

@@ -31,22 +31,25 @@ def attach(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank
         logger.set_default_root(default_root)
         logger.set_rank(rank)
     placed: list[Logger] = []
-    for logger in loggers:
-        if not has_folder(logger):
-            continue
-        folder = logger._run_folder()
+    for logger in filter(has_folder, loggers):
         same_kind = [other for other in placed if type(other) is type(logger)]
-        chosen = [other.log_dir for other in same_kind if other._run_folder().path is not None]
-        if folder.path is not None and logger.log_dir in chosen:
-            raise ConfigurationError(
-                f"Expected loggers that write different files, got two {type(logger).__name__} for {logger.log_dir}. "
-                f"Fix: give one of them another name, {type(logger).__name__}(name='other')"
-            )
-        if folder.version is None:
+        folder = logger._run_folder()
+        if folder.path is not None:
+            _check_files(logger, same_kind)
+        else:
             taken = [other._run_folder() for other in same_kind]
-            shared = [other._run_folder() for other in placed if other._run_folder() not in taken]
-            logger._folder = next((other for other in shared if other.root == folder.root), folder)
+            others = [other._run_folder() for other in placed]
+            logger._folder = next((other for other in others if other.root == folder.root and other not in taken), folder)
         placed.append(logger)
+
+
+def _check_files(logger: Logger, same_kind: Sequence[Logger]) -> None:
+    kind = type(logger).__name__
+    if logger.log_dir in [other.log_dir for other in same_kind if other._run_folder().path is not None]:
+        raise ConfigurationError(
+            f"Expected loggers that write different files, got two {kind} for {logger.log_dir}. "
+            f"Fix: give one of them another name, {kind}(name='other')"
+        )
 
 
 def attach_again(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank: int = 0) -> None:

@@ -135,38 +135,39 @@ def _as_mapping(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _plain(value: Any, path: str, as_text: list[str], depth: int = 0) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
+    if value is None:
+        return None
     if depth > 32:  # deeper than any real configuration: a structure that contains itself
         as_text.append(path)
         return f"<{type(value).__name__}>"
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, os.PathLike):
-        return os.fsdecode(value)
-    if is_omegaconf(value):
-        value = plain_container(value)
-    fields = _as_mapping(value)
-    if fields is not None:
+    value = plain_container(value) if is_omegaconf(value) else value
+    if (fields := _as_mapping(value)) is not None:
         return {str(key): _plain(one, f"{path}.{key}", as_text, depth + 1) for key, one in fields.items()}
     if isinstance(value, list | tuple):
         return [_plain(one, f"{path}[{index}]", as_text, depth + 1) for index, one in enumerate(value)]
     if isinstance(value, set | frozenset):
         return [_plain(one, path, as_text, depth + 1) for one in sorted(value, key=repr)]
-    for base in (bool, int, float, str):  # subclasses, numpy's str and float64 among them
+    if getattr(value, "shape", None) == ():  # a tensor or a NumPy scalar
+        return _plain(value.item(), path, as_text, depth + 1)
+    if isinstance(value, functools.partial):
+        named = [f"{name}={_plain(one, path, as_text, depth + 1)}" for name, one in value.keywords.items()]
+        parts = [str(_plain(one, path, as_text, depth + 1)) for one in (value.func, *value.args)]
+        return f"partial({', '.join(parts + named)})"
+    return _plain_leaf(value, path, as_text)
+
+
+def _plain_leaf(value: Any, path: str, as_text: list[str]) -> bool | int | float | str:
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    for base in (bool, int, float, str):  # also their subclasses, such as NumPy's str
         if isinstance(value, base):
             return base(value)
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return _plain(value.item(), path, as_text, depth + 1)
     if type(value).__module__ == "torch" and type(value).__name__ in ("device", "dtype"):
         return str(value)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, functools.partial):
-        given = [*value.args, *value.keywords.values()]
-        names = [""] * len(value.args) + [f"{name}=" for name in value.keywords]
-        texts = [f"{name}{_plain(one, path, as_text, depth + 1)}" for name, one in zip(names, given, strict=True)]
-        return f"partial({', '.join([str(_plain(value.func, path, as_text, depth + 1)), *texts])})"
     as_text.append(path)
     return str(value)
 
