@@ -1,6 +1,6 @@
-"""What users hand to a logger, turned into plain numbers, arrays and hyper-parameters.
+"""Converts what users log to plain numbers, arrays and hyper-parameters.
 
-Torch is not imported here: a tensor is recognised by its methods, so that reading and writing text files stays light.
+Torch is not imported: a tensor is recognized by its methods, so that reading and writing text files stays fast.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["as_array", "as_images", "as_step", "flatten", "number", "plain"]
 
 
 def number(name: Any, value: Any) -> int | float:
-    """``value`` as a Python int or float; anything that is not one real number is a ``MetricError`` naming ``name``."""
+    """``value`` as a Python int or float; raises ``MetricError`` if it is not one real number."""
     if not isinstance(name, str) or not name:
         raise MetricError(f"Metric: expected a name, got {name!r}. Fix: log_metrics({{'loss': loss}}, step)")
     if isinstance(value, bool | int):
         return int(value)
     if isinstance(value, float):
-        return float(value)  # numpy's float64 is a float: this makes it a plain one
+        return float(value)  # NumPy's float64 is a subclass of float
     if not isinstance(value, str | bytes | complex) and (hasattr(value, "__float__") or hasattr(value, "__index__")):
         try:
             item = value.item() if hasattr(value, "item") else value
@@ -55,19 +55,19 @@ def _not_a_number(name: str, value: Any) -> str:
 
 
 def as_array(value: Any) -> npt.NDArray[Any]:
-    """A tensor (of any device and dtype), array or nested list as a numpy array on the host."""
+    """A tensor (of any device and dtype), array or nested list as a NumPy array."""
     import numpy as np
 
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         if value.is_floating_point():
-            value = value.float()  # numpy knows no bfloat16
+            value = value.float()  # NumPy has no bfloat16
         value = value.numpy()
     return np.asarray(value)
 
 
 def as_step(step: Any) -> int:
-    """``step`` as a plain whole number; anything else is a ``ConfigurationError``."""
+    """``step`` as a Python int; raises ``ConfigurationError`` if it is not an integer."""
     try:
         return operator.index(step)
     except TypeError:
@@ -77,10 +77,10 @@ def as_step(step: Any) -> int:
 
 
 def as_images(key: str, image: Any) -> list[npt.NDArray[np.uint8]]:
-    """One image or a list of them as arrays of shape (height, width, channels), 8 bits a channel.
+    """One image or a list of them as uint8 arrays of shape (height, width, channels).
 
-    An image is (C, H, W), (H, W, C) or (H, W) with C in 1, 3, 4; where both readings are possible the first is meant.
-    Floating-point values are in [0, 1]: what lies outside is clipped, and what is no number becomes 0.
+    An image is (C, H, W), (H, W, C) or (H, W) with C in 1, 3, 4; if both the first two are possible, it is the first.
+    Floating-point values are clipped to [0, 1], and NaN becomes 0.
     """
     images = image if isinstance(image, list | tuple) else [image]
     return [_as_image(key, one) for one in images]
@@ -109,10 +109,10 @@ def _as_image(key: str, image: Any) -> npt.NDArray[np.uint8]:
 
 
 def plain(params: Any) -> tuple[dict[str, Any], list[str]]:
-    """Hyper-parameters as dicts, lists, strings and numbers, and the key paths of those that only text could stand for.
+    """Convert hyper-parameters to dicts, lists, strings and numbers; also returns the key paths of objects written as text.
 
-    Accepts a mapping, an ``argparse.Namespace`` or a dataclass instance. Tuples and sets become lists; paths, enums,
-    dtypes, devices, functions and classes become their names, OmegaConf's containers dicts and lists.
+    Accepts a mapping, an ``argparse.Namespace`` or a dataclass instance. Tuples and sets become lists; paths, enums, dtypes,
+    devices, functions and classes their names; OmegaConf's containers dicts and lists.
     """
     fields = _as_mapping(plain_container(params) if is_omegaconf(params) else params)
     if fields is None:
@@ -137,7 +137,7 @@ def _as_mapping(value: Any) -> Mapping[Any, Any] | None:
 def _plain(value: Any, path: str, as_text: list[str], depth: int = 0) -> Any:
     if value is None:
         return None
-    if depth > 32:  # deeper than any real configuration: a structure that contains itself
+    if depth > 32:  # a structure that contains itself
         as_text.append(path)
         return f"<{type(value).__name__}>"
     value = plain_container(value) if is_omegaconf(value) else value
@@ -173,7 +173,7 @@ def _plain_leaf(value: Any, path: str, as_text: list[str]) -> bool | int | float
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested plain hyper-parameters as one level, names joined by "/"; lists as text. What TensorBoard can show."""
+    """Flatten nested plain hyper-parameters: names joined by "/", lists as text."""
     flat: dict[str, Any] = {}
     for key, value in params.items():
         name = f"{prefix}{key}"
