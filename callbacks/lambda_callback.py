@@ -1,4 +1,4 @@
-"""``LambdaCallback``: a callback out of functions."""
+"""``LambdaCallback``: a callback made of functions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ class LambdaCallback(Callback):
     """Calls the given functions as hooks.
 
     Args:
-        **hooks: hook name = function; it is called with ``(trainer, module, ...)`` and the hook's other arguments, as
-            a method of a :class:`trainkit.Callback` would be.
+        **hooks: hook name = function; called with the arguments of the hook, ``(trainer, module, ...)``.
 
     Raises:
         UnknownNameError: no hook has that name.
         HookError: a function cannot be called with its hook's arguments.
-        ConfigurationError: what was given is no function.
+        ConfigurationError: an argument is not a function.
 
     Example::
 

@@ -90,7 +90,7 @@ def test_two_schedulers_of_one_name_are_told_apart(trainer, module) -> None:
 
 def test_parameter_groups_of_one_name_are_an_error(trainer, module) -> None:
     groups = [{"params": [parameter()], "name": "a"}, {"params": [parameter()], "name": "a"}]
-    with pytest.raises(ConfigurationError, match="share a name: lr-SGD/a"):
+    with pytest.raises(ConfigurationError, match="have the same name: lr-SGD/a"):
         attached(trainer, module, [torch.optim.SGD(groups)], [config(0)])
 
 
