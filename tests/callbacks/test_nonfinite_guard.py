@@ -58,7 +58,10 @@ def test_raises_one_update_later_and_names_what_it_was(trainer, module, where: s
     update(callback, trainer, module, [1.0, value] if where == "loss" else [1.0], value if where == "grad" else 1.0)
     with pytest.raises(NonFiniteError) as caught:
         update(callback, trainer, module, [1.0])
-    what = {"loss": "in optimizer step 2: the loss.", "grad": "in update 2: the gradient of weight (1 of 2 parameters)."}
+    what = {
+        "loss": "in optimizer step 2: the loss.",
+        "grad": "in optimizer step 2: the gradient of weight (1 of 2 parameters).",
+    }
     for word in (what[where], "gradient_clip_val=1.0", "NonFiniteGuard(action='skip')"):
         assert word in str(caught.value)
 
