@@ -8,7 +8,7 @@ from __future__ import annotations
 if __name__ != "trainkit.callbacks":
     raise ImportError(
         f"expected this folder to be imported as the package 'trainkit.callbacks', got the name {__name__!r}. "
-        "Write: from trainkit.callbacks import EarlyStopping"
+        "Fix: from trainkit.callbacks import EarlyStopping"
     )
 
 from typing import TYPE_CHECKING

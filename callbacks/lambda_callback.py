@@ -46,13 +46,13 @@ def _check_callable_as(name: str, function: Any) -> None:
     if not callable(function):
         raise ConfigurationError(
             f"LambdaCallback({name}=...) expected a function, got {function!r}. "
-            f"Write: LambdaCallback({name}=lambda {expected}: ...)"
+            f"Fix: LambdaCallback({name}=lambda {expected}: ...)"
         )
     if _accepts(function, names) or (names[-1] == "dataloader_idx" and _accepts(function, names[:-1])):
         return
     raise HookError(
         f"LambdaCallback({name}=...) cannot be called as that hook: expected ({expected}), received "
-        f"{inspect.signature(function)}. Write: LambdaCallback({name}=lambda {expected}: ...)"
+        f"{inspect.signature(function)}. Fix: LambdaCallback({name}=lambda {expected}: ...)"
     )
 
 

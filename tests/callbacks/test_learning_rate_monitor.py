@@ -191,7 +191,7 @@ def test_a_fit_logs_the_rate_of_each_epoch(make_trainer, logging_interval: str |
 
 
 def test_a_fit_without_a_logger_is_refused(make_trainer) -> None:
-    with pytest.raises(ConfigurationError, match="no logger"):
+    with pytest.raises(ConfigurationError, match="needs a logger, but the Trainer has none"):
         make_trainer(LearningRateMonitor(), logger=False).fit(TinyModule(), tiny_loader())
 
 
