@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,12 @@ class StageMemory:
     @property
     def device(self) -> Memory | None:
         """Of one device."""
-        return _largest(process.device for process in self.processes)
+        return _combined((process.device for process in self.processes), max)
 
     @property
     def host(self) -> Memory | None:
         """Of one process."""
-        return _largest(process.host for process in self.processes)
+        return _combined((process.host for process in self.processes), max)
 
     @property
     def together(self) -> Memory | None:
@@ -67,7 +68,7 @@ class StageMemory:
         nodes: dict[int, list[Memory | None]] = {}
         for process in self.processes:
             nodes.setdefault(process.node, []).append(process.host)
-        return _largest(_sum(memories) for memories in nodes.values())
+        return _combined((_combined(memories, sum) for memories in nodes.values()), max)
 
 
 class MemoryMonitor(Callback):
@@ -229,26 +230,14 @@ class MemoryMonitor(Callback):
             self._reported.add(text)
 
 
-# -------------------------------------------------------------------------------------------------------------- summing up
-
-
-def _largest(memories: Iterable[Memory | None]) -> Memory | None:
+def _combined(memories: Iterable[Memory | None], combine: Callable[[Iterable[int]], int]) -> Memory | None:
+    """The sum or the maximum of each number; None if there are none."""
     known = [memory for memory in memories if memory is not None]
     if not known:
         return None
-    return Memory(max(m.start for m in known), max(m.end for m in known), max(m.peak for m in known), _bound(known))
-
-
-def _sum(memories: Iterable[Memory | None]) -> Memory | None:
-    known = [memory for memory in memories if memory is not None]
-    if not known:
-        return None
-    bound = "at most" if len(known) > 1 else known[0].bound
-    return Memory(sum(m.start for m in known), sum(m.end for m in known), sum(m.peak for m in known), bound)
-
-
-def _bound(memories: Sequence[Memory]) -> str:
-    return next((memory.bound for memory in memories if memory.bound), "")
+    start, end, peak = map(combine, zip(*((memory.start, memory.end, memory.peak) for memory in known), strict=True))
+    bound = "at most" if combine is sum and len(known) > 1 else next((memory.bound for memory in known if memory.bound), "")
+    return Memory(start, end, peak, bound)
 
 
 def _line(use: StageMemory) -> str:
@@ -258,8 +247,8 @@ def _line(use: StageMemory) -> str:
         several = len(use.processes) > 1
         parts.append(f"host{' (one process)' * several} {_text(use.host)}")
         if several and use.together is not None:
-            count = max(map([process.node for process in use.processes].count, {process.node for process in use.processes}))
-            parts.append(f"{count} processes of a machine {_text(use.together)}")
+            count = max(Counter(process.node for process in use.processes).values())
+            parts.append(f"{count} processes of a node {_text(use.together)}")
     if use.device is not None:
         parts.append(f"device {_text(use.device)}")
     return f"memory in {name}: {'; '.join(parts)}"
