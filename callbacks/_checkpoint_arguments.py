@@ -127,7 +127,7 @@ def check_kept(monitor: Any, save_top_k: Any, keep_last: Any, save_last: Any) ->
     if save_last not in (None, True, False):
         raise ConfigurationError(
             f"ModelCheckpoint(save_last=...) expected True, False or None, got {save_last!r}. Fix: save_last=True; the file "
-            "'last' then contains the name of the newest checkpoint"
+            "'last' then contains the name of the newest checkpoint, and nothing is copied"
         )
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(

@@ -199,7 +199,7 @@ def test_a_flag_on_its_way_from_a_device_is_read_when_it_has_arrived(trainer, mo
     callback.on_train_start(trainer, module)
     update(callback, trainer, module, [1.0])
     update(callback, trainer, module, [NAN])
-    with pytest.raises(NonFiniteError, match="update 2"):
+    with pytest.raises(NonFiniteError, match="step 2"):
         update(callback, trainer, module, [1.0])
 
 
@@ -292,13 +292,13 @@ def loader_with(bad: dict[int, float], batches: int = 4) -> Any:
 
 def test_a_fit_ends_one_update_after_a_loss_that_is_not_finite(make_trainer) -> None:
     trainer = make_trainer(NonFiniteGuard())
-    with pytest.raises(NonFiniteError, match=r"update 2: the loss; the gradient of layer.weight, layer.bias \(2 of 2"):
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss; the gradient of layer.weight, layer.bias \(2 of 2"):
         trainer.fit(TinyModule(), loader_with({1: NAN}))
     assert trainer.global_step == 2
 
 
 def test_a_fit_whose_last_update_was_not_finite_does_not_end_well(make_trainer) -> None:
-    with pytest.raises(NonFiniteError, match="update 4"):
+    with pytest.raises(NonFiniteError, match="step 4"):
         make_trainer(NonFiniteGuard()).fit(TinyModule(), loader_with({3: INF}))
 
 
