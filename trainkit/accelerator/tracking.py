@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from typing import Any
 
+from trainkit.config.configurations import ProjectConfiguration
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.loggers.attach import attach
@@ -25,10 +26,6 @@ _PROJECT = {"wandb": "project", "mlflow": "experiment_name", "comet_ml": "projec
 _NOTHING = NullExperiment()
 
 
-class _Project(Protocol):
-    logging_dir: Any
-
-
 class Trackers:
     """Runs the trackers of ``log_with``, the result of :func:`check_trackers`. Only the main process logs.
 
@@ -36,7 +33,7 @@ class Trackers:
     write files.
     """
 
-    def __init__(self, log_with: list[Any], project: _Project, strategy: Strategy) -> None:
+    def __init__(self, log_with: list[Any], project: ProjectConfiguration, strategy: Strategy) -> None:
         self._log_with, self._project, self._strategy = log_with, project, strategy
         self._running: list[Any] | None = None  # None: not started
         self._names: tuple[str, ...] = ()  # what get_tracker accepts, the same on all processes

@@ -152,7 +152,6 @@ class CometLogger(Logger):
             super().finalize(status)
 
     def close_experiment(self, experiment: Any, status: str) -> None:
-        """End the experiment if this logger started it."""
         if not self._adopted:
             experiment.end()
 
@@ -198,7 +197,6 @@ class CometLogger(Logger):
         self._used().log_parameters(flatten(params), nested_support=False)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
-        """Log images under one name."""
         if not is_installed("PIL"):
             raise missing_package("pillow", "comet", "CometLogger.log_image")
         from PIL import Image
@@ -212,5 +210,4 @@ class CometLogger(Logger):
         self._used().log_text(text, step=step, metadata={"key": key})
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
-        """Log a histogram with Comet's bins."""
         self._used().log_histogram_3d(values, name=key, step=step)

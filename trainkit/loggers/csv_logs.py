@@ -58,22 +58,18 @@ class CSVLogger(Logger):
         self._flush_every = flush_logs_every_n_steps
 
     def open_experiment(self) -> CSVWriter:
-        """The writer of ``metrics.csv``."""
         writer = CSVWriter(Path(self.log_dir or self.root_dir) / _FILE, self._flush_every)
         self._close_when_dropped(writer.close)
         return writer
 
     def close_experiment(self, experiment: CSVWriter, status: str) -> None:
-        """Flush the rows and close the file."""
         experiment.close()
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Append a row."""
         first = {"step": step, "epoch": metrics["epoch"]} if "epoch" in metrics else {"step": step}
         self.experiment.write({**first, **metrics})
 
     def save(self) -> None:
-        """Flush the rows."""
         if self._experiment is not None:
             self._experiment.flush()
 
@@ -93,7 +89,6 @@ class CSVLogger(Logger):
         return found["first"] in ("", mark["first"]) and (short or found["last"] == mark["last"])
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
-        """Remove later rows and columns."""
         path, mark = folder / _FILE, files.get(_FILE)
         if mark is None:
             path.unlink(missing_ok=True)

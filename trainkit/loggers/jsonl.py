@@ -32,26 +32,21 @@ class JSONLLogger(Logger):
     """
 
     def open_experiment(self) -> JSONLWriter:
-        """The writer of ``metrics.jsonl``."""
         return JSONLWriter(Path(self.log_dir or self.root_dir) / "metrics.jsonl")
 
     def close_experiment(self, experiment: JSONLWriter, status: str) -> None:
-        """Close the file."""
         experiment.close()
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Append a line."""
         first = {"step": step, "epoch": metrics["epoch"]} if "epoch" in metrics else {"step": step}
         self.experiment.write({**first, **metrics})
 
     def write_text(self, key: str, text: str, step: int) -> None:
-        """Append a line to ``text.jsonl``."""
         writer = JSONLWriter(Path(self.log_dir or self.root_dir) / "text.jsonl")  # rare, so the file is not kept open
         writer.write({"step": step, "key": key, "text": text})
         writer.close()
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
-        """The sizes of both files in bytes."""
         marks = {name: mark_of(folder / name) for name in _FILES}
         return {name: mark for name, mark in marks.items() if mark is not None}
 
@@ -60,7 +55,6 @@ class JSONLLogger(Logger):
         return all(is_same_file(folder / name, mark) for name, mark in files.items())
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
-        """Cut both files to their sizes then."""
         found = [cut_file(folder / name, files[name]["bytes"] if name in files else 0) for name in _FILES]
         return [problem for problem in found if problem is not None]
 

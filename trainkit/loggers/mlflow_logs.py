@@ -314,7 +314,6 @@ class MLFlowLogger(Logger):
                 client.log_image(self._id, image, f"{folder}/step_{step:08d}{number}.png")
 
     def write_text(self, key: str, text: str, step: int) -> None:
-        """Write a text as an artifact."""
         client, path = self.experiment, f"text/{self._named(key, 'text')}/step_{step:08d}.txt"
         with _as_os_error():
             client.log_text(self._id, text, path)

@@ -93,14 +93,12 @@ class TensorBoardLogger(Logger):
         return writer
 
     def close_experiment(self, experiment: Any, status: str) -> None:
-        """Flush, and end the writer's thread."""
         try:
             experiment.close()
         except OSError as error:
             self._note_failure(error)
 
     def save(self) -> None:
-        """Flush all events to the file."""
         if self._experiment is not None:
             self._write(lambda: self._experiment.flush())
 
@@ -146,12 +144,10 @@ class TensorBoardLogger(Logger):
         self._write_hparams_page({key: number(key, value) for key, value in (metrics or {}).items()})
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write ``hparams.yaml``."""
         super().write_hyperparams(params)
         self._hparams.update(flatten(params))
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
-        """The sizes of all event files, and their HPARAMS page."""
         sizes = event_files(folder, self._sub_dir)
         page = None if self._page is None else list(self._page)
         return {"sizes": sizes, "hparams": dict(self._hparams), "page": page} if sizes else {}
@@ -206,5 +202,4 @@ class TensorBoardLogger(Logger):
         self._write(lambda: self.experiment.add_text(key, text, step))
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
-        """Write a histogram with TensorBoard's bins."""
         self._write(lambda: self.experiment.add_histogram(key, values, step))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from trainkit.errors import ConfigurationError, MetricError, UnsupportedArgumentError
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.loggers.base import Logger
 from trainkit.loggers.known_loggers import LOGGERS, NotLoggedInError
 from trainkit.loggers.logged_values import as_step, number
@@ -60,7 +60,7 @@ class LoggerTracker(GeneralTracker):
         self._check_arguments(kwargs)
         at = self.logger._last_step + 1 if step is None else as_step(step)
         found = dict(_flat(values))
-        texts = {name: value for name, value in found.items() if isinstance(value, str)}
+        texts = {name: value for name, value in found.items() if isinstance(value, str) and isinstance(name, str)}
         numbers = {name: number(name, value) for name, value in found.items() if name not in texts}
         # log_metrics takes a metric "step" for the step, as in Lightning
         own_step = numbers.pop("step") if step is not None and numbers.get("step", at) != at else None
@@ -166,7 +166,5 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}/")
-        elif isinstance(value, str) and not isinstance(key, str):
-            raise MetricError(f"log: expected a name, got {key!r}. Fix: accelerator.log({{'note': {value!r}}})")
         elif value is not None:
             yield f"{prefix}{key}" if prefix else key, value

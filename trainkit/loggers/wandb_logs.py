@@ -195,7 +195,6 @@ class WandbLogger(Logger):
                     owner._experiment = None
 
     def set_rank(self, rank: int) -> None:
-        """Set the rank of this process; called by the Trainer."""
         super().set_rank(rank)
         self._idle = False
 
@@ -207,7 +206,6 @@ class WandbLogger(Logger):
             super().finalize(status)
 
     def close_experiment(self, experiment: Any, status: str) -> None:
-        """End the run if this logger started it."""
         ours = [started for started in self._started if started.run is experiment]
         for started in ours:
             self._started.remove(started)
@@ -261,7 +259,6 @@ class WandbLogger(Logger):
         run.log({**row, _STEP: step}, **position)
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Log the metrics and the step as a row."""
         self._log(metrics, step)
 
     def log_row(self, values: Mapping[str, Any], step: int | None = None) -> None:
@@ -276,12 +273,10 @@ class WandbLogger(Logger):
             self._log(values, self._last_step)
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Add to the run's config."""
         self._idle = False
         self.experiment.config.update(dict(params), allow_val_change=True)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
-        """Log images under one key."""
         if not is_installed("PIL"):
             raise missing_package("pillow", "wandb", "WandbLogger.log_image")
         import wandb
@@ -296,7 +291,6 @@ class WandbLogger(Logger):
         self._log({key: wandb.Table(columns=["step", "text"], data=[[step, text]])}, step)
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
-        """Log a histogram of 64 bins."""
         import wandb
 
         self._log({key: wandb.Histogram(values)}, step)
