@@ -165,23 +165,18 @@ class MemoryMonitor(Callback):
         self._end("train", trainer)
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin_evaluation("validate", trainer)
+        if trainer.sanity_checking:
+            return
+        if trainer.stage != "fit":
+            self._end("setup", trainer)
+        self._begin(_evaluation(trainer))
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
-            self._end("validate", trainer)
+            self._end(_evaluation(trainer), trainer)
 
-    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin_evaluation("test", trainer)
-
-    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end("test", trainer)
-
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin_evaluation("predict", trainer)
-
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end("predict", trainer)
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if not self.verbose or not isinstance(exception, Exception):
@@ -197,13 +192,6 @@ class MemoryMonitor(Callback):
     def _begin(self, stage: str) -> None:
         for _, gauge in self._gauges():
             gauge.begin(stage)
-
-    def _begin_evaluation(self, stage: str, trainer: Trainer) -> None:
-        if trainer.sanity_checking:
-            return
-        if trainer.stage != "fit":
-            self._end("setup", trainer)
-        self._begin(stage)
 
     def _end(self, stage: str, trainer: Trainer) -> None:
         """End a stage. Collective."""
@@ -228,6 +216,10 @@ class MemoryMonitor(Callback):
         if self.verbose and text not in self._reported:
             notice(f"MemoryMonitor: {text}")
             self._reported.add(text)
+
+
+def _evaluation(trainer: Trainer) -> str:
+    return "validate" if trainer.stage in (None, "fit") else trainer.stage
 
 
 def _combined(memories: Iterable[Memory | None], combine: Callable[[Iterable[int]], int]) -> Memory | None:

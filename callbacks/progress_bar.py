@@ -247,36 +247,33 @@ class TQDMProgressBar(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._advance_loader(trainer, batch_idx)
+        if self._evaluation is not None and self._evaluation.advance(batch_idx + 1, self.refresh_rate):
+            self._evaluation.show({})
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_loader(trainer, nested=trainer.stage == "fit")
+        nested = trainer.stage == "fit"
+        if self._evaluation is not None and (self._evaluation.bar is not None or not nested):
+            self._evaluation.show({})
+        self._close_evaluation()
+        if self._train is not None and self._paused is not None:  # validation does not count in its rate
+            self._train.since += time.monotonic() - self._paused
+        self._paused = None
+        if nested and self._train is not None and self._train.bar is not None:
+            self._train.show(self._train_values(trainer))
+
+    on_test_end = on_predict_end = on_validation_end
 
     def on_test_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._begin_loader("Test", trainer.num_test_batches, dataloader_idx, nested=False)
 
-    def on_test_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._advance_loader(trainer, batch_idx)
-
-    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_loader(trainer, nested=False)
-
     def on_predict_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._begin_loader("Prediction", trainer.num_predict_batches, dataloader_idx, nested=False)
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._advance_loader(trainer, batch_idx)
-
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_loader(trainer, nested=False)
 
     def _stage(self, description: str, total: float, line: int, *, leave: bool) -> _StageBar:
         return _StageBar(description, total, kind=self._kind, position=self.process_position + line, leave=leave)
@@ -312,20 +309,6 @@ class TQDMProgressBar(Callback):
         keep = not nested and what != "Sanity check"
         self._evaluation = self._stage(f"{what}{number}", totals[loader], 1 if nested else 0, leave=keep)
         self._evaluation_loader = loader
-
-    def _advance_loader(self, trainer: Trainer, batch_idx: int) -> None:
-        if self._evaluation is not None and self._evaluation.advance(batch_idx + 1, self.refresh_rate):
-            self._evaluation.show({})
-
-    def _end_loader(self, trainer: Trainer, *, nested: bool) -> None:
-        if self._evaluation is not None and (self._evaluation.bar is not None or not nested):
-            self._evaluation.show({})
-        self._close_evaluation()
-        if self._train is not None and self._paused is not None:  # validation does not count in its rate
-            self._train.since += time.monotonic() - self._paused
-        self._paused = None
-        if nested and self._train is not None and self._train.bar is not None:
-            self._train.show(self._train_values(trainer))
 
     def _close_evaluation(self) -> None:
         if self._evaluation is not None:

@@ -121,23 +121,14 @@ class Timer(Callback):
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
-            self._begin("validate")
+            self._begin(_evaluation(trainer))
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
-            self._finish("validate")
+            self._finish(_evaluation(trainer))
 
-    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin("test")
-
-    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._finish("test")
-
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin("predict")
-
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._finish("predict")
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def _begin(self, stage: str) -> None:
         if stage != "train":  # the runs of a stage add up
@@ -175,6 +166,10 @@ class Timer(Callback):
             assert self.duration is not None
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             module.print(f"Time limit of {timedelta(seconds=self.duration)} reached: training stops after {elapsed}.")
+
+
+def _evaluation(trainer: Trainer) -> str:
+    return "validate" if trainer.stage in (None, "fit") else trainer.stage
 
 
 def _known(stage: str) -> str:
