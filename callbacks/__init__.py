@@ -1,7 +1,6 @@
-"""What a user attaches to a run: ``Trainer(callbacks=[EarlyStopping("val_loss")])``.
+"""Callbacks for ``Trainer(callbacks=[EarlyStopping("val_loss")])``. Each file is loaded on first use.
 
-Each callback has a file of its own, read when its name is first used. They know the core and nothing of the
-strategies, so every one works wherever a run runs.
+They import no strategy, so all of them work with every strategy.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 if __name__ != "trainkit.callbacks":
     raise ImportError(
         f"expected this folder to be imported as the package 'trainkit.callbacks', got the name {__name__!r}. "
-        "Write: from trainkit.callbacks import EarlyStopping"
+        "Fix: from trainkit.callbacks import EarlyStopping"
     )
 
 from typing import TYPE_CHECKING

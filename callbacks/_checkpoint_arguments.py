@@ -20,15 +20,11 @@ __all__: list[str] = []
 
 COUNTERS = ("epoch", "step")
 DEFAULT_TEMPLATE = "step-{step:08d}"
-_FIX = "Write, for example: ModelCheckpoint(filename='{epoch:02d}-{val_loss:.2f}')"
+_FIX = "Fix: ModelCheckpoint(filename='{epoch:02d}-{val_loss:.2f}')"
 
 
 def check_template(template: Any) -> None:
-    """``template`` can be filled, and what comes of it is a plain name in a folder.
-
-    Raises:
-        ConfigurationError: it is not so.
-    """
+    """Check that ``template`` can be filled and gives a plain name in a folder."""
     if not isinstance(template, str) or not template:
         raise ConfigurationError(f"ModelCheckpoint(filename=...) expected a template or None, got {template!r}. {_FIX}")
     try:
@@ -64,21 +60,21 @@ def _check_field(template: str, name: str, spec: str, conversion: str | None) ->
 
 
 def names_in(template: str) -> list[str]:
-    """The metrics and counters that the template asks for, each once."""
+    """The metrics and counters in the template, each once."""
     return list(dict.fromkeys(name for _, name, _, _ in Formatter().parse(template) if name is not None))
 
 
 def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Iterable[str] = ()) -> str:
-    """The name that the template gives with these values.
+    """Fill the template.
 
     Args:
-        template: one that :func:`check_template` has let through.
-        values: numbers, or tensors of one, by name.
-        insert: whether each value is preceded by ``name=``.
-        known: for the message, what else has been logged.
+        template: checked by :func:`check_template`.
+        values: numbers, or tensors of one element, by name.
+        insert: insert ``name=`` before each value.
+        known: other logged names, for the message.
 
     Raises:
-        MissingMetricError: a value that the template asks for is not there.
+        MissingMetricError: a value in the template is missing.
     """
     text = ""
     for literal, name, spec, _ in Formatter().parse(template):
@@ -89,8 +85,8 @@ def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Itera
             logged = sorted({*values, *known})
             raise MissingMetricError(
                 f"ModelCheckpoint(filename={template!r}) needs {name!r}, which was not logged. Known: "
-                f"{', '.join(map(repr, logged)) or 'nothing'}.{nearest(name, logged)} Log it, self.log({name!r}, value), "
-                "or leave it out of filename."
+                f"{', '.join(map(repr, logged)) or 'nothing'}.{nearest(name, logged)} Fix: log it, self.log({name!r}, value), "
+                "or remove it from filename"
             )
         number = int(values[name]) if name in COUNTERS else float(values[name])
         text += (f"{name}=" if insert else "") + format(number, spec or "")
@@ -103,55 +99,55 @@ def missing(trainer: Trainer, monitor: str, logged: Iterable[str]) -> MissingMet
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The folder, wherever the process goes later."""
+    """The absolute path of a folder."""
     return os.path.abspath(os.path.expanduser(os.fspath(path)))
 
 
 def check_folder(dirpath: Any) -> None:
-    """``dirpath`` names a folder of this machine, or is None."""
+    """Check that ``dirpath`` is a local folder or None."""
     is_path = isinstance(dirpath, str | os.PathLike) and os.fspath(dirpath) != ""
     if is_path:
         local_path(dirpath, "dirpath")
     elif dirpath is not None:
         raise ConfigurationError(
             f"ModelCheckpoint(dirpath=...) expected a folder of a local or mounted file system, or None, got {dirpath!r}. "
-            "Write, for example: ModelCheckpoint(dirpath='runs/checkpoints')"
+            "Fix: ModelCheckpoint(dirpath='runs/checkpoints')"
         )
 
 
 def check_kept(monitor: Any, save_top_k: Any, keep_last: Any, save_last: Any) -> None:
-    """What is kept can be told, and is not nothing."""
+    """Check the arguments that say what to keep."""
     if monitor is not None and (not isinstance(monitor, str) or not monitor):
         raise ConfigurationError(
             f"ModelCheckpoint(monitor=...) expected the name of a logged metric or None, got {monitor!r}. "
-            "Write: ModelCheckpoint(monitor='val_loss'), and in validation_step: self.log('val_loss', loss)"
+            "Fix: ModelCheckpoint(monitor='val_loss'), and in validation_step: self.log('val_loss', loss)"
         )
     whole_number(save_top_k, "ModelCheckpoint(save_top_k=)", -1)
     whole_number(keep_last, "ModelCheckpoint(keep_last=)", -1)
     if save_last not in (None, True, False):
         raise ConfigurationError(
-            f"ModelCheckpoint(save_last=...) expected True, False or None, got {save_last!r}. Write save_last=True: the file "
-            "'last' then names the newest checkpoint, and nothing is copied."
+            f"ModelCheckpoint(save_last=...) expected True, False or None, got {save_last!r}. Fix: save_last=True; the file "
+            "'last' then contains the name of the newest checkpoint, and nothing is copied"
         )
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k}) expected a monitor that says which are the best. Write "
-            f"monitor='val_loss' or, to keep the newest, keep_last={save_top_k}."
+            f"ModelCheckpoint(save_top_k={save_top_k}) expected a monitor that ranks checkpoints. Fix: "
+            f"monitor='val_loss' or, to keep the newest, keep_last={save_top_k}"
         )
     if keep_last == 0 and (save_top_k == 0 or (monitor is None and save_top_k != -1)):
         raise ConfigurationError(
-            "ModelCheckpoint(keep_last=0) keeps nothing but the best, and without a monitor and save_top_k there are none. "
-            "Write keep_last=1 to keep the newest, or monitor='val_loss'."
+            "ModelCheckpoint(keep_last=0) keeps only the best, and without a monitor and save_top_k there are none. Fix: "
+            "keep_last=1 to keep the newest, or monitor='val_loss'"
         )
 
 
 def check_interval(interval: Any) -> timedelta | None:
-    """``train_time_interval``; 0 is None."""
+    """Check ``train_time_interval``; 0 is None."""
     if interval is None or (type(interval) is int and interval == 0):
         return None
     if not isinstance(interval, timedelta) or interval <= timedelta(0):
         raise ConfigurationError(
-            f"ModelCheckpoint(train_time_interval=...) expected a timedelta longer than 0, or None, got {interval!r}. Write, "
-            "for example: ModelCheckpoint(train_time_interval=timedelta(hours=1)); after each update: every_n_train_steps=1"
+            f"ModelCheckpoint(train_time_interval=...) expected a timedelta longer than 0, or None, got {interval!r}. Fix: "
+            "ModelCheckpoint(train_time_interval=timedelta(hours=1)); after each optimizer step: every_n_train_steps=1"
         )
     return interval

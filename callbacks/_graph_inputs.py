@@ -14,8 +14,6 @@ __all__: list[str] = []
 Inputs = tuple[tuple[str, Any], ...]
 """Names and values, such as ``batch['x']`` with a shape, ``batch['x'].dtype``, ``layer.weight.requires_grad``."""
 
-_MISSING = "missing"
-
 
 class Change(NamedTuple):
     """An input that differs, with its value in each of the two steps."""
@@ -25,19 +23,19 @@ class Change(NamedTuple):
     new: Any
 
     def __str__(self) -> str:
-        texts = [list(one) if isinstance(one, tuple) else str(one).removeprefix("torch.") for one in (self.old, self.new)]
-        return f"{self.name}: {texts[0]} → {texts[1]}"
+        old, new = (list(one) if isinstance(one, tuple) else str(one).removeprefix("torch.") for one in self[1:])
+        return f"{self.name}: {old} → {new}"
 
     @property
     def axes(self) -> list[int]:
-        """The dimensions in which two shapes differ; none if the number of dimensions does."""
+        """The dimensions in which two shapes differ; none if they do not have the same number of dimensions."""
         if not (isinstance(self.old, tuple) and isinstance(self.new, tuple) and len(self.old) == len(self.new)):
             return []
         return [axis for axis, size in enumerate(self.new) if size != self.old[axis]]
 
     @property
     def kind(self) -> str:
-        """The same for all changes of this thing, whatever the values."""
+        """What has changed, whatever the values."""
         last = self.name.rpartition(".")[2]
         axes = f" dimension {', '.join(map(str, self.axes))}" if self.axes else ""
         return last if last in ("requires_grad", "training") else self.name + axes
@@ -66,29 +64,30 @@ def numbers_in(batch: Any) -> list[str]:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    items: Iterable[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
-        items = ((f"[{key!r}]", item) for key, item in value.items())
+        items = [(f"[{key!r}]", item) for key, item in value.items()]
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = ((f".{name}", item) for name, item in zip(value._fields, value, strict=True))
+        items = [(f".{name}", item) for name, item in zip(value._fields, value, strict=True)]
     elif isinstance(value, list | tuple):
-        items = ((f"[{index}]", item) for index, item in enumerate(value))
+        items = [(f"[{index}]", item) for index, item in enumerate(value)]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = ((f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value))
+        items = [(f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     else:
         yield path, value
+        return
     for name, item in items:
         yield from _leaves(item, path + name)
 
 
 def inputs_of_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> Inputs:
-    """What is trained, what is in train mode, and the options of the optimizers; takes a walk through all modules."""
+    """Flags of parameters and modules, and options of the optimizers. Walks through all modules, which takes long."""
     found: list[tuple[str, Any]] = [(f"{name}.requires_grad", one.requires_grad) for name, one in module.named_parameters()]
     found += [(f"{name or 'module'}.training", part.training) for name, part in module.named_modules()]
     for index, optimizer in enumerate(optimizers):
-        for number, group in enumerate(optimizer.param_groups):  # the value of a learning rate is no part of the graph
-            options = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
-            options = {"parameters": len(group["params"])} | {name: _option(value) for name, value in options.items()}
+        for number, group in enumerate(optimizer.param_groups):
+            options: dict[str, Any] = {"parameters": len(group["params"])}
+            # the value of a learning rate is no part of the graph
+            options |= {k: _option(value) for k, value in group.items() if k not in ("params", "lr", "initial_lr")}
             found += [(f"optimizer {index}, group {number}, {name}", value) for name, value in options.items()]
     return tuple(found)
 
@@ -103,17 +102,14 @@ def _option(value: Any) -> str:
 
 
 def nearest_changes(new: Inputs, seen: Iterable[Inputs]) -> list[Change]:
-    """The changes from the one that differs least, of several the latest; none if there is nothing to compare with."""
-    found = [_changes(new, old) for old in seen]
+    """The changes from the inputs that differ least, of several the latest; none if there is nothing to compare with."""
+    after, found = dict(new), []
+    for before in map(dict, seen):
+        pairs = [Change(name, before.get(name, "missing"), after.get(name, "missing")) for name in after | before]
+        found.append([change for change in pairs if change.old != change.new])
     return min(reversed(found), key=lambda one: (len(one), sum(len(change.axes) for change in one)), default=[])
 
 
-def _changes(new: Inputs, old: Inputs) -> list[Change]:
-    before, after = dict(old), dict(new)
-    found = [Change(name, before.get(name, _MISSING), after.get(name, _MISSING)) for name in {**after, **before}]
-    return [change for change in found if change.old != change.new]
-
-
-def is_shorter(changes: Iterable[Change]) -> bool:
-    """Whether these are of the same batch with fewer samples: first dimensions, which are smaller, and nothing else."""
-    return all(change.axes == [0] and change.new[0] < change.old[0] for change in changes)
+def is_shorter(changes: list[Change]) -> bool:
+    """Whether all that has changed is that the batch has fewer samples: the first dimensions are smaller."""
+    return bool(changes) and all(change.axes == [0] and change.new[0] < change.old[0] for change in changes)

@@ -1,4 +1,4 @@
-"""How much memory is in use, and how much was at most since a moment: of this process, and of its device."""
+"""Measures the memory in use and its peak, of this process and of its device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 __all__: list[str] = []
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # what proc(5) wants written to set VmHWM back to VmRSS
+_RESET_PEAK = "5"  # resets VmHWM to VmRSS, see proc(5)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that were in use.
+    """Bytes in use in one stage.
 
     Attributes:
-        start: when the stage began.
-        end: when it ended.
-        peak: the most in between.
-        bound: what is known of ``peak``: ``""``: it is exact; ``"at most"``, ``"at least"``.
+        start: at its start.
+        end: at its end.
+        peak: the maximum in between.
+        bound: of ``peak``: ``""`` if it is exact, ``"at most"`` or ``"at least"``.
     """
 
     start: int
@@ -33,43 +33,41 @@ class Memory:
 
 
 @dataclass
-class _Stage:
-    """A stage that has begun."""
-
+class _OpenStage:
     start: int
     peak: int
-    high: int  # the peak that the counter had then
+    high: int  # the counter's peak at its start
 
 
 class Gauge:
-    """The memory of one place, measured for stages that may lie within each other.
+    """Measures the memory of host or device in stages, which may be nested.
 
     Args:
-        read: the bytes in use, and the peak since it was last reset.
-        reset: set that peak back; returns whether it could.
-        bound: what is known of the peaks.
+        read: returns the bytes in use, and the peak since the last reset.
+        reset: resets the peak; returns whether it could.
+        bound: of the peaks, see :class:`Memory`.
     """
 
     def __init__(self, read: Callable[[], tuple[int, int]], reset: Callable[[], bool], bound: str = "") -> None:
-        self.open: dict[str, _Stage] = {}
+        self.open: dict[str, _OpenStage] = {}
         self._read, self._reset, self._bound = read, reset, bound
         self._resets = True
 
     def begin(self, stage: str) -> None:
-        """A stage begins."""
+        """Begin a stage."""
         self._fold()
         used, high = self._read()
-        self.open[stage] = _Stage(used, used, high)
+        self.open[stage] = _OpenStage(used, used, high)
 
     def end(self, stage: str) -> Memory:
-        """It ends; its figures."""
+        """End a stage."""
         used = self._fold()
         done = self.open.pop(stage)
         bound = self._bound if self._resets or done.peak > done.high else "at most"
         return Memory(done.start, used, done.peak, bound)
 
     def _fold(self) -> int:
-        """Record the peak so far for all open stages, and reset it; returns the bytes in use."""
+        """Record the peak for all open stages, and reset it; returns the bytes in use."""
         used, peak = self._read()
         for stage in self.open.values():
             stage.peak = max(stage.peak, peak)
@@ -78,12 +76,12 @@ class Gauge:
 
 
 def host_gauge() -> Gauge | None:
-    """Of the resident memory of this process; None where that cannot be measured."""
+    """For the resident memory of this process; None if it cannot be measured."""
     return None if _host_memory() is None else Gauge(lambda: _host_memory() or (0, 0), _reset_host)
 
 
 def _host_memory() -> tuple[int, int] | None:
-    """Resident bytes of this process, and the most since it was last reset."""
+    """Resident bytes of this process, and the peak since the last reset."""
     try:
         status = _STATUS.read_text("ascii", "replace")
     except OSError:
@@ -103,9 +101,9 @@ def _reset_host() -> bool:
 
 
 def device_gauge(device: torch.device) -> Gauge | None:
-    """Of what torch has allocated on a device; None where it does not tell."""
+    """For the memory that torch has allocated on a device; None if torch does not count it."""
     if device.type == "cuda":
-        torch.cuda.init()  # before that there are no peaks to be reset
+        torch.cuda.init()  # before that there are no peaks to reset
 
         def reset() -> bool:
             torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Peak arithmetic of known GPUs, for the model FLOPs utilization."""
+"""Peak FLOP/s of known GPUs, for the model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 class _Peak(NamedTuple):
-    """TFLOP/s of dense (not sparse) matrix products, as the maker's data sheet has them; None: not in hardware."""
+    """TFLOP/s of dense matrix products, from the vendor's data sheet; None: not in hardware."""
 
     half: float | None  # float16 with float32 accumulation, on tensor cores
     bfloat16: float | None
@@ -19,8 +19,7 @@ class _Peak(NamedTuple):
     float32: float
 
 
-# The words that a device's name must have, most specific first. Data sheets quote tensor-core numbers with 2:4
-# sparsity from Ampere on; halved here where they do.
+# Words in a device's name, most specific first. Numbers with 2:4 sparsity, in data sheets since Ampere, are halved.
 _PEAKS: list[tuple[tuple[str, ...], _Peak]] = [
     # NVIDIA HGX B200 data sheet, per GPU
     (("B200",), _Peak(2250.0, 2250.0, 1125.0, 75.0)),
@@ -56,12 +55,12 @@ _NOT_THE_SAME = {"MIG", "LAPTOP", "MOBILE", "MAX", "D", "TI"}
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Peak FLOP/s of a device in matrix products of a dtype, or None if that is not known.
+    """Peak FLOP/s of a device in matrix products of a dtype, or None if unknown.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name`` has it.
-        dtype: what products are computed in: bfloat16, float16 or float32.
-        tf32: whether float32 products are allowed to use TF32.
+        device_name: of ``torch.cuda.get_device_name``.
+        dtype: bfloat16, float16 or float32.
+        tf32: whether float32 products may use TF32.
     """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if words & _NOT_THE_SAME:

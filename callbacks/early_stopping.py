@@ -1,4 +1,4 @@
-"""``EarlyStopping``: end training when a metric no longer gets better."""
+"""``EarlyStopping``: stop training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -22,38 +22,36 @@ __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping(Callback):
-    """Watches a logged metric and stops training when it has not improved for ``patience`` checks.
+    """Stops training when a logged metric has not improved for ``patience`` checks.
 
-    A check is made after each validation (not the sanity check), or at the end of each training epoch where nothing
-    is validated or ``check_on_train_epoch_end`` says so. With several validations in an epoch, ``patience`` counts
-    validations. ``min_epochs`` and ``min_steps`` of the Trainer go before. Under ``fast_dev_run`` the metric is
-    looked for, but nothing is stopped. Several processes judge the same value, so they decide the same.
+    It checks after each validation (not the sanity check), or at the end of each training epoch without validation or with
+    ``check_on_train_epoch_end``. With several validations in an epoch, ``patience`` counts validations. ``min_epochs`` and
+    ``min_steps`` of the Trainer take precedence. Under ``fast_dev_run`` it only checks that the metric is logged. All
+    processes use the same value, so they decide the same.
 
     Args:
-        monitor: name of the metric, as given to ``self.log``.
-        min_delta: a change of this much or less is no improvement; at least 0.
-        patience: that many checks in a row without an improvement stop training.
-        verbose: whether improvements and the reason for stopping are printed.
-        mode: ``"min"`` when smaller is better, ``"max"`` when larger is.
-        strict: whether a metric that was never logged is an error; if not, one warning says so and the check is left
-            out.
-        check_finite: whether a metric that is NaN or infinite stops training at once.
-        stopping_threshold: a metric better than this stops training at once: good enough.
-        divergence_threshold: a metric worse than this stops training at once: hopeless.
-        check_on_train_epoch_end: True: check at the end of each training epoch, False: after each validation. None:
-            after each validation, and at the end of training epochs if there is no validation or the metric is one of
-            training that is not known before.
-        log_rank_zero_only: with several processes, whether only the main process prints.
+        monitor: name of the metric, as passed to ``self.log``.
+        min_delta: minimum change that is an improvement, not inclusive; at least 0.
+        patience: number of checks in a row without an improvement that stop training.
+        verbose: print improvements and the reason for stopping.
+        mode: ``"min"`` if smaller is better, ``"max"`` if larger is better.
+        strict: raise an error if the metric was never logged; if False, warn once and skip the check.
+        check_finite: stop training if the metric is NaN or infinite.
+        stopping_threshold: stop training if the metric is better than this.
+        divergence_threshold: stop training if the metric is worse than this.
+        check_on_train_epoch_end: True: check at the end of each training epoch, False: after each validation. None: after
+            each validation, and at the end of training epochs if there is no validation or it does not log the metric.
+        log_rank_zero_only: with several processes, print on the main process only.
 
     Attributes:
         best_score: the best value so far, a scalar tensor on the CPU.
-        wait_count: checks since the last improvement.
+        wait_count: number of checks since the last improvement.
         stopped_epoch: the epoch in which it stopped, 0 if it did not.
-        stopping_reason: why it stopped, in words; None if it did not.
+        stopping_reason: a text; None if it did not stop.
 
     Raises:
         ConfigurationError: an argument out of its range.
-        MissingMetricError: ``monitor`` was never logged and ``strict`` is True; raised while training.
+        MissingMetricError: ``monitor`` was never logged and ``strict`` is True; while training.
 
     Example::
 
@@ -107,7 +105,7 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """What its state is kept under; two of them with other metrics are two."""
+        """The key of its state in a checkpoint; two instances need different metrics or modes."""
         return f"EarlyStopping{{'monitor': {self.monitor!r}, 'mode': {self.mode!r}}}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,7 +123,7 @@ class EarlyStopping(Callback):
         self.wait_count = int(state_dict["wait_count"])
         self.stopped_epoch = int(state_dict["stopped_epoch"])
         self.best_score = torch.as_tensor(state_dict["best_score"]).detach().cpu()
-        # What counts is the constructor's patience, so that it can be raised on resume; the old one tells who stopped.
+        # The constructor's patience counts, so that it can be raised on resume; the saved one says whether this has stopped.
         self._ran_out = self.wait_count >= max(1, int(state_dict.get("patience", self.patience)))
         self._checked = bool(state_dict.get("checked", False))
         self._validated = bool(state_dict.get("validated", False))
@@ -133,11 +131,10 @@ class EarlyStopping(Callback):
             self._at_train_epoch_end = bool(state_dict.get("at_train_epoch_end", False))
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if stage == "fit":  # each fit is a new run; one that is resumed loads its state after this
+        if stage == "fit":  # each fit is a new run; a resumed one loads its state after this
             self._begin()
 
     def _begin(self) -> None:
-        """As it is before the first check of a run."""
         self.wait_count = 0
         self.stopped_epoch = 0
         self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
@@ -151,11 +148,11 @@ class EarlyStopping(Callback):
         self._warned = self._deferred = False
         raised = self._ran_out and self.wait_count < self.patience
         if self._ran_out and not raised:
-            trainer.should_stop = True  # a run that resumes where it was stopped, for the same reason
+            trainer.should_stop = True  # the resumed run had been stopped for this reason
             self.stopping_reason = f"{self.monitor} had not improved for {self.wait_count} checks"
             notice(
-                f"EarlyStopping had stopped the run that is resumed: {self.stopping_reason}, so it trains no further. To "
-                f"continue, raise patience={self.patience}: EarlyStopping({self.monitor!r}, patience={self.wait_count + 3})"
+                f"EarlyStopping had stopped the resumed run: {self.stopping_reason}, so it trains no further. To continue, "
+                f"raise patience={self.patience}: EarlyStopping({self.monitor!r}, patience={self.wait_count + 3})"
             )
             return
         self._ran_out = False
@@ -165,8 +162,7 @@ class EarlyStopping(Callback):
             trainer.should_stop = False
             notice(
                 f"EarlyStopping had stopped after {counted(self.wait_count, 'check')} without an improvement of "
-                f"{self.monitor}; with "
-                f"patience={self.patience} training continues."
+                f"{self.monitor}; with patience={self.patience} training continues."
             )
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -183,17 +179,17 @@ class EarlyStopping(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self.check_on_train_epoch_end is None and not self._checked:
-            # The first time that it can be told: after a validation that did not have it, or where there is none.
+            # decided now, because validation did not log the metric or there is none
             self._at_train_epoch_end = self._validated or not _validates(trainer)
         if self._at_train_epoch_end:
             self._check(trainer, module, self._value(trainer))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._validated and not self._checked:  # ended within the first epoch: the last chance to say it
+        if self._validated and not self._checked:  # training ended in the first epoch
             self._check(trainer, module, self._value(trainer))
 
     def _value(self, trainer: Trainer) -> Tensor | None:
-        """The latest value of the metric, on several processes the same: a value of a step may be each one's own."""
+        """The latest value of the metric, the same on all processes: values of a step may differ."""
         value = trainer.callback_metrics.get(self.monitor)
         world = trainer.strategy.world
         if world.size == 1:
@@ -218,7 +214,7 @@ class EarlyStopping(Callback):
             self._print(trainer, module, message)
 
     def _judge(self, value: Tensor) -> tuple[bool, str | None]:
-        """Whether to stop, and what there is to say."""
+        """Whether to stop, and a message."""
         current, best, name = float(value), float(self.best_score), self.monitor
         sign = 1.0 if self.mode == "min" else -1.0
         good, bad = self.stopping_threshold, self.divergence_threshold
@@ -239,12 +235,12 @@ class EarlyStopping(Callback):
         return True, f"{name} has not improved for {counted(self.wait_count, 'check')}. Best value: {best:.6g}. Training stops."
 
     def _improve(self, value: Tensor) -> None:
-        with torch.inference_mode(False):  # validation may run in it; what is kept must be an ordinary tensor
+        with torch.inference_mode(False):  # validation may run in it, but a normal tensor is needed
             self.best_score = torch.tensor(value.item(), dtype=value.dtype)
         self.wait_count = 0
 
     def _defer(self, trainer: Trainer) -> None:
-        """A metric that validation did not log may be one of the training epoch: its end tells."""
+        """Look for the metric at the end of the training epoch, because validation did not log it."""
         if not self._deferred:
             self._deferred = True
             notice(
@@ -273,10 +269,9 @@ def _check_monitor(monitor: Any) -> None:
     if not isinstance(monitor, str) or not monitor:
         raise ConfigurationError(
             f"EarlyStopping(monitor=...) expected the name of a logged metric, got {monitor!r}. "
-            "Write: EarlyStopping('val_loss'), and in validation_step: self.log('val_loss', loss)"
+            "Fix: EarlyStopping('val_loss'), and in validation_step: self.log('val_loss', loss)"
         )
 
 
 def _validates(trainer: Trainer) -> bool:
-    """Whether this fit has anything to validate."""
     return any(count > 0 for count in trainer.num_val_batches)

@@ -20,25 +20,24 @@ __all__ = ["GradientClipping"]
 
 
 class GradientClipping(Callback):
-    """Limits the gradient before each update, by its norm or value by value, and logs the norm as ``grad_norm``.
+    """Clips the gradient before each optimizer step, by norm or by value, and logs its norm as ``grad_norm``.
 
-    The work is done by ``module.configure_gradient_clipping``, so a module that overrides it decides how it clips.
-    The limit is for the gradient of the whole window of ``accumulate_grad_batches``, after the loss scale of
-    ``16-mixed`` has been taken out. The norm that is logged is the one before clipping; nothing waits for the device.
+    It calls ``module.configure_gradient_clipping``, so a module can override how it clips. It clips the gradient of the whole
+    accumulation window, after unscaling under ``16-mixed``. The logged norm is that before clipping; nothing waits for the
+    device.
 
     Args:
-        gradient_clip_val: the largest norm of all gradients of the optimizer together, or the largest absolute value
-            of each; greater than 0. ``inf`` clips nothing but logs the norm. None leaves the value to an overridden
+        gradient_clip_val: maximum norm of all gradients of the optimizer together, or maximum absolute value of each
+            element; greater than 0. ``inf`` only logs the norm. None leaves the value to an overridden
             ``configure_gradient_clipping``.
         gradient_clip_algorithm: ``"norm"`` scales all gradients by one factor (Pascanu, Mikolov, Bengio: On the
-            difficulty of training recurrent neural networks, ICML 2013); ``"value"`` limits each number for itself.
-        norm_type: which norm, 2.0 unless told; ``inf`` is the largest absolute value. Only for ``"norm"``.
-        log_norm: whether the norm is logged at log boundaries.
+            difficulty of training recurrent neural networks, ICML 2013); ``"value"`` clips each element.
+        norm_type: the norm; ``inf`` is the largest absolute value. Only for ``"norm"``.
+        log_norm: log the norm at log boundaries.
 
     Raises:
-        ConfigurationError: an argument out of its range; attached to a module with manual optimization, or
-            ``norm_type`` other than 2 to one that overrides ``configure_gradient_clipping`` (both when training
-            starts).
+        ConfigurationError: an argument out of its range; when training starts: manual optimization, or a ``norm_type``
+            other than 2 with a module that overrides ``configure_gradient_clipping``.
 
     Example::
 
@@ -58,15 +57,15 @@ class GradientClipping(Callback):
         real_number(gradient_clip_val, "GradientClipping(gradient_clip_val=)", example=1.0, optional=True)
         if gradient_clip_val is not None and gradient_clip_val <= 0:
             raise ConfigurationError(
-                f"gradient_clip_val expected a number greater than 0, got {gradient_clip_val!r}. To clip nothing, "
-                "leave it out: gradient_clip_val=None. To log the norm without clipping: GradientClipping(float('inf'))"
+                f"gradient_clip_val expected a number greater than 0, got {gradient_clip_val!r}. Fix: gradient_clip_val=None "
+                "to turn clipping off, or GradientClipping(float('inf')) to log the norm without clipping"
             )
         choice(gradient_clip_algorithm, "GradientClipping(gradient_clip_algorithm=)", ("norm", "value"))
         real_number(norm_type, "GradientClipping(norm_type=)", above=0, fix="GradientClipping(1.0, norm_type=2.0)")
         if norm_type != 2.0 and gradient_clip_algorithm != "norm":
             raise ConfigurationError(
                 f"GradientClipping(norm_type={norm_type!r}) has no meaning with gradient_clip_algorithm='value'. "
-                "Leave norm_type out, or write gradient_clip_algorithm='norm'."
+                "Fix: remove norm_type, or set gradient_clip_algorithm='norm'"
             )
         self.gradient_clip_val = gradient_clip_val
         self.gradient_clip_algorithm = gradient_clip_algorithm
@@ -77,19 +76,18 @@ class GradientClipping(Callback):
         if not module.automatic_optimization:
             raise ConfigurationError(
                 "GradientClipping, gradient_clip_val and configure_gradient_clipping need automatic optimization. Under "
-                "automatic_optimization = False clip in training_step, before the update:\n"
+                "automatic_optimization = False clip in training_step, before the optimizer step:\n"
                 "    self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm='norm')"
             )
         if self.norm_type != 2.0 and _overrides_clipping(module):
             raise ConfigurationError(
-                f"GradientClipping(norm_type={self.norm_type}) cannot reach {type(module).__name__}."
-                "configure_gradient_clipping, which decides itself how it clips. Leave norm_type out, or leave out the "
-                "override."
+                f"GradientClipping(norm_type={self.norm_type}) has no effect on {type(module).__name__}."
+                "configure_gradient_clipping, which decides how it clips. Fix: remove norm_type, or the override"
             )
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         norm = self._clip(trainer, module, optimizer)
-        due = trainer.should_log or trainer.strategy.lazy_tensors  # where a step that logs more is another graph
+        due = trainer.should_log or trainer.strategy.lazy_tensors  # there a step that logs more would be another graph
         if self.log_norm and isinstance(norm, Tensor) and due:
             self.log("grad_norm", norm, on_step=True, on_epoch=False)
 

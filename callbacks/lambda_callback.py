@@ -1,4 +1,4 @@
-"""``LambdaCallback``: a callback out of functions."""
+"""``LambdaCallback``: a callback made of functions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ class LambdaCallback(Callback):
     """Calls the given functions as hooks.
 
     Args:
-        **hooks: hook name = function; it is called with ``(trainer, module, ...)`` and the hook's other arguments, as
-            a method of a :class:`trainkit.Callback` would be.
+        **hooks: hook name = function; called with the arguments of the hook, ``(trainer, module, ...)``.
 
     Raises:
         UnknownNameError: no hook has that name.
         HookError: a function cannot be called with its hook's arguments.
-        ConfigurationError: what was given is no function.
+        ConfigurationError: an argument is not a function.
 
     Example::
 
@@ -47,13 +46,13 @@ def _check_callable_as(name: str, function: Any) -> None:
     if not callable(function):
         raise ConfigurationError(
             f"LambdaCallback({name}=...) expected a function, got {function!r}. "
-            f"Write: LambdaCallback({name}=lambda {expected}: ...)"
+            f"Fix: LambdaCallback({name}=lambda {expected}: ...)"
         )
     if _accepts(function, names) or (names[-1] == "dataloader_idx" and _accepts(function, names[:-1])):
         return
     raise HookError(
         f"LambdaCallback({name}=...) cannot be called as that hook: expected ({expected}), received "
-        f"{inspect.signature(function)}. Write: LambdaCallback({name}=lambda {expected}: ...)"
+        f"{inspect.signature(function)}. Fix: LambdaCallback({name}=lambda {expected}: ...)"
     )
 
 

@@ -1,4 +1,4 @@
-"""``LearningRateMonitor``: the learning rates, as the updates used them."""
+"""``LearningRateMonitor``: the learning rates that the optimizer steps used."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["LearningRateMonitor"]
 class LearningRateMonitor(Callback):
     """Logs the learning rate of every optimizer, at log boundaries or once per epoch.
 
-    What is logged at a step is the rate that this step's update used, before a scheduler changes it; for an epoch,
-    the rate that it began with. Names are ``lr-AdamW``; ``lr-AdamW`` and ``lr-AdamW-1`` for two optimizers of a
-    class; ``lr-AdamW/pg1``, ``lr-AdamW/pg2`` for parameter groups, or ``lr-AdamW/<name>`` where a group has a
-    ``"name"``. A ``"name"`` in the scheduler's configuration takes the place of ``lr-AdamW``.
+    By step it logs the rate that this optimizer step used, before a scheduler changes it; by epoch, the rate at its beginning.
+    Names are ``lr-AdamW``; ``lr-AdamW`` and ``lr-AdamW-1`` for two optimizers of a class; ``lr-AdamW/pg1``, ``lr-AdamW/pg2``
+    for parameter groups, or ``lr-AdamW/<name>`` if a group has a ``"name"``. A ``"name"`` in the scheduler's configuration
+    replaces ``lr-AdamW``.
 
     Args:
-        logging_interval: ``"step"``, ``"epoch"``, or None: each optimizer at the interval of its scheduler (per step
-            without one).
-        log_momentum: whether momentum (or the first beta) is logged too, as ``<name>-momentum``.
-        log_weight_decay: whether weight decay is logged too, as ``<name>-weight_decay``.
+        logging_interval: ``"step"``, ``"epoch"``, or None: each optimizer at the interval of its scheduler (by step without
+            one).
+        log_momentum: also log the momentum (or the first beta), as ``<name>-momentum``.
+        log_weight_decay: also log the weight decay, as ``<name>-weight_decay``.
 
     Raises:
         ConfigurationError: an unknown interval; a Trainer without a logger (when training starts).
@@ -52,20 +52,20 @@ class LearningRateMonitor(Callback):
 
     @property
     def lr_names(self) -> list[str]:
-        """The names that are logged, in the order of the optimizers; known when training starts."""
+        """The names of the metrics, in the order of the optimizers; known when training starts."""
         return [name for names in self._names.values() for name in names]
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if not trainer.loggers and not trainer.fast_dev_run:  # which uses none of the loggers that the user gave
+        if not trainer.loggers and not trainer.fast_dev_run:  # fast_dev_run disables the loggers
             raise ConfigurationError(
-                "LearningRateMonitor has nothing to log to: the Trainer has no logger. Write Trainer(logger=True), or "
-                "leave out LearningRateMonitor."
+                "LearningRateMonitor needs a logger, but the Trainer has none. Fix: Trainer(logger=True), or remove "
+                "LearningRateMonitor"
             )
         configs = {config.optimizer_index: config for config in trainer.lr_scheduler_configs}
         if not configs:
             warn(
-                "LearningRateMonitor: no learning rate scheduler is configured; the rates that are logged stay the "
-                "same unless the module changes them."
+                "LearningRateMonitor: no learning rate scheduler is configured, so the rates stay the same unless the module "
+                "changes them."
             )
         bases = [
             getattr(configs.get(index), "name", None) or f"lr-{type(optimizer).__name__}"
@@ -119,8 +119,8 @@ def _group_names(optimizer: Optimizer, base: str) -> list[str]:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ConfigurationError(
-            f"LearningRateMonitor: parameter groups of {type(optimizer).__name__} share a name: {', '.join(twice)}. "
-            "Give each group a 'name' of its own, or none."
+            f"LearningRateMonitor: parameter groups of {type(optimizer).__name__} have the same name: {', '.join(twice)}. "
+            "Fix: give each group its own 'name', or none"
         )
     return names
 

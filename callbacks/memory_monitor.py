@@ -1,8 +1,9 @@
-"""``MemoryMonitor``: the memory of device and host that each stage begins with, ends with, and needs in between."""
+"""``MemoryMonitor``: the memory of device and host at the start and end of each stage, and its peak."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,9 @@ class ProcessMemory:
     """One process in one stage.
 
     Attributes:
-        node: the number of its machine.
-        host: its resident memory; None where that is not measured.
-        device: what torch has allocated on its device; None without one, or where that is not measured.
+        node: the rank of its node.
+        host: its resident memory; None if not measured.
+        device: the memory that torch has allocated on its device; None if there is none, or if not measured.
     """
 
     node: int
@@ -37,7 +38,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One run of a stage. Each figure of ``device``, ``host`` and ``together`` is the largest there is.
+    """One run of a stage. Each number of ``device``, ``host`` and ``together`` is the maximum over devices, processes or nodes.
 
     Attributes:
         stage: ``"setup"``, ``"sanity_check"``, ``"train"``, ``"train_epoch"``, ``"validate"``, ``"test"``, ``"predict"``.
@@ -54,52 +55,48 @@ class StageMemory:
     @property
     def device(self) -> Memory | None:
         """Of one device."""
-        return _largest(process.device for process in self.processes)
+        return _combined((process.device for process in self.processes), max)
 
     @property
     def host(self) -> Memory | None:
         """Of one process."""
-        return _largest(process.host for process in self.processes)
+        return _combined((process.host for process in self.processes), max)
 
     @property
     def together(self) -> Memory | None:
-        """Of all processes of one machine; their peaks need not have come at one time, so that their sum is a bound."""
-        machines: dict[int, list[Memory | None]] = {}
+        """Of all processes of one node; the sum of their peaks is an upper bound, as they may not be simultaneous."""
+        nodes: dict[int, list[Memory | None]] = {}
         for process in self.processes:
-            machines.setdefault(process.node, []).append(process.host)
-        return _largest(_sum(memories) for memories in machines.values())
+            nodes.setdefault(process.node, []).append(process.host)
+        return _combined((_combined(memories, sum) for memories in nodes.values()), max)
 
 
 class MemoryMonitor(Callback):
-    """Says how much memory of host and device each stage has at its beginning, at its end, and at most in between.
+    """Measures the memory of host and device at the start and end of each stage, and its peak in between.
 
-    Stages are the set-up of a run (with ``configure_model``, the strategy's work and the loading of a checkpoint),
-    the sanity check, training, each validation, test and predict. At the end of each the main process prints a line, and
-    ``stages`` and ``history`` have the figures, in bytes, of all processes. After an error each process prints what it
-    had until then.
+    Stages are the set-up of a run (``configure_model``, the strategy's work, loading a checkpoint), the sanity check,
+    training, each validation, test and predict. At the end of each the main process prints a line, and ``stages`` and
+    ``history`` contain the memory of all processes, in bytes. After an error each process prints that of its open stage.
 
-    The device's are of the tensors that torch has allocated (CUDA; ``torch.cuda.max_memory_allocated``), which is less than
-    what the driver shows: that has what torch keeps for later and what libraries take, too. On MPS torch counts no peak,
-    and the largest figure that was seen is a lower bound. On the CPU there is no device.
+    Device memory is that of the tensors that torch has allocated (``torch.cuda.max_memory_allocated``); the driver shows more,
+    because it includes torch's cache and libraries. On MPS torch has no peak, and the largest value seen is a lower bound.
 
-    The host's are the resident memory of the process, on Linux: ``VmRSS`` and ``VmHWM`` of ``/proc/self/status``, exact as
-    far as the kernel counts, with nothing sampled. What several processes share, such as libraries, counts in each; loader
-    workers are processes of their own and are not counted. Elsewhere the host's memory is not measured, which is said.
+    Host memory is the resident memory of the process, on Linux only: ``VmRSS`` and ``VmHWM`` of ``/proc/self/status``. Shared
+    memory, such as that of libraries, counts in each process; DataLoader workers are not counted.
 
-    Peaks are those of torch and of the kernel themselves, which are set back where a stage begins or ends: what reads
-    ``torch.cuda.max_memory_allocated`` or ``ru_maxrss`` as well gets the peak since then. Where the kernel does
-    not allow it, the peak of the process since its start is an upper bound, unless the stage has raised it.
+    Each stage resets the peaks of torch and of the kernel when it starts and ends, which other readers of
+    ``torch.cuda.max_memory_allocated`` or ``ru_maxrss`` notice. If the kernel does not allow it, the peak since the start of
+    the process is an upper bound, unless the stage has raised it.
 
     Args:
-        logging_interval: ``"epoch"``: each epoch of training is a stage too, ``"train_epoch"``, and logged; ``"step"``:
-            logged at log boundaries, every ``log_every_n_steps`` updates; None: nothing is logged. The metrics are
-            ``memory/host``, ``memory/host_peak``, ``memory/device``, ``memory/device_peak``, in MB (10^6 bytes) of the
-            process that has most; peaks are since the last boundary.
-        verbose: whether the lines are printed.
+        logging_interval: ``"epoch"``: each training epoch is also a stage, ``"train_epoch"``, and logged; ``"step"``: log
+            at log boundaries; None: log nothing. The metrics are ``memory/host``, ``memory/host_peak``, ``memory/device``,
+            ``memory/device_peak``, in MB (10^6 bytes), of the process with the most; peaks are since the last boundary.
+        verbose: print the lines.
 
     Attributes:
         stages: the latest run of each stage.
-        history: all of them, in the order of their ends.
+        history: all runs of stages, in the order of their ends.
 
     Raises:
         ConfigurationError: an unknown interval.
@@ -152,7 +149,7 @@ class MemoryMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.logging_interval == "step" and trainer.should_log and trainer.accelerator.sync_gradients:
-            for name, gauge in self._gauges():  # each process logs its own: nothing in a step waits for others
+            for name, gauge in self._gauges():  # each process logs its own, without waiting for others
                 self._log(name, gauge.end("step"), on_step=True, on_epoch=False)
             self._begin("step")
 
@@ -168,29 +165,24 @@ class MemoryMonitor(Callback):
         self._end("train", trainer)
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin_evaluation("validate", trainer)
+        if trainer.sanity_checking:
+            return
+        if trainer.stage != "fit":
+            self._end("setup", trainer)
+        self._begin(_evaluation(trainer))
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
-            self._end("validate", trainer)
+            self._end(_evaluation(trainer), trainer)
 
-    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin_evaluation("test", trainer)
-
-    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end("test", trainer)
-
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin_evaluation("predict", trainer)
-
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end("predict", trainer)
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if not self.verbose or not isinstance(exception, Exception):
             return
         stages = [stage for _, gauge in self._gauges() for stage in gauge.open if stage != "step"]
-        if stages:  # the innermost one; the others cannot be asked, as they may be waiting for this process
+        if stages:  # the innermost one, of this process: the others may be in a collective
             mine = StageMemory(stages[-1], trainer.current_epoch, trainer.global_step, (self._measured(stages[-1], 0),))
             notice(f"{_line(mine)}, until {type(exception).__name__}", everywhere=True)
 
@@ -201,15 +193,8 @@ class MemoryMonitor(Callback):
         for _, gauge in self._gauges():
             gauge.begin(stage)
 
-    def _begin_evaluation(self, stage: str, trainer: Trainer) -> None:
-        if trainer.sanity_checking:
-            return
-        if trainer.stage != "fit":
-            self._end("setup", trainer)
-        self._begin(stage)
-
     def _end(self, stage: str, trainer: Trainer) -> None:
-        """At the end of a stage, to which all processes come."""
+        """End a stage. Collective."""
         mine = self._measured(stage, trainer.strategy.world.node)
         rows = trainer.strategy.world.exchange([mine.node, *(m and list(astuple(m)) for m in (mine.host, mine.device))])
         processes = tuple(ProcessMemory(node, *(None if m is None else Memory(*m) for m in two)) for node, *two in rows)
@@ -233,26 +218,18 @@ class MemoryMonitor(Callback):
             self._reported.add(text)
 
 
-# -------------------------------------------------------------------------------------------------------------- summing up
+def _evaluation(trainer: Trainer) -> str:
+    return "validate" if trainer.stage in (None, "fit") else trainer.stage
 
 
-def _largest(memories: Iterable[Memory | None]) -> Memory | None:
+def _combined(memories: Iterable[Memory | None], combine: Callable[[Iterable[int]], int]) -> Memory | None:
+    """The sum or the maximum of each number; None if there are none."""
     known = [memory for memory in memories if memory is not None]
     if not known:
         return None
-    return Memory(max(m.start for m in known), max(m.end for m in known), max(m.peak for m in known), _bound(known))
-
-
-def _sum(memories: Iterable[Memory | None]) -> Memory | None:
-    known = [memory for memory in memories if memory is not None]
-    if not known:
-        return None
-    bound = "at most" if len(known) > 1 else known[0].bound
-    return Memory(sum(m.start for m in known), sum(m.end for m in known), sum(m.peak for m in known), bound)
-
-
-def _bound(memories: Sequence[Memory]) -> str:
-    return next((memory.bound for memory in memories if memory.bound), "")
+    start, end, peak = map(combine, zip(*((memory.start, memory.end, memory.peak) for memory in known), strict=True))
+    bound = "at most" if combine is sum and len(known) > 1 else next((memory.bound for memory in known if memory.bound), "")
+    return Memory(start, end, peak, bound)
 
 
 def _line(use: StageMemory) -> str:
@@ -262,8 +239,8 @@ def _line(use: StageMemory) -> str:
         several = len(use.processes) > 1
         parts.append(f"host{' (one process)' * several} {_text(use.host)}")
         if several and use.together is not None:
-            count = max(map([process.node for process in use.processes].count, {process.node for process in use.processes}))
-            parts.append(f"{count} processes of a machine {_text(use.together)}")
+            count = max(Counter(process.node for process in use.processes).values())
+            parts.append(f"{count} processes of a node {_text(use.together)}")
     if use.device is not None:
         parts.append(f"device {_text(use.device)}")
     return f"memory in {name}: {'; '.join(parts)}"

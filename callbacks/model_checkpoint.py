@@ -1,4 +1,4 @@
-"""``ModelCheckpoint``: save the run while it trains, keep the best and the last."""
+"""``ModelCheckpoint``: saves checkpoints while training, and keeps the best and the newest."""
 
 from __future__ import annotations
 
@@ -35,62 +35,56 @@ if TYPE_CHECKING:
 __all__ = ["ModelCheckpoint"]
 
 _DEFAULT_INTERVAL = timedelta(minutes=30)
-_NEVER = (0.0, False)  # a metric that was never logged: its value, and whether that is of the present step
-_ENDINGS = ("end", "exception")  # of the reasons for a save, which are also "steps", "time", "validation" and "epoch"
+_NEVER = (0.0, False)  # value of a metric that was never logged, and whether it is of this step
+_ENDINGS = ("end", "exception")  # reasons for a save; the others are "steps", "time", "validation" and "epoch"
 
 
 class ModelCheckpoint(CheckpointHistory):
-    """Saves a checkpoint when one is due, and deletes old ones. ``Trainer`` attaches ``ModelCheckpoint()`` by itself.
+    """Saves checkpoints, and deletes old ones. ``Trainer`` adds ``ModelCheckpoint()`` by default.
 
-    A checkpoint is a folder ``<dirpath>/<filename>`` that holds all that a run needs to resume exactly where it was. It
-    is due after every ``every_n_train_steps`` updates, every ``every_n_epochs`` epochs and every
-    ``train_time_interval``; where none of the three is given, at every epoch and every 30 minutes. Each one that is
-    given counts; 0 or None turns it off. The last state is saved at the end of training, on SIGTERM, on Ctrl-C and on
-    an error. Training continues while a checkpoint is written. Nothing is saved in the sanity check and under
+    A checkpoint is a folder ``<dirpath>/<filename>`` with everything that a run needs to resume exactly. It saves every
+    ``every_n_train_steps`` optimizer steps, every ``every_n_epochs`` epochs and every ``train_time_interval``; if none of them
+    is given, every epoch and every 30 minutes. 0 or None turns one off. It also saves at the end of training, on SIGTERM, on
+    Ctrl-C and on an error. Training continues while a checkpoint is written. It saves nothing in the sanity check and under
     ``fast_dev_run``.
 
-    **What is kept**: the ``save_top_k`` best of ``monitor``, and the ``keep_last`` newest of the rest. Others are deleted
-    once a newer one is complete, but only those that this callback has saved in this run. A checkpoint is ranked by
-    a value of its own step: one that was measured earlier does not count.
+    It keeps the ``save_top_k`` best by ``monitor``, and the ``keep_last`` newest of the others. It deletes older ones when a
+    newer one is complete, but only those that it has saved in this run. A checkpoint is ranked only by a value of its own step.
 
     Args:
-        dirpath: the folder; default: ``checkpoints`` in the folder of the run, which is that of its logger
-            (``<save_dir>/<name>/version_N``), or ``<default_root_dir>/version_N`` without one; it is known when training
-            begins. All processes must see the same folder.
+        dirpath: the folder; default: ``checkpoints`` in the folder of the run's logger (``<save_dir>/<name>/version_N``), or
+            in ``<default_root_dir>/version_N`` without one; set when training starts. The same for all processes.
         filename: name of a checkpoint, with metrics, ``epoch`` (from 0) and ``step`` in braces:
-            ``"{epoch:02d}-{val_loss:.2f}"``. Default: ``"step-{step:08d}"``. A ``/`` in it becomes ``_``. A name that is
-            taken gets ``-v1``, ``-v2``, …
-        monitor: the metric, as given to ``self.log``, that says which checkpoints are the best.
-        verbose: whether each save is printed.
-        save_last: True: a file ``last`` in the folder holds the name of the newest checkpoint.
-        save_top_k: that many best checkpoints are never deleted; -1: none is ever deleted, 0: the best are nothing
-            special. Counts only with ``monitor``, but for -1.
-        save_on_exception: whether the last complete step is saved when an error ends training; when SIGTERM or Ctrl-C do,
-            it always is. An error of one of several processes leaves the others in the middle of a step: nothing is saved.
-        save_weights_only: whether only the model is saved, which nothing can be resumed from.
-        mode: ``"min"`` when smaller is better, ``"max"`` when larger is.
-        auto_insert_metric_name: whether names stand before values: ``epoch=02-val_loss=0.31``.
-        every_n_train_steps: updates from one save to the next.
-        train_time_interval: time from one save to the next.
-        every_n_epochs: epochs from one save to the next.
-        save_on_train_epoch_end: True: what is due by epochs is saved at the end of the training epoch, False: after
-            each validation in it. None: after each validation if ``monitor`` is given and logged by then, else at the
-            end of the epoch.
-        enable_version_counter: False: a checkpoint whose name is taken replaces the one that has it, unless that is one
-            of the best and stays so.
-        keep_last: that many of the newest checkpoints that are not among the best are kept; -1: all of them. 0: only the
-            best are saved.
-        save: ``"all"`` of the model, or ``"trainable"``: parameters that are trained, buffers and a fingerprint of the
-            rest. None: ``"trainable"`` for a model with PEFT adapters.
+            ``"{epoch:02d}-{val_loss:.2f}"``. Default: ``"step-{step:08d}"``. A ``/`` becomes ``_``. If the name exists,
+            ``-v1``, ``-v2``, … is appended.
+        monitor: the metric, as passed to ``self.log``, that ranks checkpoints.
+        verbose: print each save.
+        save_last: True: a file ``last`` in the folder contains the name of the newest checkpoint.
+        save_top_k: number of best checkpoints to keep; -1 keeps all checkpoints, 0 ranks none. Needs ``monitor``, except -1.
+        save_on_exception: save the last complete step on an error; on SIGTERM and Ctrl-C it is always saved. An error on one
+            of several processes saves nothing, because the others are in the middle of a step.
+        save_weights_only: save only the model, from which no run can resume.
+        mode: ``"min"`` if smaller is better, ``"max"`` if larger is better.
+        auto_insert_metric_name: insert names before values: ``epoch=02-val_loss=0.31``.
+        every_n_train_steps: number of optimizer steps between two saves.
+        train_time_interval: time between two saves.
+        every_n_epochs: number of epochs between two saves.
+        save_on_train_epoch_end: when to save by epochs. True: at the end of the training epoch, False: after each validation
+            in it. None: after each validation if ``monitor`` is given and logged by then, else at the end of the epoch.
+        enable_version_counter: False: a checkpoint replaces one of the same name, unless that is one of the best and remains
+            so.
+        keep_last: number of the newest checkpoints to keep that are not among the best; -1: all. 0: save only the best.
+        save: ``"all"`` of the model, or ``"trainable"``: trained parameters, buffers and a fingerprint of the others. None:
+            ``"trainable"`` for a model with PEFT adapters.
 
     Attributes:
         best_k_models: path → value of ``monitor`` of the ``save_top_k`` best checkpoints, the best first; scalar tensors.
-        last_model_path: the newest checkpoint, be it complete or being written; "" if there is none.
-        current_score: the value of ``monitor`` that the newest was ranked by, None if it was not.
+        last_model_path: the newest checkpoint, complete or being written; "" if there is none.
+        current_score: the value of ``monitor`` that ranks the newest; None if it is not ranked.
 
     Raises:
         ConfigurationError: an argument out of its range.
-        MissingMetricError: ``monitor``, or a metric in ``filename``, was never logged; raised while training.
+        MissingMetricError: ``monitor``, or a metric in ``filename``, was never logged; while training.
 
     Example::
 
@@ -155,30 +149,30 @@ class ModelCheckpoint(CheckpointHistory):
 
     def _start_over(self) -> None:
         self._start_history()
-        self._saved: tuple[Any, ...] | None = None  # where the run was when the newest was saved
+        self._saved: tuple[Any, ...] | None = None  # position of the newest checkpoint
         self._postponed: str | None = None  # why a save is due at the end of the epoch
-        self._epoch = 0  # that began last
-        self._begun = self._validates = self._validated = self._epoch_ended = False  # in this fit, but for the sanity check
+        self._epoch = 0  # the last one that began
+        self._begun = self._validates = self._validated = self._epoch_ended = False  # in this fit, without the sanity check
         self._at_train_epoch_end = self._decided = False
         self._content = self.save
         self._reported: set[str] = set()
 
     @property
     def state_key(self) -> str:
-        """What its state is kept under and its checkpoints are known by: two with other triggers or metrics are two."""
+        """The key of its state and of its checkpoints; two instances need different triggers or metrics."""
         names = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "train_time_interval")
         return f"ModelCheckpoint{ {name: getattr(self, name) for name in names} }"
 
     def format_checkpoint_name(self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None) -> str:
-        """The path that a checkpoint would get.
+        """The path of a checkpoint.
 
         Args:
-            metrics: by name, ``epoch`` and ``step`` among them; numbers, or tensors of one.
+            metrics: by name, including ``epoch`` and ``step``; numbers, or tensors of one element.
             filename: another template.
-            ver: the number that makes a taken name another.
+            ver: N of ``-vN``.
 
         Raises:
-            MissingMetricError: the template needs a metric that is not there.
+            MissingMetricError: the template needs a metric that is missing.
         """
         template = filename or self.filename
         name = fill(template or DEFAULT_TEMPLATE, metrics, insert=template is not None and self.auto_insert_metric_name)
@@ -189,12 +183,12 @@ class ModelCheckpoint(CheckpointHistory):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._start_over()  # each fit is a new run; one that is resumed loads its state after this
+        self._start_over()  # each fit is a new run; a resumed one loads its state after this
         twins = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.state_key == self.state_key]
         if any(twin is not self and twin.given_dirpath == self.given_dirpath for twin in twins):
             raise ConfigurationError(
                 f"two callbacks are {self.state_key} and save to {self.given_dirpath or 'the folder of the run'}: each would "
-                "delete what the other has saved. Give one of them another dirpath, monitor or every_n_train_steps."
+                "delete checkpoints of the other. Fix: give one of them another dirpath, monitor or every_n_train_steps"
             )
         if self._default_dirpath:
             self.dirpath = None
@@ -216,8 +210,8 @@ class ModelCheckpoint(CheckpointHistory):
         if self.save is None and has_adapters(module):
             self._content = "trainable"
             self._notice_once(
-                "ModelCheckpoint: the model has PEFT adapters, so only what is trained is saved, with a fingerprint of the "
-                "rest. To save all of it: ModelCheckpoint(save='all')"
+                "ModelCheckpoint: the model has PEFT adapters, so it saves only trained parameters, with a fingerprint of the "
+                "others. To save all of them: ModelCheckpoint(save='all')"
             )
         checkpointing = trainer._checkpointing
         self._begun, self._saved = True, checkpointing.position  # nothing has changed yet
@@ -251,7 +245,7 @@ class ModelCheckpoint(CheckpointHistory):
         self._epoch_ended = True
         if trainer.fast_dev_run:
             return
-        if not self._decided:  # the first time that it can be told: after a validation that did not have the metric
+        if not self._decided:  # decided now, because validation did not log the metric
             self._at_train_epoch_end = self._decided = self._validated
         why, self._postponed = self._postponed, None
         if self._at_train_epoch_end and self._counts(trainer):
@@ -266,7 +260,7 @@ class ModelCheckpoint(CheckpointHistory):
         if self.monitor is not None and self._all_logged:
             values = trainer._checkpointing.metrics()
             if self.monitor not in values:
-                raise missing(trainer, self.monitor, values)  # training ended before this could be told
+                raise missing(trainer, self.monitor, values)  # training ended before a check
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit" or not self._begun or not self._saves_at(trainer, exception):
@@ -276,20 +270,20 @@ class ModelCheckpoint(CheckpointHistory):
             trainer._checkpointing.wait()
         if reason is None:
             self._save(trainer, "exception")
-        # of several processes one that is in flight may never be complete
+        # with several processes, a checkpoint being written may never be complete
         path = self.last_model_path if reason is None else trainer._checkpointing.newest
         newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint"
         why = "" if reason is None else f"nothing is saved, because {reason}; "
         notice(f"ModelCheckpoint, after {type(exception).__name__}: {why}{newest}")
 
     def _saves_at(self, trainer: Trainer, exception: BaseException) -> bool:
-        """One checkpoint to resume from is enough: the first callback that would save one does."""
+        """Whether this is the first callback that would save a checkpoint to resume from: one is enough."""
         always = isinstance(exception, Preempted | KeyboardInterrupt)
         able = (one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and not one.save_weights_only)
         return next((one for one in able if always or one.save_on_exception), None) is self
 
     def _due(self, trainer: Trainer, why: str) -> None:
-        """Called at a safe point. After the last batch of an epoch its end is waited for: one checkpoint, not two."""
+        """Called at a safe point. After the last batch of an epoch, wait for its end and save one checkpoint, not two."""
         if trainer.is_last_batch:
             self._postponed = why if self._postponed in (None, "time") else self._postponed
         else:
@@ -317,7 +311,7 @@ class ModelCheckpoint(CheckpointHistory):
         save.score = self._score(trainer, why, values)
         if self.keep_last == 0 and why != "exception" and not from_main("" in self._best_with("", save.score)):
             return
-        checkpointing.wait()  # so that a save in flight that fails is taken back before this one is entered
+        checkpointing.wait()  # if the previous save fails, undo it before recording this one
         name, folder = self._name(trainer, why, values), Path(self.dirpath or "")
         try:
             path = checkpointing.save(
@@ -348,19 +342,19 @@ class ModelCheckpoint(CheckpointHistory):
 
     def _failed(self, save: Save, *_: Exception) -> None:
         if self._undo(save) and self._saved == save.position:
-            self._saved = None  # the next one that is due tries again
+            self._saved = None  # the next save tries again
 
     def _may_replace(self, path: str, score: Tensor | None) -> bool:
-        """Whether the checkpoint at ``path`` may give way: one of the best does not for a worse one."""
+        """Whether the checkpoint at ``path`` may be replaced: one of the best must not by a worse one."""
         return path not in self.best_k_models or path not in self._best_with("", score)
 
     @property
     def _all_logged(self) -> bool:
-        """Whether what the run logs has been logged: an epoch has ended, and a validation if there are any."""
+        """Whether all metrics have been logged: an epoch has ended, and a validation if there are any."""
         return self._epoch_ended and (self._validated or not self._validates)
 
     def _score(self, trainer: Trainer, why: str, values: Mapping[str, tuple[float, bool]]) -> Tensor | None:
-        """The monitor's value of the very step that is saved, None if there is none."""
+        """The monitor's value of the step that is saved, None if there is none."""
         if self.monitor is None:
             return None
         if self.monitor not in values:
@@ -373,10 +367,10 @@ class ModelCheckpoint(CheckpointHistory):
         if why not in _ENDINGS and not (why == "time" and self._default_triggers) and "stale" not in self._reported:
             self._reported.add("stale")
             warn(
-                f"ModelCheckpoint: {self.monitor!r} was logged before step {trainer.global_step}, which is saved now, and not "
-                "in it. Such a checkpoint is not ranked; it is one of keep_last. Save where the metric is measured: "
-                "every_n_epochs=1 saves after each validation, save_on_train_epoch_end=True at the end of each training "
-                "epoch. Or measure where you save: Trainer(val_every_n_steps=...)."
+                f"ModelCheckpoint: {self.monitor!r} was logged before step {trainer.global_step}, which is saved now. "
+                "Such a checkpoint is not ranked, and kept by keep_last. Fix: save when the metric is logged, with "
+                "every_n_epochs=1 after each validation, save_on_train_epoch_end=True at the end of each training epoch; or "
+                "validate when you save, Trainer(val_every_n_steps=...)"
             )
         return None
 
@@ -387,7 +381,7 @@ class ModelCheckpoint(CheckpointHistory):
         unknown = [name for name in names_in(template) if name not in values]
         if unknown and (why in _ENDINGS or not self._all_logged):
             self._notice_once(
-                f"ModelCheckpoint: {', '.join(unknown)} of filename not being known yet, the name is the default."
+                f"ModelCheckpoint: {', '.join(unknown)} of filename was not logged yet, so the name is the default."
             )
             template = DEFAULT_TEMPLATE
         insert = template is self.filename and self.auto_insert_metric_name

@@ -29,15 +29,14 @@ _UNKNOWN = "?"
 class ModelSummary(Callback):
     """Prints a table of the layers with their types, numbers of parameters and modes when ``fit`` starts.
 
-    No forward is run, unless the module has an ``example_input_array``: then one runs on it, without gradients and in
-    evaluation mode, and the table has the sizes of what goes into and comes out of each layer. Modes and random state
-    are afterwards as they were.
+    If the module has an ``example_input_array``, one forward runs on it, without gradients and in evaluation mode, and the
+    table shows the sizes of inputs and outputs of each layer. Modes and random state are restored.
 
     Args:
-        max_depth: how deeply nested layers are listed; -1 lists all, 0 prints nothing.
+        max_depth: depth of nested layers to list; -1 lists all, 0 prints nothing.
 
     Raises:
-        ConfigurationError: ``max_depth`` is no integer of at least -1.
+        ConfigurationError: ``max_depth`` is not an integer of at least -1.
 
     Example::
 
@@ -46,14 +45,13 @@ class ModelSummary(Callback):
 
     def __init__(self, max_depth: int = 1) -> None:
         super().__init__()
-        max_depth = whole_number(max_depth, "ModelSummary(max_depth=)", -1)
-        self.max_depth = max_depth
+        self.max_depth = whole_number(max_depth, "ModelSummary(max_depth=)", -1)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.max_depth == 0 or not trainer.is_global_zero:
             return
-        divided = trainer.strategy.stored_weights(module) if trainer.strategy.shards_parameters else None
-        print(summarize(module, self.max_depth, precision=trainer.precision, placeholders=divided), flush=True)
+        placeholders = trainer.strategy.stored_weights(module) if trainer.strategy.shards_parameters else None
+        print(summarize(module, self.max_depth, precision=trainer.precision, placeholders=placeholders), flush=True)
 
 
 @dataclass
@@ -63,10 +61,9 @@ class LayerSummary:
     Attributes:
         name: the layer's name in the module, with dots.
         kind: its class.
-        parameters: numbers in its parameters, those of the layers within it included; each tensor once.
+        parameters: number of elements of its parameters, including those of nested layers; each tensor once.
         training: whether it is in training mode; None for the line of parameters that belong to no layer.
-        in_size: sizes of the inputs of its ``forward``, ``"?"`` where that is no tensor; None without an example
-            input.
+        in_size: sizes of the inputs of its ``forward``, ``"?"`` if not a tensor; None without an example input.
         out_size: sizes of its outputs, in the same form.
     """
 
@@ -80,17 +77,17 @@ class LayerSummary:
 
 @dataclass
 class Summary:
-    """What :func:`summarize` found; ``str()`` of it is the table.
+    """The result of :func:`summarize`; ``str()`` of it is the table.
 
     Attributes:
         layers: the lines, in the order of ``named_modules``.
-        trainable: numbers in parameters with ``requires_grad``.
-        non_trainable: numbers in the others.
+        trainable: number of elements of parameters with ``requires_grad``.
+        non_trainable: number of elements of the others.
         size_bytes: bytes of all parameters, each in its own dtype.
-        modules_in_train_mode: modules in training mode, at any depth, the whole not counted.
-        modules_in_eval_mode: the others.
-        shared: parameters that have more than one name; each counts once.
-        uninitialized: parameters of lazy modules, whose size is not known yet; they count 0.
+        modules_in_train_mode: number of submodules in training mode, at any depth.
+        modules_in_eval_mode: number of the others.
+        shared: number of parameters with more than one name; each counts once.
+        uninitialized: number of parameters of lazy modules, whose size is not known yet; they count 0.
         has_sizes: whether a forward was run for the sizes.
     """
 
@@ -106,7 +103,7 @@ class Summary:
 
     @property
     def total(self) -> int:
-        """Numbers in all parameters."""
+        """Number of elements of all parameters."""
         return self.trainable + self.non_trainable
 
     @property
@@ -157,10 +154,9 @@ def summarize(
     Args:
         module: any module; if it has an ``example_input_array`` (a tensor, a tuple of positional or a dict of keyword
             arguments of ``forward``) that is not None, one forward is run for the sizes.
-        max_depth: how deeply nested layers are listed; -1 lists all, 0 none.
-        precision: what that forward runs in; None for float32.
-        placeholders: ``id(parameter)`` → a tensor of its shape, for sharded parameters; then no forward
-            is run.
+        max_depth: depth of nested layers to list; -1 lists all, 0 none.
+        precision: of that forward; None for float32.
+        placeholders: ``id(parameter)`` → a tensor of its full shape, for sharded parameters; then no forward is run.
 
     Returns:
         The summary; print it.
@@ -198,7 +194,7 @@ def summarize(
 
 
 def readable_count(number: int) -> str:
-    """``1234567`` as ``1.2 M``; below a thousand the number itself."""
+    """``1234567`` as ``1.2 M``; numbers below a thousand are unchanged."""
     value, units = float(number), ["", "K", "M", "B", "T"]
     while round(value, 1) >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
@@ -225,7 +221,7 @@ def _count(module: nn.Module, summary: Summary, size: Callable[[Tensor], int]) -
 def _sizes(
     module: nn.Module, listed: Mapping[str, nn.Module], example: Any, precision: Precision
 ) -> dict[str, tuple[Any, Any]]:
-    """The sizes of inputs and outputs of each listed layer, from one forward on the example."""
+    """The sizes of inputs and outputs of each listed layer, by one forward on the example."""
     sizes: dict[str, tuple[Any, Any]] = {}
 
     def hook_for(name: str) -> Any:
@@ -254,7 +250,7 @@ def _sizes(
 
 @contextmanager
 def _unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode within; modes and random state restored after."""
+    """Set evaluation mode; restore modes and random state at the end."""
     modes = [(layer, layer.training) for layer in module.modules()]
     generators = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
     random_state = RandomState(generators)

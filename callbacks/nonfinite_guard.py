@@ -1,4 +1,4 @@
-"""``NonFiniteGuard``: notices a loss or gradient that is infinite or not a number."""
+"""``NonFiniteGuard``: checks for losses and gradients that are infinite or NaN."""
 
 from __future__ import annotations
 
@@ -24,43 +24,41 @@ _NAMED = 8  # parameters named in a message, at most
 
 
 class _Findings(NamedTuple):
-    """What was computed for one update, still on its way to the host."""
+    """The results for one optimizer step, which may still be on the device."""
 
-    update: int  # counted from 1
-    finite: Tensor  # scalar bool, on the host once `ready` has happened
-    ready: Any  # an event of the device, or None where `finite` is read directly
+    update: int  # the optimizer step, from 1
+    finite: Tensor  # scalar bool, valid after `ready`
+    ready: Any  # an event of the device, or None if `finite` can be read directly
     loss_finite: Tensor | None
     largest: Tensor | None  # per parameter, the largest absolute value of its gradient
     names: list[str]
 
 
 class NonFiniteGuard(Callback):
-    """Ends training, or skips the optimizer step, when the loss or a gradient is infinite or NaN.
+    """Stops training, or skips the optimizer step, if the loss or a gradient is infinite or NaN.
 
-    ``action="raise"`` computes a flag for each update on the device and reads it one update later, when it has long
-    been there, so the device is never kept idle for it; the last update's is read when training ends. The update that
-    is named has then been made: the parameters are not to be used. ``action="skip"`` reads the flag at once (one host
-    read per update) and leaves the update out: parameters, optimizer state and schedulers stay as they were. Several
-    processes then tell each other, one small message per update, and all of them leave it out.
+    ``action="raise"`` computes a flag on the device and reads it one optimizer step later, or when training ends, so that the
+    device does not wait. The optimizer step has then been made: do not use the parameters. ``action="skip"`` reads the flag
+    at once (one host read per step) and skips the optimizer step: parameters, optimizer state and schedulers do not change.
+    With several processes all skip it, which takes one small all-reduce per step.
 
-    Under ``16-mixed`` gradients overflow as a matter of course while the loss scale finds its value, and the loss
-    scaler itself skips those steps. There only the loss is watched, whatever ``check`` says.
+    Under ``16-mixed`` gradients overflow while the loss scale adapts, and the loss scaler skips those steps: only the loss is
+    checked, whatever ``check`` is.
 
     Args:
         action: ``"raise"`` or ``"skip"``.
-        check: what is watched, of ``"loss"`` (of every micro-batch) and ``"grad"`` (of every parameter of the
-            optimizer, by its largest absolute value, so that large finite gradients pass).
-        warn_after: with ``"skip"``, a warning after that many skipped updates in a row.
-        max_consecutive: with ``"skip"``, that many in a row are an error; None for no limit.
+        check: ``"loss"`` (of each micro-batch), ``"grad"`` (of each parameter of the optimizer), or both. Large finite
+            gradients pass.
+        warn_after: with ``"skip"``, warn after this number of skipped steps in a row.
+        max_consecutive: with ``"skip"``, raise after this number of skipped steps in a row; None for no limit.
 
     Attributes:
         skipped_updates: number of optimizer steps skipped so far.
-        consecutive_skips: number of optimizer steps skipped in a row, up to now.
+        consecutive_skips: number of optimizer steps skipped in a row.
 
     Raises:
-        ConfigurationError: an argument out of its range; ``check=("grad",)`` under ``16-mixed`` (when training
-            starts).
-        NonFiniteError: while training; names the update, the loss, and the parameters with such a gradient.
+        ConfigurationError: an argument out of its range; ``check=("grad",)`` under ``16-mixed`` (when training starts).
+        NonFiniteError: while training; names the optimizer step, and the loss or the parameters with such a gradient.
 
     Example::
 
@@ -79,21 +77,19 @@ class NonFiniteGuard(Callback):
         parts = (check,) if isinstance(check, str) else tuple(check)
         if not parts:
             raise ConfigurationError(
-                "NonFiniteGuard(check=...) expected 'loss', 'grad' or both, got nothing. Write: NonFiniteGuard()"
+                "NonFiniteGuard(check=...) expected 'loss', 'grad' or both, got nothing. Fix: NonFiniteGuard()"
             )
         for part in parts:
             choice(part, "NonFiniteGuard(check=)", ("loss", "grad"))
-        warn_after = whole_number(warn_after, "NonFiniteGuard(warn_after=)", 1)
-        max_consecutive = whole_number(max_consecutive, "NonFiniteGuard(max_consecutive=)", 1, optional=True)
         self.action = action
         self.check = parts
-        self.warn_after = warn_after
-        self.max_consecutive = max_consecutive
+        self.warn_after = whole_number(warn_after, "NonFiniteGuard(warn_after=)", 1)
+        self.max_consecutive = whole_number(max_consecutive, "NonFiniteGuard(max_consecutive=)", 1, optional=True)
         self.skipped_updates = 0
         self.consecutive_skips = 0
         self._watch_gradients = "grad" in parts
-        self._update = 0  # the latest that was looked at
-        self._losses: Tensor | None = None  # whether all losses since the last update are finite
+        self._update = 0  # the last optimizer step that was checked
+        self._losses: Tensor | None = None  # whether all losses since the last optimizer step are finite
         self._pending: _Findings | None = None
         self._names: dict[int, str] = {}
 
@@ -108,8 +104,8 @@ class NonFiniteGuard(Callback):
         scaled = trainer.precision.scaler is not None
         if scaled and "loss" not in self.check:
             raise ConfigurationError(
-                "NonFiniteGuard(check=('grad',)) has nothing to do under precision='16-mixed': its loss scaler leaves "
-                "out updates whose gradient overflows. Write NonFiniteGuard(check=('loss',)), or 'bf16-mixed'."
+                "NonFiniteGuard(check=('grad',)) has nothing to do under precision='16-mixed': its loss scaler skips steps "
+                "whose gradient overflows. Fix: NonFiniteGuard(check=('loss',)), or precision='bf16-mixed'"
             )
         self._watch_gradients = "grad" in self.check and not scaled
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -134,25 +130,25 @@ class NonFiniteGuard(Callback):
         self.check_now()
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """No checkpoint is written of a state that is known to be broken."""
+        """Save no checkpoint of broken parameters."""
         self.check_now()
 
     def check_now(self) -> None:
-        """Read the flag of the latest update now, waiting for the device: before a save, and when training ends.
+        """Read the flag of the last optimizer step now, before a save or when training ends; waits for the device.
 
         Raises:
-            NonFiniteError: that update's loss or gradient was not finite.
+            NonFiniteError: its loss or gradient was not finite.
         """
         self._read_pending()
         if self.action != "raise" or self._losses is None:
             return
-        # of a closure, which runs after the gradients were looked at, or of a window that is not full yet
+        # losses of a closure, which runs after the gradients were checked, or of a window that is not full yet
         losses, self._losses = self._losses, None
         self._pending = _Findings(max(self._update, 1), losses, None, losses, None, [])
         self._read_pending()
 
     def _examine(self, optimizer: Optimizer, update: int, norm: Tensor | None) -> _Findings | None:
-        """Compute, on the device, whether this update's loss and gradient are finite; ``norm``: all that is known of it."""
+        """Compute on the device whether loss and gradient are finite; with ``norm``, use it instead of the gradients."""
         losses, self._losses, self._update = self._losses, None, update
         gradients, names = ([], []) if norm is None else ([norm], ["all parameters together"])
         if self._watch_gradients and norm is None:
@@ -176,20 +172,19 @@ class NonFiniteGuard(Callback):
         if findings is None:
             return
         if findings.ready is not None:
-            # The update before this one: its work stands before a whole forward and backward that are queued already,
-            # so the device stays busy while the host waits here, if it has to wait at all.
+            # the previous step: a whole forward and backward are queued after it, which keep the device busy meanwhile
             findings.ready.synchronize()
         if not bool(findings.finite):
             raise NonFiniteError(
-                f"{_describe_all(findings.update, [_causes(findings)])} That update has been made, so the parameters are not "
-                "to be used. Lower the learning rate or clip: Trainer(gradient_clip_val=1.0). To leave such updates out: "
-                "NonFiniteGuard(action='skip'). To find the operation: Trainer(detect_anomaly=True)."
+                f"{_describe_all(findings.update, [_causes(findings)])} The optimizer step has been made, so do not use the "
+                "parameters. Fix: lower the learning rate or clip, Trainer(gradient_clip_val=1.0); to skip such steps, "
+                "NonFiniteGuard(action='skip'); to find the operation, Trainer(detect_anomaly=True)"
             )
 
     def _skip_if_needed(self, trainer: Trainer, findings: _Findings | None) -> None:
         world = trainer.strategy.world
         bad = findings is not None and not bool(findings.finite)
-        if world.size > 1:  # the gradient is the same on all, a loss is not: one that had no loss takes part too
+        if world.size > 1:  # losses differ between processes; one without a loss takes part too
             bad = any(world.largest([bad]))
         if not bad:
             if findings is not None or world.size > 1:
@@ -204,19 +199,18 @@ class NonFiniteGuard(Callback):
         described = _describe_all(self._update, world.exchange(_causes(findings)))
         if self.max_consecutive is not None and too_many:
             raise NonFiniteError(
-                f"NonFiniteGuard left out {counted(self.consecutive_skips, 'update')} in a row "
-                f"(max_consecutive={self.max_consecutive}). "
-                f"The last: {described} Lower the learning rate, look at the data, or raise the limit: "
-                f"NonFiniteGuard(action='skip', max_consecutive={2 * self.max_consecutive})"
+                f"NonFiniteGuard skipped {counted(self.consecutive_skips, 'optimizer step')} in a row "
+                f"(max_consecutive={self.max_consecutive}). The last: {described} Fix: lower the learning rate, check the "
+                f"data, or raise the limit, NonFiniteGuard(action='skip', max_consecutive={2 * self.max_consecutive})"
             )
         warn(
-            f"NonFiniteGuard has left out {counted(self.consecutive_skips, 'update')} in a row, {self.skipped_updates} in "
+            f"NonFiniteGuard skipped {counted(self.consecutive_skips, 'optimizer step')} in a row, {self.skipped_updates} in "
             f"all. The last: {described}"
         )
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient; those of a sparse one without its zeros."""
+    """The values of a gradient; of a sparse one, the non-zero values."""
     gradient = gradient.detach()
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
@@ -240,7 +234,7 @@ def _largest(gradients: list[Tensor]) -> Tensor:
 
 
 def _on_its_way_to_host(flag: Tensor) -> tuple[Tensor, Any]:
-    """Start copying a flag to the host; what is returned may be read when the event has happened."""
+    """Start copying a flag to the host; returns the copy and the event after which it is valid."""
     if flag.device.type != "cuda":
         return flag, None
     host = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -251,7 +245,7 @@ def _on_its_way_to_host(flag: Tensor) -> tuple[Tensor, Any]:
 
 
 def _causes(findings: _Findings | None) -> str:
-    """In words what was not finite; waits for the device, which does not matter any more."""
+    """What was not finite; waits for the device."""
     causes = []
     if findings is not None and findings.loss_finite is not None and not bool(findings.loss_finite):
         causes.append("the loss")
@@ -266,8 +260,8 @@ def _causes(findings: _Findings | None) -> str:
 
 
 def _describe_all(update: int, causes: list[str]) -> str:
-    """What was not finite on each process, in the order of their ranks; once if it is the same on all."""
+    """What was not finite on each rank, or once if it is the same on all."""
     if len(set(causes)) == 1:
-        return f"Not finite in update {update}: {causes[0]}."
+        return f"Not finite in optimizer step {update}: {causes[0]}."
     named = [f"on rank {rank}, {text}" for rank, text in enumerate(causes) if text]
-    return f"Not finite in update {update}: {'; '.join(named)}."
+    return f"Not finite in optimizer step {update}: {'; '.join(named)}."

@@ -1,4 +1,4 @@
-"""``PredictionWriter``: predictions go to files, of each process for itself or of all at once."""
+"""``PredictionWriter``: writes predictions to files, one per process or one for all."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ __all__ = ["PredictionWriter"]
 
 _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 _OURS = re.compile(r"dataloader_\d+|(batch-\d+|predictions|rank-\d+)\.(safetensors|jsonl)")
-_ROWS = 32  # rows of batches that are sent to the main process at a time
+_ROWS = 32  # batches per process that are gathered at a time
 
 
 class PredictionWriter(Callback):
-    """Writes what ``predict_step`` returns, without keeping it: ``predict(..., return_predictions=False)``.
+    """Writes the outputs of ``predict_step`` to files, for ``predict(..., return_predictions=False)``.
 
-    As it is it writes into ``output_dir``: tensors, and dicts and lists of nothing but tensors, as safetensors, everything
-    else as JSON lines, ``{"batch": 12, "indices": [48, 49], "prediction": …}``, where a number that is not finite is a string.
+    It writes tensors, and dicts and lists of only tensors, as safetensors, and everything else as JSON lines,
+    ``{"batch": 12, "indices": [48, 49], "prediction": …}``, where numbers that are not finite are strings.
 
-    * by batch: ``batch-00000012.safetensors``, by whichever process had the batch, and lines in ``rank-<rank>.jsonl``. The
-      number is that of the batch in the whole data, so the files of tensors are the same on any number of processes.
-    * by epoch: ``rank-<rank>.safetensors`` or ``.jsonl``; with ``once=True`` a single ``predictions.safetensors`` or ``.jsonl``
-      in the order of the data. Tensors of all batches are joined along their first dimension where their shapes allow that,
-      else each batch keeps its own, ``prediction/00000012``.
+    * by batch: ``batch-00000012.safetensors``, or lines in ``rank-<rank>.jsonl``. The number is that of the batch in the whole
+      data, so the safetensors files are the same for any number of processes.
+    * by epoch: ``rank-<rank>.safetensors`` or ``.jsonl``; with ``once=True`` one file, ``predictions.safetensors`` or
+      ``.jsonl``, in the order of the data. Tensors of all batches are concatenated along their first dimension if their shapes
+      allow it, else named by batch, ``prediction/00000012``.
 
-    A tensor is called "prediction", one in a dict or list by its key, one deeper by the keys with "/" between. The
-    indices are beside them as "batch_indices". With several loaders each has a folder of its own, ``dataloader_<index>``.
+    A tensor is called "prediction", or by its key in a dict or list, with "/" between nested keys. The indices are
+    "batch_indices". With several loaders each has its own folder, ``dataloader_<index>``.
 
-    A subclass overrides :meth:`write_on_batch_end` or :meth:`write_on_epoch_end`, with Lightning's arguments, and then needs
-    no ``output_dir``.
+    A subclass that overrides :meth:`write_on_batch_end` or :meth:`write_on_epoch_end`, with Lightning's arguments, needs no
+    ``output_dir``.
 
     Args:
         write_interval: ``"batch"``: after each batch; ``"epoch"``: at the end; ``"batch_and_epoch"``. Default: ``"epoch"`` with
             ``once``, else ``"batch"``.
-        output_dir: the folder to write to, without predictions of an earlier run in it.
-        once: at the end the main process writes the predictions of all processes; :meth:`write_on_epoch_end` is called on it
-            alone.
+        output_dir: the folder, without predictions of an earlier run.
+        once: the main process writes the predictions of all processes at the end, and only it calls
+            :meth:`write_on_epoch_end`.
 
     Raises:
-        ConfigurationError: an unknown interval, ``once`` without an end to write at; when prediction starts: no folder to
-            write to, or one with predictions in it; while writing: something that is neither tensor nor plain value.
+        ConfigurationError: an unknown interval, or ``once`` with ``"batch"``; when prediction starts: no folder, or one with
+            predictions; while writing: a value that is neither a tensor nor plain.
 
     Example::
 
@@ -76,18 +76,18 @@ class PredictionWriter(Callback):
         if interval not in _INTERVALS and isinstance(interval, str | os.PathLike) and output_dir is None:
             raise ConfigurationError(
                 f"PredictionWriter(write_interval=...) expected one of {', '.join(map(repr, _INTERVALS))}, got {interval!r}. "
-                f"If that is the folder, write: PredictionWriter(output_dir={str(interval)!r})"
+                f"Fix, if that is the folder: PredictionWriter(output_dir={str(interval)!r})"
             )
         choice(interval, "PredictionWriter(write_interval=)", _INTERVALS)
         if once and interval == "batch":
             raise ConfigurationError(
-                "PredictionWriter(write_interval='batch', once=True): batches are written by the process that has them. To "
-                "write everything once: PredictionWriter(output_dir='predictions', once=True)"
+                "PredictionWriter(write_interval='batch', once=True): each process writes its own batches. Fix, to write one "
+                "file: PredictionWriter(output_dir='predictions', once=True)"
             )
         self.write_interval = interval
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.once = once
-        self._kept: list[list[Any]] = []  # by loader and row, where something is written at the end
+        self._kept: list[list[Any]] = []  # predictions by loader and batch, to write at the end
         self._indices: list[list[list[int] | None]] = []
         self._lines: dict[Path, JSONLWriter] = {}
 
@@ -103,16 +103,16 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the prediction of one batch; called on the process that made it.
+        """Write the prediction of one batch, on the process that made it.
 
         Args:
             trainer: the trainer.
             module: the module.
-            prediction: what ``predict_step`` returned, where it was made.
-            batch_indices: the numbers of the samples in the dataset; ``None`` where the loader's order is its own.
+            prediction: the output of ``predict_step``, on its device.
+            batch_indices: indices of the samples in the dataset; ``None`` if the loader's order is not known.
             batch: the batch.
-            batch_idx: its number among those of this process.
-            dataloader_idx: the number of the loader.
+            batch_idx: its index on this process.
+            dataloader_idx: the index of the loader.
         """
         if not _writes(trainer):
             return
@@ -131,14 +131,13 @@ class PredictionWriter(Callback):
         predictions: Sequence[Any],
         batch_indices: Sequence[Sequence[Sequence[int] | None]],
     ) -> None:
-        """Write all predictions; called on every process with its own, with ``once`` on the main process with those of all.
+        """Write all predictions of this process; with ``once``, of all processes on the main process.
 
         Args:
             trainer: the trainer.
             module: the module.
-            predictions: what ``predict_step`` returned for each batch, tensors on the CPU; with several loaders, a list of
-                that for each.
-            batch_indices: for each loader, for each batch, as in :meth:`write_on_batch_end`.
+            predictions: the outputs of ``predict_step`` by batch, on the CPU; with several loaders, by loader and batch.
+            batch_indices: by loader and batch, as in :meth:`write_on_batch_end`.
         """
         ranks = 1 if self.once else trainer.strategy.data_world.size
         first = 0 if self.once else trainer.strategy.data_world.rank
@@ -165,16 +164,16 @@ class PredictionWriter(Callback):
             return
         if self.output_dir is None:
             raise ConfigurationError(
-                f"{own.__name__} has no folder to write to. Write: {own.__name__}(output_dir='predictions'), or define "
-                "write_on_batch_end or write_on_epoch_end."
+                f"{own.__name__} has no folder to write to. Fix: {own.__name__}(output_dir='predictions'), or define "
+                "write_on_batch_end or write_on_epoch_end"
             )
         folder = Path(self.output_dir)
         there = sorted(path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)) if folder.is_dir() else []
-        problem = trainer.strategy.world.from_main(there[:1])  # asked by all before any of them writes
+        problem = trainer.strategy.world.from_main(there[:1])  # before any process writes
         if problem:
             raise ConfigurationError(
-                f"{own.__name__}: {folder} holds predictions already ({problem[0]}), which would be mixed with the new ones. "
-                f"Remove them, or write to another folder: {own.__name__}(output_dir='predictions-2')"
+                f"{own.__name__}: {folder} already contains predictions ({problem[0]}), and would mix them with the new ones. "
+                f"Fix: remove them, or write to another folder, {own.__name__}(output_dir='predictions-2')"
             )
 
     def on_predict_batch_end(
@@ -226,24 +225,24 @@ class PredictionWriter(Callback):
 
 
 def _sources(trainer: Trainer) -> list[Any]:
-    """The loaders that are predicted on, as the user gave them."""
+    """The user's loaders for prediction."""
     return trainer._run.evaluation_sources["predict"]
 
 
 def _writes(trainer: Trainer) -> bool:
-    """Whether this process has predictions of its own; where all have the same ones, the main process writes them."""
+    """Whether this process writes; if all processes have the same predictions, only the main process does."""
     strategy = trainer.strategy
     return strategy.data_world.size == strategy.world.size or strategy.world.is_main
 
 
 def _number(trainer: Trainer, batch_idx: int) -> int:
-    """The number of a batch of this process among those of all."""
+    """The index of a batch of this process in the whole data."""
     world = trainer.strategy.data_world
     return batch_idx * world.size + world.rank
 
 
 def _positions(source: Any, number: int, devices: int) -> list[int] | None:
-    """The samples of a batch in the dataset, where the loader reads it in its order; it is made of one for each device."""
+    """Indices in the dataset of the samples of a batch (one per device); ``None`` if the loader does not read it in order."""
     batches = source.batch_sampler if isinstance(source, DataLoader) else None
     if type(batches) is not BatchSampler:
         return None
@@ -255,7 +254,7 @@ def _positions(source: Any, number: int, devices: int) -> list[int] | None:
 
 
 def _gathered_on_main(trainer: Trainer, own: list[list[Any]]) -> list[list[Any]]:
-    """What all processes have, by loader and in the order of the batches; on the main process only, a few rows at a time."""
+    """Gather by loader, in the order of the batches, on the main process, a few batches at a time. Collective."""
     world = trainer.strategy.data_world
     gathered: list[list[Any]] = []
     for mine, rows in zip(own, world.largest([len(each) for each in own]), strict=True):
@@ -268,7 +267,7 @@ def _gathered_on_main(trainer: Trainer, own: list[list[Any]]) -> list[list[Any]]
 
 
 def _named_tensors(value: Any) -> dict[str, Tensor] | None:
-    """The tensors of a prediction by name; ``None`` if there is anything else in it."""
+    """The tensors of a prediction by name; ``None`` if it contains anything else."""
     if isinstance(value, Tensor):
         return {"prediction": value}
     named: dict[str, Tensor] = {}
@@ -292,12 +291,12 @@ def _items(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _with_indices(named: dict[str, Tensor], indices: Sequence[int] | None) -> dict[str, Tensor]:
-    """With the indices in addition, unless the user has a tensor of that name."""
+    """Add the indices, unless the user has a tensor of that name."""
     return named if indices is None else {"batch_indices": torch.tensor(indices), **named}
 
 
 def _joined(batches: list[dict[str, Tensor]], numbers: Sequence[int]) -> dict[str, Tensor]:
-    """The tensors of all batches, each joined along its first dimension where that is possible."""
+    """The tensors of all batches, each concatenated along its first dimension if possible."""
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for named in batches for name in named):
         parts = {number: named[name] for number, named in zip(numbers, batches, strict=True) if name in named}
@@ -321,7 +320,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A prediction in JSON's values."""
+    """Convert a prediction to JSON values."""
     if isinstance(value, Tensor) or type(value).__module__ == "numpy":
         value = value.tolist()
     if value is None or isinstance(value, bool | int | str):
@@ -333,7 +332,6 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{place}]") for place, item in enumerate(value)]
     raise ConfigurationError(
-        f"PredictionWriter cannot write {where}, {with_article(type(value).__name__)}: expected tensors, numbers, "
-        f"strings, lists and "
-        "dicts. Return these from predict_step, or define write_on_batch_end in a subclass."
+        f"PredictionWriter cannot write {where}, {with_article(type(value).__name__)}: expected tensors, numbers, strings, "
+        "lists and dicts. Fix: return these from predict_step, or define write_on_batch_end in a subclass"
     )

@@ -1,4 +1,4 @@
-"""``TQDMProgressBar``: how far a run is."""
+"""``TQDMProgressBar``: the progress of a run."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 __all__ = ["TQDMProgressBar"]
 
-_SECONDS_LIVE = 0.1  # between two looks of a bar on a terminal
-_SECONDS_PLAIN = 15.0  # between two lines where there is no terminal
-_SECONDS_RATE = 1.0  # a bar's rate is measured over at least this long: over 0.1 s it would jump
+_SECONDS_LIVE = 0.1  # between two refreshes of a bar
+_SECONDS_PLAIN = 15.0  # between two lines without a terminal
+_SECONDS_RATE = 1.0  # minimum interval for the rate of a bar
 
 
 class _LastRate:
-    """What our bars add to tqdm: the rate of the last interval; and no monitor thread, which would outlive the run."""
+    """Added to tqdm: the rate of the last interval; and no monitor thread, which would outlive the run."""
 
     monitor_interval = 0
     rate: float | None = None
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What tqdm draws."""
+        """The values that tqdm draws."""
         return {**super().format_dict, "rate": self.rate}  # type: ignore[misc]
 
 
@@ -47,7 +47,7 @@ class _Bar(_LastRate, tqdm):  # type: ignore[type-arg]
 
 @lru_cache(maxsize=1)  # the notice once
 def _widget_bar() -> type[tqdm[Any]] | None:
-    """tqdm's widget for notebooks; ``None`` without ipywidgets: a saved notebook would keep the moves of the cursor."""
+    """tqdm's widget for notebooks; ``None`` without ipywidgets: a saved notebook would contain cursor movements."""
     if importlib.util.find_spec("ipywidgets") is None:
         notice("the progress bar prints lines in this notebook. For a bar: pip install ipywidgets, then restart the kernel.")
         return None
@@ -59,17 +59,17 @@ def _widget_bar() -> type[tqdm[Any]] | None:
     return WidgetBar
 
 
-class _Stage:
-    """One stage's bar, or its lines where there is no terminal; between two looks it costs one reading of the clock."""
+class _StageBar:
+    """The bar of one stage, or its lines without a terminal."""
 
     def __init__(self, description: str, total: float, *, kind: type[tqdm[Any]] | None, position: int, leave: bool) -> None:
         self.description = description
         self.total = int(total) if math.isfinite(total) else None
         self.done = 0
-        self.since = time.monotonic()  # the interval of the rate began then, after this number of batches
+        self.since = time.monotonic()  # start of the interval of the rate, after `_counted` batches
         self._counted = 0
         self._rate: float | None = None
-        self._first: int | None = None  # what was done before the first look, of a resumed epoch
+        self._first: int | None = None  # number of batches that a resumed epoch has skipped
         self.bar: Any = None
         self.next_look = self.since + (_SECONDS_PLAIN if kind is None else 0.0)
         if kind is not None:
@@ -79,16 +79,16 @@ class _Stage:
                 position=position,
                 leave=leave,
                 dynamic_ncols=True,
-                mininterval=0.0,  # it is we who decide when to look
+                mininterval=0.0,  # advance decides
                 miniters=1,
                 file=sys.stdout,
             )
 
     def advance(self, done: int, refresh_rate: int) -> bool:
-        """Note how many batches are done; True if it is time to show it."""
+        """Set the number of batches; returns whether to show it now."""
         if self._first is None:
             self._first = self._counted = done - 1
-            if self._first:  # a resumed epoch: until now the loader went to its position
+            if self._first:  # a resumed epoch: the loader has skipped to its position
                 self._counted, self.since = done, time.monotonic()
         self.done = done
         if done % refresh_rate:
@@ -117,7 +117,7 @@ class _Stage:
             self.bar.refresh()
 
     def _measure(self) -> None:
-        """The rate since it was last measured."""
+        """Compute the rate since the last time."""
         now = time.monotonic()
         seconds, batches = now - self.since, self.done - self._counted
         long_enough = self.bar is None or self._rate is None or seconds >= _SECONDS_RATE
@@ -126,14 +126,14 @@ class _Stage:
             self.since, self._counted = now, self.done
 
     def line(self, metrics: dict[str, float]) -> str:
-        """What a log file gets instead of a bar."""
+        """A line for a log file instead of a bar."""
         total = "?" if self.total is None else str(self.total)
         rate = "" if self._rate is None else f", {self._rate:.1f} batches/s"
-        values = "".join(f", {name}={_readable(value)}" for name, value in metrics.items())
+        values = "".join(f", {name}={value:.4g}" for name, value in metrics.items())
         return f"{self.description}: {self.done}/{total} batches{rate}{values}"
 
     def close(self) -> None:
-        """Take the bar off the terminal, or leave its last state there."""
+        """Remove the bar from the terminal, or leave its last state there."""
         if self.bar is not None:
             self.bar.n = max(self.bar.n, self.done)
             self.bar.close()
@@ -143,27 +143,26 @@ class _Stage:
 class TQDMProgressBar(Callback):
     """Shows a bar for training, and one each for the sanity check, validation, test and prediction.
 
-    On a terminal the bars are drawn at most ten times a second, and in a notebook with ipywidgets too, as tqdm's
-    widgets. Elsewhere (a log file, CI, a notebook without ipywidgets) there are plain lines instead: one at the end of each
-    epoch and one every 15 seconds within it.
+    On a terminal, and as widgets in a notebook with ipywidgets, bars are refreshed at most ten times a second. Elsewhere (a log
+    file, CI, a notebook without ipywidgets) it prints a line at the end of each epoch and every 15 seconds.
 
-    Next to the number of batches stand the rate since the last look (on a bar over at least one second; a validation does not
-    count), and metrics: those logged by step with ``prog_bar=True`` in the last batch, others as of the last log boundary. If
-    the training step logs none whose name contains "loss", ``loss`` is what it returned. These are this process's own values,
-    read from the device when the bar is drawn, never on each step; on XLA they are as of the last log boundary.
+    It shows the number of batches, the rate since the last refresh (of a bar over at least one second; without validation), and
+    metrics: those logged by step with ``prog_bar=True`` in the last batch, others as of the last log boundary. If the training
+    step logs none whose name contains "loss", ``loss`` is the value that it returned. The values are those of the main process,
+    read from the device only when they are shown; on XLA they are as of the last log boundary.
 
-    Only the main process shows anything. ``module.print`` and :meth:`print` write above the bars.
+    Only the main process shows bars. ``module.print`` and :meth:`print` write above them.
 
     Args:
-        refresh_rate: look at the clock only every that many batches; 0 shows nothing.
-        process_position: leave that many lines free above, for bars of other programs on the same terminal.
-        leave: keep each epoch's training bar on the screen, not the last one's only.
+        refresh_rate: minimum number of batches between two refreshes; 0 shows nothing.
+        process_position: number of lines to leave free above, for bars of other programs on the same terminal.
+        leave: keep the training bar of each epoch on the screen, not only the last one.
 
     Attributes:
-        is_progress_bar: True; how a Trainer recognises the callback whose :meth:`print` goes with the bars.
+        is_progress_bar: True; marks the callback whose :meth:`print` the Trainer uses.
 
     Raises:
-        ConfigurationError: an argument is no integer of at least 0.
+        ConfigurationError: an argument is not an integer of at least 0.
 
     Example::
 
@@ -182,10 +181,10 @@ class TQDMProgressBar(Callback):
         self._shown = False
         self._kind: type[tqdm[Any]] | None = None
         self._loss: Any = None
-        self._logs_loss: bool | None = None  # of the epoch; None: it has had no batch
-        self._paused: float | None = None  # training, since then
-        self._train: _Stage | None = None
-        self._evaluation: _Stage | None = None
+        self._logs_loss: bool | None = None  # in this epoch; None before its first batch
+        self._paused: float | None = None  # time at which validation paused training
+        self._train: _StageBar | None = None
+        self._evaluation: _StageBar | None = None
         self._evaluation_loader = 0
 
     def print(
@@ -248,51 +247,48 @@ class TQDMProgressBar(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._advance_loader(trainer, batch_idx)
+        if self._evaluation is not None and self._evaluation.advance(batch_idx + 1, self.refresh_rate):
+            self._evaluation.show({})
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_loader(trainer, nested=trainer.stage == "fit")
+        nested = trainer.stage == "fit"
+        if self._evaluation is not None and (self._evaluation.bar is not None or not nested):
+            self._evaluation.show({})
+        self._close_evaluation()
+        if self._train is not None and self._paused is not None:  # validation does not count in its rate
+            self._train.since += time.monotonic() - self._paused
+        self._paused = None
+        if nested and self._train is not None and self._train.bar is not None:
+            self._train.show(self._train_values(trainer))
+
+    on_test_end = on_predict_end = on_validation_end
 
     def on_test_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._begin_loader("Test", trainer.num_test_batches, dataloader_idx, nested=False)
 
-    def on_test_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._advance_loader(trainer, batch_idx)
-
-    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_loader(trainer, nested=False)
-
     def on_predict_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._begin_loader("Prediction", trainer.num_predict_batches, dataloader_idx, nested=False)
 
-    def on_predict_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._advance_loader(trainer, batch_idx)
-
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_loader(trainer, nested=False)
-
-    def _stage(self, description: str, total: float, line: int, *, leave: bool) -> _Stage:
-        return _Stage(description, total, kind=self._kind, position=self.process_position + line, leave=leave)
+    def _stage(self, description: str, total: float, line: int, *, leave: bool) -> _StageBar:
+        return _StageBar(description, total, kind=self._kind, position=self.process_position + line, leave=leave)
 
     def _train_values(self, trainer: Trainer) -> dict[str, float]:
-        """What stands next to the training bar, by one wait for the device."""
+        """The metrics next to the training bar; waits for the device once."""
         values: dict[str, Any] = trainer.progress_bar_metrics
-        if not trainer.strategy.lazy_tensors:  # to read one there would run a part of the step by itself
+        if not trainer.strategy.lazy_tensors:  # reading one there would run a part of the step separately
             values = {**values, **trainer._run.train_metrics.in_bar()}
             if not self._logs_loss and isinstance(self._loss, Tensor) and self._loss.numel() == 1:
                 values = {"loss": self._loss, **values}
         return dict(zip(values, read(list(values.values())), strict=True))
 
     def _end_train_epoch(self, trainer: Trainer, *, leave: bool) -> None:
-        """Show the epoch's last state; when its metrics are known: at the start of the next, or at the end."""
+        """Show the final state of the epoch; called when its metrics are known, at the start of the next or at the end."""
         stage, self._train = self._train, None
         if stage is None:
             return
@@ -314,27 +310,13 @@ class TQDMProgressBar(Callback):
         self._evaluation = self._stage(f"{what}{number}", totals[loader], 1 if nested else 0, leave=keep)
         self._evaluation_loader = loader
 
-    def _advance_loader(self, trainer: Trainer, batch_idx: int) -> None:
-        if self._evaluation is not None and self._evaluation.advance(batch_idx + 1, self.refresh_rate):
-            self._evaluation.show({})
-
-    def _end_loader(self, trainer: Trainer, *, nested: bool) -> None:
-        if self._evaluation is not None and (self._evaluation.bar is not None or not nested):
-            self._evaluation.show({})
-        self._close_evaluation()
-        if self._train is not None and self._paused is not None:  # its rate is that of training
-            self._train.since += time.monotonic() - self._paused
-        self._paused = None
-        if nested and self._train is not None and self._train.bar is not None:
-            self._train.show(self._train_values(trainer))
-
     def _close_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.close()
             self._evaluation = None
 
     def _close(self) -> None:
-        """Close whatever is open; for a run that ended early."""
+        """Close all bars, for example of a run that ended early."""
         for stage in (self._evaluation, self._train):
             if stage is not None:
                 stage.close()
@@ -342,22 +324,18 @@ class TQDMProgressBar(Callback):
 
 
 def _bar_kind() -> type[tqdm[Any]] | None:
-    """The class of bars that suits standard output; ``None``: lines."""
+    """The class of bars for standard output; ``None``: lines."""
     if "ipykernel" in type(sys.stdout).__module__:
         return _widget_bar()
     return _Bar if _is_live() else None
 
 
 def _is_live() -> bool:
-    """Whether what is drawn over itself will look like it: a terminal, not a file."""
+    """Whether standard output is a terminal."""
     isatty = getattr(sys.stdout, "isatty", None)
     if isatty is None or not isatty():
         return False
-    try:  # a terminal of no size, as some containers have: tqdm would draw nothing at all
+    try:  # in some containers the terminal has no size, and tqdm would draw nothing
         return min(os.get_terminal_size(sys.stdout.fileno())) > 0
     except (OSError, ValueError):
         return True
-
-
-def _readable(value: float) -> str:
-    return f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""``ThroughputMonitor``: how fast training goes, and what it waits for."""
+"""``ThroughputMonitor``: the speed of training, and the time that it waits for data."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["ThroughputMonitor"]
 
 
 class _Mark(NamedTuple):
-    """The running totals when a window was full."""
+    """The totals at the end of an accumulation window."""
 
-    time: float  # seconds, time spent in validation not counted
+    time: float  # seconds, without validation
     batches: int
     samples: int
     tokens: int
@@ -39,30 +39,27 @@ class _Mark(NamedTuple):
 
 
 class ThroughputMonitor(Callback):
-    """Logs samples, tokens and batches per second, the share of time spent waiting for data, and the FLOPs
-    utilization.
+    """Logs samples, tokens and batches per second, the share of time that waits for data, and the FLOPs utilization.
 
-    Rates are taken over the last ``window_size`` updates and logged at log boundaries, from the second update on (the
-    first has warm-up in it): ``throughput/samples_per_sec``, ``throughput/batches_per_sec`` (micro-batches) and
-    ``throughput/tokens_per_sec`` of all processes together, ``throughput/data_wait_share`` (0 to 1: between the end
-    of one batch and the start of the next, validation not counted), ``throughput/tflops_per_device`` and
-    ``throughput/mfu`` (model FLOPs utilization, 0 to 1; Chowdhery et al., PaLM, 2022).
+    It logs at log boundaries the rates over the last ``window_size`` optimizer steps, from the second step on:
+    ``throughput/samples_per_sec``, ``throughput/batches_per_sec`` (micro-batches) and ``throughput/tokens_per_sec`` of all
+    processes together, ``throughput/data_wait_share`` (0 to 1: between the end of a batch and the start of the next, without
+    validation), ``throughput/tflops_per_device`` and ``throughput/mfu`` (model FLOPs utilization, 0 to 1; Chowdhery et al.,
+    PaLM, 2022).
 
-    Times are the host's. On CUDA the host runs ahead of the device, so at a log boundary, and only there, it waits
-    for the device before the time is taken; the window ends there, and its start is exact if it was a log boundary
-    too: choose ``window_size`` a multiple of ``log_every_n_steps``. A large ``data_wait_share`` on CUDA means little
-    while the rates are good: the device may be busy meanwhile.
+    Times are the host's. On CUDA the host runs ahead of the device and waits for it at log boundaries only, so the rates are
+    exact if ``window_size`` is a multiple of ``log_every_n_steps``. A large ``data_wait_share`` on CUDA is no problem if the
+    rates are good: the device may be busy meanwhile.
 
     Args:
-        window_size: how many updates are averaged over.
-        batch_size_fn: number of samples in a batch; the first dimension of its first tensor unless told.
-        length_fn: number of tokens in a batch (of all its samples together); without it tokens are not logged.
+        window_size: number of optimizer steps to average over.
+        batch_size_fn: number of samples in a batch; default: the first dimension of its first tensor.
+        length_fn: number of tokens in a batch; without it tokens are not logged.
         flops_per_batch: FLOPs of the forward and backward of one batch, a number or a function of the batch.
-        available_flops: peak FLOP/s of one device; unless told from a table of known GPUs, by the precision.
-        measure_flops: count the FLOPs once, in the first batch's forward and backward (matrix products, convolutions
-            and attention, as ``torch.utils.flop_counter`` counts them), and scale them by the number of samples. What
-            is recomputed by activation checkpointing is counted again, and compiled code may not be counted at all:
-            then give ``flops_per_batch``.
+        available_flops: peak FLOP/s of one device; default: from a table of known GPUs, by the precision.
+        measure_flops: count the FLOPs of the first batch's forward and backward with ``torch.utils.flop_counter`` (matrix
+            products, convolutions and attention), and scale them by the number of samples. It also counts what activation
+            checkpointing recomputes, and may not count compiled code: then pass ``flops_per_batch``.
 
     Raises:
         ConfigurationError: an argument out of its range; ``flops_per_batch`` together with ``measure_flops``.
@@ -83,7 +80,7 @@ class ThroughputMonitor(Callback):
         measure_flops: bool = False,
     ) -> None:
         super().__init__()
-        window_size = whole_number(window_size, "ThroughputMonitor(window_size=)", 1)
+        self.window_size = whole_number(window_size, "ThroughputMonitor(window_size=)", 1)
         function(batch_size_fn, "ThroughputMonitor(batch_size_fn=)", "lambda batch: len(batch)")
         function(length_fn, "ThroughputMonitor(length_fn=)", "lambda batch: batch.numel()")
         if not callable(flops_per_batch):
@@ -91,9 +88,8 @@ class ThroughputMonitor(Callback):
         _check_positive("available_flops", available_flops)
         if measure_flops and flops_per_batch is not None:
             raise ConfigurationError(
-                "ThroughputMonitor got flops_per_batch and measure_flops=True, which say the same thing. Leave one out."
+                "ThroughputMonitor: expected flops_per_batch or measure_flops=True, got both. Fix: remove one of them"
             )
-        self.window_size = window_size
         self.batch_size_fn = batch_size_fn or batch_size
         self.length_fn = length_fn
         self.flops_per_batch = flops_per_batch
@@ -126,7 +122,7 @@ class ThroughputMonitor(Callback):
         if self._peak is None:
             notice(
                 f"ThroughputMonitor: the peak FLOP/s of this device ({device.type}, {trainer.precision.name}) is not "
-                "known, so throughput/mfu is not logged. Give it: ThroughputMonitor(available_flops=312e12)"
+                "known, so throughput/mfu is not logged. Fix: ThroughputMonitor(available_flops=312e12)"
             )
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
@@ -134,7 +130,7 @@ class ThroughputMonitor(Callback):
             self._waited += time.monotonic() - self._batch_ended
         loader = trainer._run.train_loader
         counted = loader.samples if loader is not None and self.batch_size_fn is batch_size else None
-        samples = self.batch_size_fn(batch) if counted is None else counted  # those that it was filled up with count nothing
+        samples = self.batch_size_fn(batch) if counted is None else counted  # without padding
         self._batches += 1
         self._batch_samples = samples
         self._samples += samples
@@ -162,15 +158,15 @@ class ThroughputMonitor(Callback):
 
     def _end_window(self, trainer: Trainer) -> None:
         if trainer.should_log and self._sync is not None:
-            self._sync()  # the metrics of this step are read next, which waits for the device anyway
+            self._sync()  # reading the metrics of this step waits for the device anyway
         now = time.monotonic() - self._paused
         mark = _Mark(now, self._batches, self._samples, self._tokens, self._flops, self._waited)
         self._marks.append(mark)
         if trainer.should_log and now > self._marks[0].time:
             rates = self._rates(self._marks[0], mark, trainer.strategy.data_world)
-            self.log_dict(rates, on_step=True, on_epoch=False, batch_size=1)  # every process counts as much as another
+            self.log_dict(rates, on_step=True, on_epoch=False, batch_size=1)  # the same weight for all processes
             if trainer.strategy.data_world.size > 1 and self.measure_flops and self.flops_per_sample is None:
-                # another may have counted its own by now, and all log the same names; this one's does not count
+                # another process may have counted FLOPs, and all must log the same names; this value has weight 0
                 self.log_dict(self._flop_rates(0.0), on_step=True, on_epoch=False, batch_size=0)
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -186,7 +182,7 @@ class ThroughputMonitor(Callback):
             self._batch_ended += pause
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._counter is not None:  # another hook's -1 ended the epoch before the batch was worked on
+        if self._counter is not None:  # another hook returned -1 and ended the epoch before the training step
             self._end_counting()
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
@@ -195,8 +191,8 @@ class ThroughputMonitor(Callback):
 
     def _rates(self, first: _Mark, last: _Mark, world: World) -> dict[str, float]:
         seconds = last.time - first.time
-        # The logged value is the mean over the processes, so a rate of all of them is the mean times their number. A process
-        # of several devices has a micro-batch of each in what counts as one batch here.
+        # The logged value is the mean over processes, so multiply it by their number. For a process of several devices, a batch
+        # here contains a micro-batch of each.
         rates = {
             "throughput/batches_per_sec": (last.batches - first.batches) / seconds * world.width,
             "throughput/samples_per_sec": (last.samples - first.samples) / seconds * world.size,
@@ -215,23 +211,23 @@ class ThroughputMonitor(Callback):
         return rates
 
     def _begin_counting(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode  # imports much that few runs need
+        from torch.utils.flop_counter import FlopCounterMode  # slow to import
 
         self._saw_backward = False
         self._counter = FlopCounterMode(display=False)
-        self._counting.enter_context(self._counter)  # left in on_after_backward: the loop's own work is counted
+        self._counting.enter_context(self._counter)  # until on_after_backward
 
     def _end_counting(self) -> None:
         counter, self._counter = self._counter, None
         assert counter is not None
         self._counting.close()
         if not self._saw_backward:
-            return  # training_step returned None: the next batch is counted
+            return  # training_step returned None: count the next batch
         self.flops_per_sample = counter.get_total_flops() / self._batch_samples
         self._flops += self.flops_per_sample * self._batch_samples
         if self.flops_per_sample == 0:
             notice(
-                "ThroughputMonitor counted no FLOPs in the first batch (compiled code, perhaps). Give them: "
+                "ThroughputMonitor counted no FLOPs in the first batch (compiled code, perhaps). Fix: "
                 "ThroughputMonitor(flops_per_batch=...)"
             )
 

@@ -1,4 +1,4 @@
-"""``Timer``: how long training, validation and testing take, and an end to training when its time is up."""
+"""``Timer``: measures training, validation and testing, and stops training after a time limit."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ _FORMAT = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
 
 class Timer(Callback):
-    """Measures how long each stage takes and stops training when ``duration`` has passed. ``Trainer(max_time=...)``
-    attaches it.
+    """Measures the time of each stage and stops training after ``duration``. ``Trainer(max_time=...)`` adds it.
 
-    Times are seconds of a monotonic clock: setting the machine's clock changes nothing. The time of ``"train"`` runs
-    from ``on_train_start`` to ``on_train_end``, validation in between included, and continues from where it was after a
-    resume; the sanity check, before it, is timed by itself. With several processes the main process's clock counts.
+    Times are seconds of a monotonic clock. The time of ``"train"`` is from ``on_train_start`` to ``on_train_end``, including
+    validation, and continues after a resume; the sanity check is a stage of its own. With several processes the main process's
+    clock counts.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a ``timedelta``, a dict of ``timedelta``'s arguments (``{"hours": 12}``), or None
             to measure only.
-        interval: ``"step"`` looks after each batch, ``"epoch"`` at the end of each epoch.
-        verbose: whether a line is printed when the time is up.
+        interval: ``"step"`` checks after each batch, ``"epoch"`` at the end of each epoch.
+        verbose: print a line when the limit is reached.
 
     Raises:
-        ConfigurationError: a duration that cannot be understood or is not longer than 0, or an unknown interval.
+        ConfigurationError: a duration that is malformed or not longer than 0, or an unknown interval.
 
     Example::
 
@@ -60,27 +59,24 @@ class Timer(Callback):
         self.verbose = verbose
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
-        self._before: dict[str, float] = {}  # seconds of earlier runs, of a resume
+        self._before: dict[str, float] = {}  # seconds of earlier runs of the stage
         self._stopped = False
         self.stopping_reason: str | None = None
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When the stage began last, in seconds of ``time.monotonic``; None if it has not."""
+        """Last start of the stage, in seconds of ``time.monotonic``; None if it has not started."""
         return self._start.get(_known(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """When the stage ended last, in seconds of ``time.monotonic``; None if it has not or is running."""
+        """Last end of the stage, in seconds of ``time.monotonic``; None if it has not ended or is running."""
         return self._end.get(_known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds spent in the stage.
-
-        For ``"train"`` in this fit and those that it was resumed from, for the others in all of their runs.
-        """
+        """Seconds in the stage: of ``"train"`` in this fit and those that it resumed, of others in all runs."""
         return self._before.get(_known(stage), 0.0) + self._running(stage)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds that are left of ``duration``, which is for training; None without a duration."""
+        """``duration`` minus the seconds in the stage; None without a duration."""
         return None if self.duration is None else self.duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +88,7 @@ class Timer(Callback):
         self._end.clear()
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if stage == "fit":  # each fit has its whole time; one that is resumed loads, after this, what has been used up
+        if stage == "fit":  # each fit has the whole duration; a resumed one loads the time used so far after this
             for times in (self._before, self._start, self._end):
                 times.pop("train", None)
 
@@ -102,8 +98,8 @@ class Timer(Callback):
         self._check_together(trainer, module)  # a resumed run may have used up its time
         if self._stopped:
             notice(
-                f"the run that is resumed had used up its time: {self.stopping_reason}, so it trains no further. To continue, "
-                "raise max_time, or the duration of Timer."
+                f"the resumed run had used up its time: {self.stopping_reason}, so it trains no further. To continue, raise "
+                "max_time, or the duration of Timer."
             )
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -125,23 +121,14 @@ class Timer(Callback):
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
-            self._begin("validate")
+            self._begin(_evaluation(trainer))
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
-            self._finish("validate")
+            self._finish(_evaluation(trainer))
 
-    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin("test")
-
-    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._finish("test")
-
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin("predict")
-
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._finish("predict")
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def _begin(self, stage: str) -> None:
         if stage != "train":  # the runs of a stage add up
@@ -159,12 +146,12 @@ class Timer(Callback):
         return self._end.get(stage, time.monotonic()) - self._start[stage]
 
     def _check(self, trainer: Trainer, module: TrainModule) -> None:
-        """Between two steps; other processes get the main process's stop request at the next safe point."""
+        """On the main process, whose stop request reaches the others at the next safe point."""
         if trainer.is_global_zero and self._is_up():
             self._stop(trainer, module)
 
     def _check_together(self, trainer: Trainer, module: TrainModule) -> None:
-        """Where all processes decide at once whether there is another step."""
+        """Check on all processes. Collective."""
         if self.duration is not None and trainer.strategy.world.from_main(self._is_up()):
             self._stop(trainer, module)
 
@@ -172,13 +159,17 @@ class Timer(Callback):
         return self.duration is not None and self.time_elapsed() >= self.duration
 
     def _stop(self, trainer: Trainer, module: TrainModule) -> None:
-        trainer.should_stop = True  # each time: EarlyStopping takes a stop of its own back when its patience was raised
+        trainer.should_stop = True  # each time: EarlyStopping withdraws its stop request if its patience was raised
         said, self._stopped = self._stopped, True
         self.stopping_reason = f"the time limit of {timedelta(seconds=self.duration or 0)} is reached"
         if self.verbose and not said:
             assert self.duration is not None
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             module.print(f"Time limit of {timedelta(seconds=self.duration)} reached: training stops after {elapsed}.")
+
+
+def _evaluation(trainer: Trainer) -> str:
+    return "validate" if trainer.stage in (None, "fit") else trainer.stage
 
 
 def _known(stage: str) -> str:
@@ -190,7 +181,7 @@ def _known(stage: str) -> str:
 def _seconds(duration: Any) -> float | None:
     if duration is None:
         return None
-    fix = "Write Timer('00:12:00:00') (days:hours:minutes:seconds), Timer(timedelta(hours=12)) or Timer({'hours': 12})."
+    fix = "Fix: Timer('00:12:00:00') (days:hours:minutes:seconds), Timer(timedelta(hours=12)) or Timer({'hours': 12})"
     if isinstance(duration, str):
         match = _FORMAT.fullmatch(duration.strip())
         if match is None:

@@ -36,22 +36,20 @@ def _is_main() -> bool:
 class GeneralTracker:
     """A tracker of your own for ``Accelerator(log_with=MyTracker(...))``, as Accelerate has it.
 
-    A subclass has the attributes ``name`` and ``requires_logging_directory``, the property ``tracker``, which is the run or
-    writer that it uses, and the methods ``store_init_configuration`` and ``log``, called on the main process only. A
-    ``trainkit.loggers.Logger`` works too, also with a ``Trainer``.
-
-    Raises:
-        MissingMethodError: one of the attributes is missing; when the subclass calls ``super().__init__()``.
+    A subclass has the attributes ``name`` and ``requires_logging_directory``, the property ``tracker`` (the run or writer
+    that it uses), and the methods ``store_init_configuration`` and ``log``, called on the main process only.
+    A ``trainkit.loggers.Logger`` works too, also with a ``Trainer``. ``super().__init__()`` raises ``MissingMethodError`` if
+    an attribute is missing.
     """
 
     main_process_only = True
 
     def __init__(self, _blank: bool = False) -> None:
-        lacking = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
-        if lacking and not _blank:
+        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
+        if missing and not _blank:
             kind = type(self).__name__
             raise MissingMethodError(
-                f"{kind}: expected the attributes name, requires_logging_directory and tracker, found no {', '.join(lacking)}. "
+                f"{kind}: expected the attributes name, requires_logging_directory and tracker, found no {', '.join(missing)}. "
                 f"Fix:\n    class {kind}(GeneralTracker):\n        name = 'mine'\n        requires_logging_directory = False\n"
                 "        tracker = property(lambda self: self.run)"
             )
@@ -60,7 +58,7 @@ class GeneralTracker:
         """Called first by ``init_trackers``."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Log the hyper-parameters; called by ``init_trackers``, if it has some."""
+        """Log the hyper-parameters; called by ``init_trackers`` if it has any."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log the values of a step; called by ``Accelerator.log``, with the tracker's part of ``log_kwargs``."""

@@ -37,7 +37,7 @@ from trainkit.errors import (
     UnsupportedArgumentError,
 )
 from trainkit.loggers import CSVLogger, Logger
-from trainkit.loggers.reader import read_metrics
+from trainkit.loggers.metrics_reader import read_metrics
 from trainkit.tracking import GeneralTracker, on_main_process
 
 STEP = "trainer/global_step"
@@ -210,10 +210,10 @@ def test_all_are_those_that_work_here(run_dir: Path, caplog: Any, monkeypatch: p
     accelerator = make("all", project_dir="runs")
     accelerator.init_trackers("demo", {"lr": 0.1}, {"wandb": {"mode": "online"}})
     assert [tracker.name for tracker in accelerator.trackers] == ["mlflow", "tensorboard"]
-    said = [message for message in caplog.messages if "leaves out" in message]
-    assert [message.split(". Run")[0] for message in said] == [
-        "log_with='all' leaves out comet_ml: it has no API key here",
-        "log_with='all' leaves out wandb: nobody is logged in here",
+    skips = [message for message in caplog.messages if "skips" in message]
+    assert [message.split(". Fix")[0] for message in skips] == [
+        "log_with='all' skips comet_ml: CometLogger: there is no API key",
+        "log_with='all' skips wandb: no one is logged in",
     ]
     assert accelerator.get_tracker("wandb").run.log_artifact("x") is not None  # does nothing
     accelerator.end_training()

@@ -26,7 +26,7 @@ def test_what_is_no_function_is_an_error_with_the_fix() -> None:
 
 @pytest.mark.parametrize("function", [lambda: None, lambda trainer: None, lambda trainer, module, a, b, c: None])
 def test_a_signature_that_cannot_be_called_is_an_error_with_both(function: Any) -> None:
-    with pytest.raises(HookError, match=r"expected \(trainer, module, loss\), received \(.*Write: LambdaCallback"):
+    with pytest.raises(HookError, match=r"expected \(trainer, module, loss\), received \(.*Fix: LambdaCallback"):
         LambdaCallback(on_before_backward=function)
 
 

@@ -90,7 +90,7 @@ def test_two_schedulers_of_one_name_are_told_apart(trainer, module) -> None:
 
 def test_parameter_groups_of_one_name_are_an_error(trainer, module) -> None:
     groups = [{"params": [parameter()], "name": "a"}, {"params": [parameter()], "name": "a"}]
-    with pytest.raises(ConfigurationError, match="share a name: lr-SGD/a"):
+    with pytest.raises(ConfigurationError, match="have the same name: lr-SGD/a"):
         attached(trainer, module, [torch.optim.SGD(groups)], [config(0)])
 
 
@@ -191,7 +191,7 @@ def test_a_fit_logs_the_rate_of_each_epoch(make_trainer, logging_interval: str |
 
 
 def test_a_fit_without_a_logger_is_refused(make_trainer) -> None:
-    with pytest.raises(ConfigurationError, match="no logger"):
+    with pytest.raises(ConfigurationError, match="needs a logger, but the Trainer has none"):
         make_trainer(LearningRateMonitor(), logger=False).fit(TinyModule(), tiny_loader())
 
 

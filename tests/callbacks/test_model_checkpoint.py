@@ -243,7 +243,7 @@ def names_of(callback: ModelCheckpoint) -> dict[str, float]:
         ({"save_top_k": 3}, ["monitor='val_loss'", "keep_last=3"]),
         ({"keep_last": -2}, ["keep_last", "≥ -1"]),
         ({"keep_last": True}, ["keep_last", "True"]),
-        ({"keep_last": 0}, ["keeps nothing but the best", "keep_last=1", "monitor='val_loss'"]),
+        ({"keep_last": 0}, ["keeps only the best", "keep_last=1", "monitor='val_loss'"]),
         ({"keep_last": 0, "monitor": "a", "save_top_k": 0}, ["keep_last=1"]),
         ({"every_n_train_steps": -1}, ["every_n_train_steps"]),
         ({"every_n_epochs": 1.5}, ["every_n_epochs", "1.5"]),
@@ -735,7 +735,7 @@ def test_a_name_whose_metric_is_not_known_yet_is_the_default_said_once(begin, ca
     run.epoch({"val_loss": 0.5})
     run.step(2)
     assert run.names == ["step-00000004", "step-00000008", "val_loss=0.50"]
-    assert caplog.messages == ["ModelCheckpoint: val_loss of filename not being known yet, the name is the default."]
+    assert caplog.messages == ["ModelCheckpoint: val_loss of filename was not logged yet, so the name is the default."]
 
 
 def test_a_name_whose_metric_was_never_logged_is_an_error_but_not_at_the_end(begin) -> None:

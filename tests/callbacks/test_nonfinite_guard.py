@@ -58,7 +58,10 @@ def test_raises_one_update_later_and_names_what_it_was(trainer, module, where: s
     update(callback, trainer, module, [1.0, value] if where == "loss" else [1.0], value if where == "grad" else 1.0)
     with pytest.raises(NonFiniteError) as caught:
         update(callback, trainer, module, [1.0])
-    what = {"loss": "in update 2: the loss.", "grad": "in update 2: the gradient of weight (1 of 2 parameters)."}
+    what = {
+        "loss": "in optimizer step 2: the loss.",
+        "grad": "in optimizer step 2: the gradient of weight (1 of 2 parameters).",
+    }
     for word in (what[where], "gradient_clip_val=1.0", "NonFiniteGuard(action='skip')"):
         assert word in str(caught.value)
 
@@ -67,7 +70,7 @@ def test_the_last_update_is_read_when_training_ends(trainer, module) -> None:
     callback = NonFiniteGuard()
     callback.on_train_start(trainer, module)
     update(callback, trainer, module, [1.0], NAN)
-    with pytest.raises(NonFiniteError, match="in update 1"):
+    with pytest.raises(NonFiniteError, match="in optimizer step 1"):
         callback.on_train_end(trainer, module)
     callback.on_train_end(trainer, module)  # said once
 
@@ -90,7 +93,7 @@ def test_no_checkpoint_is_written_of_what_is_known_to_be_broken(trainer, module)
     checkpoint: dict[str, Any] = {}
     callback.on_save_checkpoint(trainer, module, checkpoint)
     update(callback, trainer, module, [NAN])
-    with pytest.raises(NonFiniteError, match="in update 2: the loss"):
+    with pytest.raises(NonFiniteError, match="in optimizer step 2: the loss"):
         callback.on_save_checkpoint(trainer, module, checkpoint)
     assert checkpoint == {}
 
@@ -109,7 +112,7 @@ def test_the_loss_of_a_closure_is_read_when_training_ends(trainer, module) -> No
     callback.on_train_start(trainer, module)
     update(callback, trainer, module, [])
     callback.on_before_backward(trainer, module, torch.tensor(NAN))  # within optimizer.step(closure)
-    with pytest.raises(NonFiniteError, match="in update 1: the loss"):
+    with pytest.raises(NonFiniteError, match="in optimizer step 1: the loss"):
         callback.on_train_end(trainer, module)
 
 
@@ -196,7 +199,7 @@ def test_a_flag_on_its_way_from_a_device_is_read_when_it_has_arrived(trainer, mo
     callback.on_train_start(trainer, module)
     update(callback, trainer, module, [1.0])
     update(callback, trainer, module, [NAN])
-    with pytest.raises(NonFiniteError, match="update 2"):
+    with pytest.raises(NonFiniteError, match="step 2"):
         update(callback, trainer, module, [1.0])
 
 
@@ -221,10 +224,11 @@ def test_skip_warns_and_then_raises(trainer, module) -> None:
     callback.on_train_start(trainer, module)
     update(callback, trainer, module, [NAN])
     with pytest.warns(
-        TrainkitWarning, match=r"left out 2 updates in a row, 2 in all. The last: Not finite in update 2: the loss"
+        TrainkitWarning,
+        match=r"skipped 2 optimizer steps in a row, 2 in all. The last: Not finite in optimizer step 2: the loss",
     ):
         update(callback, trainer, module, [NAN])
-    with pytest.raises(NonFiniteError, match=r"3 updates in a row.*max_consecutive=3.*max_consecutive=6"):
+    with pytest.raises(NonFiniteError, match=r"3 optimizer steps in a row.*max_consecutive=3.*max_consecutive=6"):
         update(callback, trainer, module, [NAN])
 
 
@@ -247,7 +251,7 @@ def test_under_a_loss_scaler_gradients_are_its_business(trainer, module, action:
     assert callback.skipped_updates == 0
     if action == "raise":
         update(callback, trainer, module, [INF], INF)
-        with pytest.raises(NonFiniteError, match="in update 2: the loss"):
+        with pytest.raises(NonFiniteError, match="in optimizer step 2: the loss"):
             callback.check_now()
     else:
         update(callback, trainer, module, [INF], INF)
@@ -288,18 +292,18 @@ def loader_with(bad: dict[int, float], batches: int = 4) -> Any:
 
 def test_a_fit_ends_one_update_after_a_loss_that_is_not_finite(make_trainer) -> None:
     trainer = make_trainer(NonFiniteGuard())
-    with pytest.raises(NonFiniteError, match=r"update 2: the loss; the gradient of layer.weight, layer.bias \(2 of 2"):
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss; the gradient of layer.weight, layer.bias \(2 of 2"):
         trainer.fit(TinyModule(), loader_with({1: NAN}))
     assert trainer.global_step == 2
 
 
 def test_a_fit_whose_last_update_was_not_finite_does_not_end_well(make_trainer) -> None:
-    with pytest.raises(NonFiniteError, match="update 4"):
+    with pytest.raises(NonFiniteError, match="step 4"):
         make_trainer(NonFiniteGuard()).fit(TinyModule(), loader_with({3: INF}))
 
 
 def test_a_micro_batch_inside_a_window_is_seen(make_trainer) -> None:
-    with pytest.raises(NonFiniteError, match="update 1: the loss"):
+    with pytest.raises(NonFiniteError, match="step 1: the loss"):
         make_trainer(NonFiniteGuard(check=("loss",)), accumulate_grad_batches=4).fit(TinyModule(), loader_with({1: NAN}))
 
 
@@ -332,7 +336,7 @@ def test_a_fit_that_skips_is_as_if_the_batch_had_not_been_there(make_trainer) ->
 
 def test_a_fit_with_too_many_skips_ends(make_trainer) -> None:
     guard = NonFiniteGuard("skip", warn_after=9, max_consecutive=3)
-    with pytest.raises(NonFiniteError, match="3 updates in a row"):
+    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
         make_trainer(guard).fit(TinyModule(), loader_with({0: NAN, 1: NAN, 2: NAN}))
 
 

@@ -105,7 +105,7 @@ def test_predictions_of_an_earlier_run_are_not_mixed_with_new_ones(make_trainer,
     path = run_dir / "out" / left
     path.parent.mkdir(parents=True)
     path.touch()
-    with pytest.raises(ConfigurationError, match=rf"holds predictions already \({left.split('/')[0]}\).*'predictions-2'"):
+    with pytest.raises(ConfigurationError, match=rf"already contains predictions \({left.split('/')[0]}\).*'predictions-2'"):
         predict(make_trainer, PredictionWriter(output_dir="out"), lambda batch: 1 / 0, numbers())
     path.unlink()
     if path.parent.name != "out":
@@ -352,5 +352,5 @@ def test_a_folder_with_predictions_is_refused_by_all_processes(run_dir: Path) ->
         (run_dir / "out" / "rank-0.jsonl").touch()
     writer = PredictionWriter(output_dir="out")
     trainer = Trainer(accelerator="cpu", callbacks=[writer], logger=False, enable_progress_bar=False, strategy="ddp")
-    with pytest.raises(ConfigurationError, match="holds predictions already"):
+    with pytest.raises(ConfigurationError, match="already contains predictions"):
         trainer.predict(Predicts(lambda batch: 1 / 0), numbers())

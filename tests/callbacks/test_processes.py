@@ -164,7 +164,7 @@ def test_all_processes_leave_an_update_out() -> None:
     with pytest.raises(NonFiniteError) as caught:
         update(callback, trainer, module, [math.nan if rank == 1 else 1.0], math.inf)
     gradient = "the gradient of weight (1 of 1 parameter)"
-    told = f"in update 5: on rank 0, {gradient}; on rank 1, the loss; {gradient}; on rank 2, {gradient}."
+    told = f"in optimizer step 5: on rank 0, {gradient}; on rank 1, the loss; {gradient}; on rank 2, {gradient}."
     assert told in str(caught.value)
     assert len(trainer.accelerator.skips) == 3
 
@@ -174,7 +174,7 @@ def test_a_process_without_anything_to_watch_takes_part() -> None:
     trainer, module = setting()
     callback = NonFiniteGuard(action="skip", check="loss", max_consecutive=1)
     callback.on_train_start(trainer, module)
-    with pytest.raises(NonFiniteError, match="in update 1: on rank 1, the loss. "):
+    with pytest.raises(NonFiniteError, match="in optimizer step 1: on rank 1, the loss. "):
         update(callback, trainer, module, [math.nan] if trainer.strategy.world.rank else [])
 
 

@@ -329,27 +329,24 @@ def test_options_of_the_optimizer(run: Run) -> None:
 # ----------------------------------------------------------------------------------------------------- what cannot be seen
 
 
-def test_an_unknown_cause(run: Run) -> None:
-    run.warm_up()
-    holds(run.step(compiled=1), "Neither the batch's shapes", "a Python number that changes", "in step 4")
-
-
-def test_numbers_of_the_batch_are_named(run: Run) -> None:
+def test_an_unknown_cause_names_the_numbers_of_the_batch(run: Run) -> None:
     batch = {"x": torch.zeros(8, 4), "n": 3}
     for _ in range(3):
         run.step(batch)
-    holds(run.step({**batch, "n": 4}, compiled=1), "The batch has such numbers: batch['n'] = 4.")
+    text = run.step({**batch, "n": 4}, compiled=1)
+    holds(text, "Neither the batch's shapes", "a Python number that changes", "in step 4")
+    holds(text, "The batch has such numbers: batch['n'] = 4.")
 
 
-def test_a_value_that_was_read_before_the_step_was_complete(run: Run) -> None:
+@pytest.mark.parametrize("hints, cause, words", [
+    ({"reads": 1}, "values read in a step", ("A value was read before the step was complete", ".item()", "self.log(")),
+    ({}, "values read in a step", ("print, .cpu()",)),
+    ({"aten::nonzero": 1}, "operations on the host", ("aten::nonzero", "torch.where(mask, x, 0)")),
+])  # fmt: skip
+def test_a_step_that_was_cut_in_two(run: Run, hints: dict[str, int], cause: str, words: tuple[str, ...]) -> None:
     run.warm_up()
-    holds(run.step(compiled=2, graphs=2, reads=1), "A value was read before the step was complete", ".item()", "self.log(")
-    assert run.callback.counts["values read in a step"] == 2
-
-
-def test_a_value_that_was_printed(run: Run) -> None:
-    run.warm_up()
-    holds(run.step(compiled=2, graphs=2), "print, .cpu()")
+    holds(run.step(compiled=2, graphs=2, **hints), *words)
+    assert run.callback.counts[cause] == 2
 
 
 def test_a_step_that_does_nothing_is_not_the_usual(run: Run) -> None:
@@ -363,11 +360,6 @@ def test_a_read_value_that_decides_the_graph(run: Run, said: list[str]) -> None:
         run.step(graphs=2, reads=1)
     holds(said, "a step runs in 2 graphs", ".item()")  # nothing is compiled for it, but the device is waited for
     holds(run.step(compiled=1, graphs=2, reads=1), "a number that goes into a shape makes another")
-
-
-def test_operations_that_are_left_to_the_host(run: Run) -> None:
-    run.warm_up()
-    holds(run.step(compiled=2, graphs=2, **{"aten::nonzero": 1}), "aten::nonzero", "torch.where(mask, x, 0)")
 
 
 def test_manual_optimization_may_make_more_updates_in_a_step(run: Run, said: list[str]) -> None:

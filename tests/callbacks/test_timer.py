@@ -94,6 +94,7 @@ def test_times_of_the_stages(trainer, module, clock) -> None:
         ("predict", callback.on_predict_start, callback.on_predict_end),
         ("sanity_check", callback.on_sanity_check_start, callback.on_sanity_check_end),
     ]:
+        trainer.stage = "fit" if stage == "sanity_check" else stage
         start(trainer, module)
         clock.now += 2
         end(trainer, module)

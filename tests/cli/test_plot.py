@@ -184,7 +184,7 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
 
 def test_a_folder_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path)]) == 2
-    assert "looked for metrics.csv, metrics.jsonl, events.out.tfevents.*" in capsys.readouterr().err
+    assert "expected metrics.csv, metrics.jsonl, events.out.tfevents.*" in capsys.readouterr().err
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:

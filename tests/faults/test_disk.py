@@ -22,7 +22,7 @@ from trainkit import Callback, TrainModule
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.errors import CheckpointWriteError
 from trainkit.loggers import TensorBoardLogger, tensorboard
-from trainkit.loggers.reader import read_metrics
+from trainkit.loggers.metrics_reader import read_metrics
 
 MOUNT = Path("disk")
 MIB = 2**20

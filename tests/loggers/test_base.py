@@ -19,7 +19,7 @@ import trainkit.loggers
 from trainkit.errors import ConfigurationError, MissingMethodError
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach, default_logger
-from trainkit.loggers.reader import read_metrics
+from trainkit.loggers.metrics_reader import read_metrics
 
 
 class Memory(Logger):

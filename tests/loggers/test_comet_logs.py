@@ -290,7 +290,7 @@ def test_what_is_said_to_comet(comet_server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments, error, words", [
-    (dict(), ConfigurationError, r"no API key. Fix: CometLogger\(online=False\) keeps the experiment here"),
+    (dict(), ConfigurationError, r"no API key. Fix: CometLogger\(online=False\) keeps the experiment on this machine"),
     (dict(online=True), ConfigurationError, "no API key"),
     (dict(online=False, nam="x"), UnknownNameError, "Did you mean 'name'"),
     (dict(online=False, project_name="x"), UnknownNameError, "Fix: project='…'"),

@@ -14,7 +14,7 @@ import pytest
 from trainkit.errors import ConfigurationError
 from trainkit.loggers import CSVLogger
 from trainkit.loggers.csv_logs import CSVWriter
-from trainkit.loggers.reader import read_metrics
+from trainkit.loggers.metrics_reader import read_metrics
 
 
 def table(folder: Path) -> str:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from trainkit.loggers import JSONLLogger
-from trainkit.loggers.reader import read_metrics
+from trainkit.loggers.metrics_reader import read_metrics
 
 
 def strict(text: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -97,9 +98,9 @@ def test_names_that_mlflow_does_not_take(database: str) -> None:
 
 def test_parameters_that_mlflow_does_not_keep(database: str, tmp_path: Path) -> None:
     logger = MLFlowLogger("parameters", tracking_uri=database, artifact_location=str(tmp_path))
-    with pytest.warns(TrainkitWarning, match=r"whole in the artifacts hparams/<name>.txt: prompt"):
+    with pytest.warns(TrainkitWarning, match=r"written to the artifacts hparams/<name>.txt: prompt"):
         logger.log_hyperparams({"lr": 0.1, "prompt": "x" * 7000})
-    with pytest.warns(TrainkitWarning, match="keeps a parameter's first value. In a tag is the new one of: lr"):
+    with pytest.warns(TrainkitWarning, match="keeps a parameter's first value. A tag has the new one of: lr"):
         logger.log_hyperparams({"lr": 0.2, "more": {str(index): index for index in range(150)}})
     run = run_of(logger)
     assert len(run.data.params) == 151
@@ -185,7 +186,7 @@ def test_a_resume_whose_run_is_another_or_gone(database: str, caplog: Any) -> No
     state = {"last_step": 4, "run_id": "f" * 32, "counts": {"loss": 4}}
     logger = MLFlowLogger("gone", tracking_uri=database)
     logger.load_state_dict(state)
-    with pytest.warns(TrainkitWarning, match=f"the run {'f' * 32} of the run that is resumed is not in {database}"):
+    with pytest.warns(TrainkitWarning, match=f"the run {'f' * 32} of the resumed run is not in {database}"):
         logger.log_metrics({"loss": 1.0})
     assert mlflow_records(database, str(logger.run_id)) == {"loss": [(5, 1.0)]}
     logger.load_state_dict(state)
@@ -243,7 +244,7 @@ def test_nothing_happens_on_other_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments, error, words", [
     (dict(log_model=True), UnsupportedArgumentError, "log_artifacts"),
     (dict(checkpoint_path_prefix="x"), UnsupportedArgumentError, "log_artifacts"),
-    (dict(synchronous=False), UnsupportedArgumentError, "lost when the process is killed"),
+    (dict(synchronous=False), UnsupportedArgumentError, "a kill would lose pending rows"),
     (dict(tags="a"), ConfigurationError, "tags: expected a mapping"),
     (dict(save_dir="s3://x"), ConfigurationError, "expected a local folder"),
 ])  # fmt: skip
@@ -275,9 +276,12 @@ def test_a_store_that_fails_later_costs_the_rows_and_not_the_run(tmp_path: Path)
 
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = MLFlowLogger()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"pip install mlflow.*trainkit-torch\[mlflow\]"):
-        MLFlowLogger()
-    with pytest.raises(MissingPackageError, match=r"needs sqlalchemy and alembic .*or log to a server"):
-        _ = logger.experiment
+    find = importlib.util.find_spec
+    for missing, words in [
+        ({"mlflow"}, r"pip install mlflow.*trainkit-torch\[mlflow\]"),
+        ({"sqlalchemy", "alembic"}, "needs sqlalchemy and alembic .*or log to a server"),
+    ]:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, gone=missing: None if name in gone else find(name))
+        with pytest.raises(MissingPackageError, match=words):
+            MLFlowLogger()
+    MLFlowLogger(tracking_uri="http://localhost:5000")

@@ -112,7 +112,7 @@ def test_what_the_main_process_finds_counts(run_dir: Path) -> None:
 def blocked() -> str:
     world = joined()
     Path("root").touch(exist_ok=True)  # a file where a folder is needed
-    with pytest.raises(ConfigurationError, match=r"log folder .*cannot be made.*default_root_dir='runs'") as caught:
+    with pytest.raises(ConfigurationError, match=r"log folder .*cannot be created.*default_root_dir='runs'") as caught:
         share_folders(attached(world, CSVLogger()), world)
     return str(caught.value)
 

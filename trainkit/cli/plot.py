@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.errors import ConfigurationError, UnknownNameError, missing_package, nearest
-from trainkit.loggers.reader import Series, find_run, read_metrics
+from trainkit.loggers.metrics_reader import Series, find_run, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

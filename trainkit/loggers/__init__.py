@@ -1,7 +1,4 @@
-"""Where the metrics of a run go: CSV, JSON lines, TensorBoard, Weights & Biases, MLflow, Comet.
-
-Each class is loaded when its name is first used, so that none of the optional packages is imported before that.
-"""
+"""Loggers: CSV, JSON lines, TensorBoard, Weights & Biases, MLflow, Comet. Each class is loaded on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Trainer does with its loggers: choose one, and tell several of them where to log."""
+"""What a Trainer does with its loggers: choose one, and set the folders of several."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.loggers.base import Logger
 from trainkit.loggers.csv_logs import CSVLogger
-from trainkit.loggers.folder import RunFolder, claimed, has_folder
-from trainkit.loggers.resume import find_folder
+from trainkit.loggers.log_folder import LogFolder, claimed, has_folder
+from trainkit.loggers.resumed_logs import find_folder
 from trainkit.loggers.tensorboard import TensorBoardLogger
 
 __all__ = ["attach", "attach_again", "default_logger", "share_folders", "states_of"]
 
 
 def attach(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank: int = 0) -> None:
-    """Tell the loggers of one Trainer where to log and which process this is; may be called again.
+    """Set the default folder and the rank of the loggers of one Trainer; may be called again.
 
-    Loggers of different kinds that would each choose the next version of the same folder share one, so that the
-    TensorBoard and CSV files of a run lie together.
+    Loggers of different classes that choose a new version in the same folder use the same one: the TensorBoard and CSV files
+    of a run are in one folder.
 
     Raises:
-        ConfigurationError: Two loggers of the same kind that were told to write the same files.
+        ConfigurationError: Two loggers of one class would write the same files.
     """
     for logger in loggers:
         logger.set_default_root(default_root)
         logger.set_rank(rank)
     placed: list[Logger] = []
-    for logger in loggers:
-        if not has_folder(logger):
-            continue
-        folder = logger._run_folder()
+    for logger in filter(has_folder, loggers):
         same_kind = [other for other in placed if type(other) is type(logger)]
-        chosen = [other.log_dir for other in same_kind if other._run_folder().path is not None]
-        if folder.path is not None and logger.log_dir in chosen:
-            raise ConfigurationError(
-                f"Expected loggers that write different files, got two {type(logger).__name__} for {logger.log_dir}. "
-                f"Fix: give one of them another name, {type(logger).__name__}(name='other')"
-            )
-        if folder.version is None:
+        folder = logger._run_folder()
+        if folder.path is not None:
+            _check_files(logger, same_kind)
+        else:
             taken = [other._run_folder() for other in same_kind]
-            shared = [other._run_folder() for other in placed if other._run_folder() not in taken]
-            logger._folder = next((other for other in shared if other.root == folder.root), folder)
+            others = [other._run_folder() for other in placed]
+            logger._folder = next((other for other in others if other.root == folder.root and other not in taken), folder)
         placed.append(logger)
 
 
+def _check_files(logger: Logger, same_kind: Sequence[Logger]) -> None:
+    kind = type(logger).__name__
+    if logger.log_dir in [other.log_dir for other in same_kind if other._run_folder().path is not None]:
+        raise ConfigurationError(
+            f"Expected loggers that write different files, got two {kind} for {logger.log_dir}. "
+            f"Fix: give one of them another name, {kind}(name='other')"
+        )
+
+
 def attach_again(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank: int = 0) -> None:
-    """:func:`attach` for another run of the same Trainer: loggers that choose their version choose another one."""
+    """:func:`attach` for another run of the same Trainer: loggers without a given version choose a new one."""
     for logger in loggers:
         if has_folder(logger) and logger._version is None:
             logger._new_version()
@@ -66,7 +69,7 @@ def default_logger() -> Logger:
 
 
 def states_of(loggers: Sequence[Logger], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None]:
-    """For each logger its state in a checkpoint, ``{"kind": …, "state": …}``: those of a kind in the order they have there."""
+    """For each logger its state in a checkpoint, ``{"kind": …, "state": …}``, in the order of those of its class there."""
     left = list(saved)
     found: list[Mapping[str, Any] | None] = []
     for logger in loggers:
@@ -78,17 +81,17 @@ def states_of(loggers: Sequence[Logger], saved: Sequence[Mapping[str, Any]]) -> 
 
 
 def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Let the loggers of all processes name the folders that those of the main process log to, which are chosen now.
+    """Choose the folders of the loggers on the main process and broadcast them. Collective.
 
-    Collective. For a single process there is nothing to be told, and nothing is chosen before it is needed.
+    Does nothing with one process, whose loggers choose their folders when they need them.
 
     Args:
-        loggers: alike on all processes.
+        loggers: the same on all processes.
         world: the processes.
-        saved: the states of the loggers in the checkpoint that the run resumes from: their folders are looked for first.
+        saved: states of the loggers in the checkpoint that the run resumes from; their folders are used again.
 
     Raises:
-        ConfigurationError: a folder cannot be made; on all processes.
+        ConfigurationError: a folder cannot be created; on all processes.
     """
     if world.size == 1 or not loggers:
         return
@@ -108,13 +111,13 @@ def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mappi
     if world.is_main:
         return
     for logger, told, state in zip(loggers, said["folders"], states, strict=True):
-        logger._found = None if state is None else (state, None)  # nothing is left to be looked for
+        logger._found = None if state is None else (state, None)  # the main process has looked for the folder
         if told is not None:
-            logger._folder = RunFolder(Path(told[0]), told[1])
+            logger._folder = LogFolder(Path(told[0]), told[1])
 
 
 def _folder_values(logger: Logger) -> list[Any] | None:
-    """The folder of a logger in plain values; None where the backend has a layout of its own."""
+    """The folder of a logger in plain values; None if the backend has its own layout."""
     if not has_folder(logger):
         return None
     folder = logger._run_folder()

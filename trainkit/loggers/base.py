@@ -14,9 +14,9 @@ from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
 from trainkit.keywords import KnownKeywords
 from trainkit.loggers.files import replace_file
-from trainkit.loggers.folder import RunFolder, check_name, check_save_dir, check_version, claimed
-from trainkit.loggers.resume import folder_state, resume_log
-from trainkit.loggers.values import as_array, as_images, as_step, number, plain
+from trainkit.loggers.log_folder import LogFolder, check_name, check_save_dir, check_version, claimed
+from trainkit.loggers.logged_values import as_array, as_images, as_step, number, plain
+from trainkit.loggers.resumed_logs import folder_state, resume_log
 
 __all__ = ["Logger", "NullExperiment", "is_installed"]
 
@@ -34,14 +34,13 @@ def is_installed(package: str) -> bool:
 
 
 class NullExperiment:
-    """What ``logger.experiment`` is on every process but the main process: any attribute or call of it does nothing.
+    """Placeholder for ``logger.experiment`` on other processes than the main process: all attributes and calls do nothing.
 
-    So ``logger.experiment.add_figure(...)`` can stand in a step as it is: one process writes, and the others need no
-    ``if``.
+    So ``logger.experiment.add_figure(...)`` needs no ``if``.
     """
 
     def __getattr__(self, name: str) -> NullExperiment:
-        if name.startswith("__"):  # pickle, copy and inspect ask for these and must hear that they are not there
+        if name.startswith("__"):  # pickle, copy and inspect must not find these
             raise AttributeError(name)
         return self
 
@@ -71,19 +70,19 @@ class NullExperiment:
 
 
 class Logger(KnownKeywords):
-    """Takes the metrics, hyper-parameters and media of a run; the base of all loggers, also of your own.
+    """Base class of all loggers: takes the metrics, hyper-parameters and media of a run.
 
-    A subclass defines ``write_metrics(metrics, step)``, and as it needs ``write_hyperparams``, ``write_image``,
-    ``write_text``, ``write_histogram``, ``open_experiment``, ``close_experiment`` and ``save``; for files that are to continue
-    after a kill, ``mark_files``, ``is_log_of`` and ``cut_files``. They are called on the main process only. A logger works
-    with a ``Trainer`` or alone::
+    A subclass defines ``write_metrics(metrics, step)``, and as needed ``write_hyperparams``, ``write_image``, ``write_text``,
+    ``write_histogram``, ``open_experiment``, ``close_experiment`` and ``save``; for files that continue after a resume,
+    ``mark_files``, ``is_log_of`` and ``cut_files``. They are called on the main process only. A logger works with a
+    ``Trainer`` or alone::
 
         logger = CSVLogger("runs", name="digits")
         logger.log_metrics({"loss": 0.5}, step=1)
         logger.finalize("success")
 
-    Nothing is made on disk until something is logged or ``version``, ``log_dir`` or ``experiment`` is read. After
-    ``finalize`` a logger may be used again and continues in the same folder.
+    It creates no files until something is logged or ``version``, ``log_dir`` or ``experiment`` is read. It can be used again
+    after ``finalize``, and continues in the same folder.
 
     Args:
         save_dir: The folder of all experiments. None: ``<default_root_dir>/logs`` of the Trainer, or
@@ -91,19 +90,19 @@ class Logger(KnownKeywords):
         name: The experiment, a folder inside ``save_dir``; "" or None for ``save_dir`` itself.
         version: The run inside the experiment: N for ``version_N``, or the name of its folder. None: one more than the
             highest there is.
-        prefix: Put before the name of every metric but "epoch", joined by "-".
+        prefix: Prepended to the name of each metric except "epoch", with "-".
 
     Raises:
         ConfigurationError: A ``save_dir``, ``name`` or ``version`` that cannot be a folder.
     """
 
-    # Defaults on the class, so that a subclass written for Lightning that sets nothing up still works.
+    # Defaults of the class, for subclasses written for Lightning that do not call __init__.
     _save_dir: Path | None = None
     _default_root: Path | None = None
     _name: str = "default"
     _version: int | str | None = None
     _prefix: str = ""
-    _folder: RunFolder | None = None
+    _folder: LogFolder | None = None
     _rank: int | None = None
     _experiment: Any = None
     _last_step: int = -1
@@ -134,7 +133,7 @@ class Logger(KnownKeywords):
 
     @property
     def version(self) -> int | str | None:
-        """The run. Chosen now if it was not yet. On another process that of the main process; None before a run has begun."""
+        """The run; chosen now if it is None. Other processes have that of the main process, and None before a run begins."""
         if self.save_dir is None:
             return self._version
         folder = self._run_folder()
@@ -144,14 +143,14 @@ class Logger(KnownKeywords):
 
     @property
     def save_dir(self) -> str:
-        """The folder of all experiments. A logger of your own that keeps nothing on this machine may say None."""
+        """The folder of all experiments. May be None in a logger of your own that writes no files."""
         if self._save_dir is not None:
             return str(self._save_dir)
         return str((self._default_root or Path("trainkit_runs")) / "logs")
 
     @property
     def root_dir(self) -> str:
-        """The folder of this experiment: ``<save_dir>/<name>``. Reading it makes nothing. "" without a ``save_dir``."""
+        """The folder of this experiment: ``<save_dir>/<name>``; not created by reading it. "" without a ``save_dir``."""
         return "" if self.save_dir is None else str(Path(self.save_dir) / self._name)
 
     @property
@@ -165,17 +164,17 @@ class Logger(KnownKeywords):
         return None if folder.path is None else str(folder.path)
 
     def _new_version(self) -> None:
-        """The next run gets a folder of its own; a version that was given stays."""
+        """Let the next run have a new folder, unless the user gave a version."""
         if self._experiment is not None:
             self.finalize("success")
         self._folder, self._last_step = None, -1
 
-    def _run_folder(self) -> RunFolder:
+    def _run_folder(self) -> LogFolder:
         if self._folder is None:
-            self._folder = RunFolder(Path(self.root_dir), self._version)
+            self._folder = LogFolder(Path(self.root_dir), self._version)
         return self._folder
 
-    # ------------------------------------------------------------------ what a Trainer says
+    # ------------------------------------------------------------------ what a Trainer calls
 
     def set_default_root(self, path: str | os.PathLike[str]) -> None:
         """Log to ``<path>/logs`` if no ``save_dir`` was given and no version is chosen yet."""
@@ -184,12 +183,12 @@ class Logger(KnownKeywords):
             self._folder = None
 
     def set_rank(self, rank: int) -> None:
-        """The number of this process. Without it, the environment variable ``RANK`` is asked, else it is 0."""
+        """Set the rank of this process. Default: the environment variable ``RANK``, else 0."""
         self._rank = rank
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the process that writes."""
+        """Whether this process writes."""
         rank = os.environ.get("RANK", "0") if self._rank is None else self._rank
         return int(rank) == 0
 
@@ -197,7 +196,7 @@ class Logger(KnownKeywords):
 
     @property
     def experiment(self) -> Any:
-        """The raw writer or run, opened now if it is not; on other processes an object that does nothing."""
+        """The writer or run of the backend, opened now if needed; on other processes a ``NullExperiment``."""
         if not self.is_main_process:
             return NullExperiment()
         if self._experiment is None:
@@ -208,12 +207,11 @@ class Logger(KnownKeywords):
         """Write the metrics of one step.
 
         Args:
-            metrics: Name → one real number, also a tensor of one element. A metric called "step" takes the place of
-                ``step``, as in Lightning.
-            step: The number of optimizer updates so far. None: one more than the last one logged.
+            metrics: Name → real number, or tensor of one element. A metric called "step" replaces ``step``, as in Lightning.
+            step: Number of optimizer steps so far. None: the last one logged plus one.
 
         Raises:
-            MetricError: A value that is not one real number, or a name that is no name.
+            MetricError: A value that is not a real number, or a name that is not a string.
         """
         if not self.is_main_process:
             return
@@ -228,9 +226,9 @@ class Logger(KnownKeywords):
             self.write_metrics(values, self._last_step)
 
     def log_hyperparams(self, params: Any) -> None:
-        """Write the hyper-parameters: a dict, an ``argparse.Namespace`` or a dataclass; nested as deep as you like.
+        """Write hyper-parameters: a dict, an ``argparse.Namespace`` or a dataclass, which may be nested.
 
-        What is no plain value is written as text, with one warning naming it. Later calls add to earlier ones.
+        Other objects are written as text, with a warning. Later calls add to earlier ones.
         """
         if not self.is_main_process or params is None:
             return
@@ -252,15 +250,15 @@ class Logger(KnownKeywords):
             step: As in ``log_metrics``; None: the last one logged.
 
         Raises:
-            ConfigurationError: This kind of logger cannot hold images; the message names those that can.
-            MetricError: What came is no image.
+            ConfigurationError: This logger cannot store images; the message names those that can.
+            MetricError: The value is not an image.
         """
         self._require("images", Logger.write_image, self.write_image)
         if self.is_main_process:
             self.write_image(key, as_images(key, image), self._media_step(step))
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
-        """Write a text; raises like ``log_image`` where that is not possible."""
+        """Write a text; raises like ``log_image``."""
         self._require("text", Logger.write_text, self.write_text)
         if self.is_main_process:
             self.write_text(key, str(text), self._media_step(step))
@@ -268,7 +266,7 @@ class Logger(KnownKeywords):
     def log_histogram(self, key: str, values: Any, step: int | None = None) -> None:
         """Write the distribution of ``values``, a tensor or array of any shape; raises like ``log_image``.
 
-        Values that are not finite are skipped, with a warning.
+        Skips values that are not finite, with a warning.
         """
         self._require("histograms", Logger.write_histogram, self.write_histogram)
         if not self.is_main_process:
@@ -285,13 +283,13 @@ class Logger(KnownKeywords):
             self.write_histogram(key, finite, self._media_step(step))
 
     def save(self) -> None:
-        """Hand everything logged so far to the operating system; called before each checkpoint, too."""
+        """Flush what was logged so far; also called before each checkpoint."""
 
     def finalize(self, status: str = "success") -> None:
-        """End of a run: give writers, threads and descriptors back. The next use opens them again.
+        """Close the experiment at the end of a run; the next use opens it again.
 
         Args:
-            status: "success", or "failed" when the run ended by an exception.
+            status: "success", or "failed" if an exception ended the run.
         """
         experiment, self._experiment = self._experiment, None
         if self._guard is not None:
@@ -303,13 +301,13 @@ class Logger(KnownKeywords):
     # ------------------------------------------------------------------ what a checkpoint holds
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this log stands, in plain values; makes no folder."""
+        """The position in the log, in plain values; creates no folder."""
         return {"last_step": self._last_step, **folder_state(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the log of ``state``, before anything is logged: what was written to it later is cut off.
+        """Continue the log of ``state`` and remove what was written to it later. Call before anything is logged.
 
-        A log that cannot be found again is a warning, and a new one begins.
+        If the log is not found, a warning says so and a new one begins.
         """
         if self._experiment is not None:
             self.finalize("success")
@@ -320,33 +318,33 @@ class Logger(KnownKeywords):
     # ------------------------------------------------------------------ what a subclass defines
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
-        """How much of the files in ``folder`` is written: plain values, empty where there is nothing."""
+        """The position in the files in ``folder``, in plain values; empty if there are none."""
         return {}
 
     def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
-        """Whether ``folder`` holds the log that ``mark_files`` was asked about, and not that of another run."""
+        """Whether ``folder`` contains the log that ``files`` (of ``mark_files``) describes, and not that of another run."""
         return True
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
-        """Cut off what was written after ``mark_files`` gave ``files``; in words, what is missing before it."""
+        """Remove what was written after the position ``files``; returns messages about what is missing before it."""
         return []
 
     def open_experiment(self) -> Any:
-        """Make the raw writer. Called on first use and again after ``finalize``."""
+        """Open the writer of the backend; called on first use and again after ``finalize``."""
         return self
 
     def close_experiment(self, experiment: Any, status: str) -> None:
-        """Close what ``open_experiment`` made."""
+        """Close what ``open_experiment`` returned."""
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Write the metrics of one step; the values are plain numbers, not all of them finite."""
+        """Write the metrics of one step; the values are Python numbers and may be NaN or infinite."""
         raise MissingMethodError(
             f"{type(self).__name__}: expected a method write_metrics(self, metrics, step), found none. Fix:\n"
             "    def write_metrics(self, metrics, step): print(step, dict(metrics))"
         )
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write plain hyper-parameters; here to ``hparams.yaml`` in ``log_dir``, added to those that are there."""
+        """Write plain hyper-parameters. Default: add them to ``hparams.yaml`` in ``log_dir``."""
         if self.save_dir is None:
             return
         import yaml
@@ -357,14 +355,14 @@ class Logger(KnownKeywords):
             with path.open(encoding="utf-8") as file:
                 try:
                     known = yaml.safe_load(file)
-                except yaml.YAMLError:  # Lightning's may hold tags of Python objects; ours replaces it
+                except yaml.YAMLError:  # Lightning's file may contain tags of Python objects; ours replaces it
                     known = None
         merged = {**known, **params} if isinstance(known, dict) else dict(params)
         if merged != known:
             replace_file(path, partial(yaml.safe_dump, merged, sort_keys=False, allow_unicode=True))
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
-        """Write images, each an array (height, width, channels) of 8 bits."""
+        """Write images: uint8 arrays of shape (height, width, channels)."""
         raise NotImplementedError
 
     def write_text(self, key: str, text: str, step: int) -> None:
@@ -378,7 +376,7 @@ class Logger(KnownKeywords):
     # ------------------------------------------------------------------ inside
 
     def _close_when_dropped(self, close: Callable[[], object]) -> None:
-        """Call ``close`` when the program ends or this logger is dropped, if ``finalize`` was not called before."""
+        """Call ``close`` when the program ends or this logger is garbage-collected before ``finalize``."""
         self._guard = weakref.finalize(self, close)
 
     def _media_step(self, step: int | None) -> int:
@@ -392,7 +390,7 @@ class Logger(KnownKeywords):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Open files and threads stay with the process that opened them; the copy opens its own in the same folder.
+        # Open files and threads belong to the process that opened them; a copy opens its own in the same folder.
         return {key: value for key, value in vars(self).items() if key not in ("_experiment", "_guard")}
 
     def __repr__(self) -> str:

@@ -12,26 +12,26 @@ from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, missing_package
 from trainkit.loggers.base import Logger, is_installed
 from trainkit.loggers.comet_setup import check_online, checked_options, comet_ml, recorded_steps, start, start_offline
-from trainkit.loggers.folder import check_save_dir, one_of
+from trainkit.loggers.log_folder import check_save_dir, one_of
+from trainkit.loggers.logged_values import flatten
 from trainkit.loggers.repeats import Repeats
-from trainkit.loggers.values import flatten
 
 __all__ = ["CometLogger"]
 
 
 class CometLogger(Logger):
-    """Logs to a Comet experiment. An offline one becomes an archive in ``save_dir``, which ``comet upload`` sends.
+    """Logs to a Comet experiment. An offline one becomes an archive in ``save_dir``, for ``comet upload``.
 
-    ``experiment`` is comet_ml's own object; its automatic logging is off, because it would log every metric twice. A process
-    has one experiment at a time. One that you started is used, and you end it. One of ours stays open after a ``fit`` that
-    succeeded, until the program ends or another ``CometLogger`` starts one; after a fit that failed it ends at once.
+    ``experiment`` is comet_ml's object; its automatic logging is off, because it would log each metric twice. A process has one
+    experiment at a time. If you started one, it is used, and you end it. Otherwise it stays open after a ``fit`` that
+    succeeded, until the program ends or another ``CometLogger`` starts one; after a ``fit`` that failed it ends.
 
-    Resume: an online experiment keeps its key, and metrics that it received after the checkpoint are not logged again; images,
-    texts and histograms from that time appear twice. An offline experiment is not continued: the resumed run starts a new
-    one, and a notice says so. comet_ml fills the archive when the experiment ends: that of a killed process stays empty.
+    After a resume an online experiment keeps its key. Metrics that it received after the checkpoint are not logged again;
+    images, texts and histograms appear twice. An offline experiment does not continue: the resumed run starts a new one, and a
+    notice says so. comet_ml writes the archive when the experiment ends: that of a killed process stays empty.
 
     Args:
-        api_key: None: as comet_ml is configured, by the environment variable ``COMET_API_KEY`` or by ``comet login``.
+        api_key: None: as configured by the environment variable ``COMET_API_KEY`` or ``comet login``.
         workspace: None: your default one.
         project: None: as comet_ml is configured, else "trainkit".
         experiment_key: Continue this experiment, or start one with this key. None: a new one.
@@ -45,11 +45,11 @@ class CometLogger(Logger):
     Raises:
         MissingPackageError: comet_ml is not installed.
         UnknownNameError: An argument that ``comet_ml.ExperimentConfig`` does not have.
-        ConfigurationError: Arguments that cannot be used; or there is no API key, and ``online=False`` was not given.
+        ConfigurationError: An argument is wrong; or there is no API key, and ``online=False`` was not given.
     """
 
     _in_run_folder = False
-    _open: ClassVar[tuple[Any, weakref.ref[CometLogger]] | None] = None  # the experiment of one of our loggers, and which
+    _open: ClassVar[tuple[Any, weakref.ref[CometLogger]] | None] = None  # the open experiment of a logger
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class CometLogger(Logger):
         self._given_key = self._key = experiment_key
         self._begun = self._idle = self._adopted = False  # begun: _repeats knows how many records the experiment has
         self._repeats = Repeats()
-        self._recorded: dict[str, list[int]] = {}  # of each metric, the steps that the server had when it was opened
+        self._recorded: dict[str, list[int]] = {}  # steps by metric, on the server when it was opened
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class CometLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The experiment's key; None until it is started, if none was given."""
+        """The experiment's key; None until it starts, if none was given."""
         return self._key
 
     @property
@@ -96,24 +96,24 @@ class CometLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The experiment, started now if it is not; on other processes an object that does nothing."""
+        """The experiment, started now if needed; on other processes a ``NullExperiment``."""
         if getattr(self._experiment, "ended", False):  # by the user or by comet_ml
             self._experiment = None
         return super().experiment
 
     def open_experiment(self) -> Any:
-        """The experiment that the user has started if there is one, else one of our own."""
+        """The user's experiment, or a new one."""
         self._end_last()
         self._idle, running = False, comet_ml().get_running_experiment()
         self._adopted = running is not None and not running.ended
         if self._adopted and self._key not in (None, running.get_key()):
             raise ConfigurationError(
-                f"CometLogger is to log to the experiment {self._key}, and comet_ml has {running.get_key()} open; it has "
+                f"CometLogger: expected the experiment {self._key}, but comet_ml has {running.get_key()} open; it has "
                 "one at a time. Fix: call comet_ml.end() before"
             )
         if self._online and self._key is not None:
             self._recorded = recorded_steps(self._api_key, self._key)
-            if not self._begun:  # named by the user: these records come before all others
+            if not self._begun:  # the user's experiment, with earlier records
                 self._repeats.resume({name: len(steps) for name, steps in self._recorded.items()})
         if not self._adopted:
             given: dict[str, Any] = {"workspace": self._workspace, "project_name": self.name, "mode": self._mode}
@@ -132,19 +132,19 @@ class CometLogger(Logger):
         experiment, owner = CometLogger._open[0], CometLogger._open[1]()
         if not (experiment.ended or owner is None or owner._idle or owner is self):
             raise ConfigurationError(
-                "Two CometLoggers at a time: comet_ml has one experiment in a process. Fix: give the Trainer one CometLogger"
+                "Two CometLoggers at a time: comet_ml has one experiment per process. Fix: pass one CometLogger to the Trainer"
             )
         CometLogger._open = None
         if not experiment.ended:
             experiment.end()
 
     def save(self) -> None:
-        """Online: wait until everything logged is sent. Offline comet_ml fills the archive when the experiment ends."""
+        """Online, wait until everything is sent. Offline, comet_ml writes the archive when the experiment ends."""
         if self._online and self._experiment is not None and not self._experiment.ended and not self._experiment.flush():
             warn("CometLogger: comet_ml has not sent all that was logged; some of it may be missing after a kill")
 
     def finalize(self, status: str = "success") -> None:
-        """End of a run: on success the experiment stays open and idle, else it ends."""
+        """After success, keep the experiment open until another starts; after a failure, end it."""
         if status == "success":
             self.save()
             self._idle = True
@@ -152,12 +152,11 @@ class CometLogger(Logger):
             super().finalize(status)
 
     def close_experiment(self, experiment: Any, status: str) -> None:
-        """End an experiment that this logger started."""
         if not self._adopted:
             experiment.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """The experiment's key, and its number of records of each metric; starts no experiment."""
+        """The experiment's key and its number of records of each metric; starts no experiment."""
         state: dict[str, Any] = {"last_step": self._last_step}
         if self.is_main_process and self._begun:
             self.save()
@@ -165,8 +164,8 @@ class CometLogger(Logger):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the online experiment of ``state``, whose metrics are not logged again. Offline, start a new one."""
-        super().finalize("success")  # to be opened again, with the records that it has then
+        """Continue the online experiment of ``state``; its metrics are not logged again. Offline, start a new one."""
+        super().finalize("success")  # the next use opens it with the records that it has then
         self._last_step = int(state.get("last_step", -1))
         if "key" not in state or not self.is_main_process:
             pass
@@ -184,7 +183,7 @@ class CometLogger(Logger):
         return self.experiment
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Log the metrics, without those that are there from before a resume; "epoch" is Comet's own."""
+        """Log the metrics, except those from before a resume; "epoch" is an argument of Comet's."""
         experiment, epoch, new = self._used(), metrics.get("epoch"), {}
         for name, value in metrics.items():
             if name != "epoch" and not self._repeats.has(name, step, lambda key: self._recorded.get(key, [])):
@@ -194,11 +193,10 @@ class CometLogger(Logger):
             experiment.log_metrics(new, step=step, epoch=None if epoch is None else int(epoch))
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log parameters; nested ones are named by their path, ``model/width``."""
+        """Log parameters; the names of nested ones are paths, ``model/width``."""
         self._used().log_parameters(flatten(params), nested_support=False)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
-        """Log images under one name."""
         if not is_installed("PIL"):
             raise missing_package("pillow", "comet", "CometLogger.log_image")
         from PIL import Image
@@ -208,9 +206,8 @@ class CometLogger(Logger):
             self._used().log_image(picture, name=key, step=step)
 
     def write_text(self, key: str, text: str, step: int) -> None:
-        """Log a text; its name is in the metadata."""
+        """Log a text, with its name in the metadata."""
         self._used().log_text(text, step=step, metadata={"key": key})
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
-        """Log a histogram of Comet's own bins."""
         self._used().log_histogram_3d(values, name=key, step=step)

@@ -1,4 +1,4 @@
-"""What ``CometLogger`` asks comet_ml: its options, whether experiments go online, to start one, what the server has of one."""
+"""comet_ml for ``CometLogger``: check options, start an experiment, read what the server has of one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.loggers.known_loggers import NotLoggedInError
 
-__all__ = ["check_online", "checked_options", "comet_ml", "goes_online", "recorded_steps", "start", "start_offline"]
+__all__ = ["check_online", "checked_options", "comet_ml", "recorded_steps", "start", "start_offline"]
 
 _FORMER = {  # of Lightning's older CometLogger
     "experiment_name": "name='…'",
@@ -22,31 +23,23 @@ _FORMER = {  # of Lightning's older CometLogger
 }
 
 
-def goes_online(api_key: str | None = None, online: bool | None = None) -> bool | None:
-    """Whether experiments are sent, as comet_ml is configured; ``None``: they would be, but there is no API key."""
-    if online is False:
-        return False
+def check_online(api_key: str | None, online: bool | None) -> bool:
+    """Whether experiments are sent, by default as comet_ml is configured. Raises ``NotLoggedInError`` without an API key."""
     config = comet_ml().get_config()
     if online is None:
         online = config.get_bool(None, "comet.start.online", default=True, not_set_value=None)
     if online is False:
         return False
-    return True if api_key or comet_ml().get_api_key(None, config) else None
-
-
-def check_online(api_key: str | None, online: bool | None) -> bool:
-    """:func:`goes_online`; that there is no API key is a ``ConfigurationError``."""
-    found = goes_online(api_key, online)
-    if found is None:
-        raise ConfigurationError(
-            "CometLogger: there is no API key. Fix: CometLogger(online=False) keeps the experiment here, for comet upload; "
-            "comet login, or the environment variable COMET_API_KEY, to send it"
+    if not api_key and not comet_ml().get_api_key(None, config):
+        raise NotLoggedInError(
+            "CometLogger: there is no API key. Fix: CometLogger(online=False) keeps the experiment on this machine, for "
+            "comet upload; to send it, run comet login or set COMET_API_KEY"
         )
-    return found
+    return True
 
 
 def comet_ml() -> Any:
-    """The package, imported without its automatic logging, which changes other packages as they are imported."""
+    """Import the package without its automatic logging, which patches other packages."""
     name = "COMET_DISABLE_AUTO_LOGGING"
     if "comet_ml" in sys.modules or name in os.environ:
         return import_module("comet_ml")
@@ -58,7 +51,7 @@ def comet_ml() -> Any:
 
 
 def checked_options(kwargs: dict[str, Any], mode: str | None) -> dict[str, Any]:
-    """``kwargs``, each of which ``comet_ml.ExperimentConfig`` has; one that it does not have is an ``UnknownNameError``."""
+    """``kwargs``; raises ``UnknownNameError`` for one that ``comet_ml.ExperimentConfig`` does not have."""
     if mode not in (None, "get_or_create", "get", "create"):
         raise ConfigurationError(f"mode: expected 'get_or_create', 'get' or 'create', got {mode!r}. Fix: leave it out")
     if kwargs:
@@ -75,16 +68,16 @@ def checked_options(kwargs: dict[str, Any], mode: str | None) -> dict[str, Any]:
 
 
 def start(options: dict[str, Any], **given: Any) -> Any:
-    """A new or continued experiment, online unless ``given`` says otherwise; ``options`` are those of its configuration."""
+    """Start or continue an experiment, online by default; ``options`` are those of its configuration."""
     config = comet_ml().ExperimentConfig(**{"auto_metric_logging": False, "auto_param_logging": False, **options})
     return comet_ml().start(experiment_config=config, **{"online": True, **given})
 
 
 def start_offline(folder: Path, options: dict[str, Any], **given: Any) -> Any:
-    """A new experiment, whose archive will be in ``folder``.
+    """Start an experiment whose archive will be in ``folder``.
 
-    comet_ml draws the end of the archive's name from Python's ``random``. Under a fixed seed it would be that of the last
-    archive of the same key, which it would replace.
+    comet_ml draws a part of the archive's name from Python's ``random``: with a fixed seed it would replace an archive of the
+    same key.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +90,7 @@ def start_offline(folder: Path, options: dict[str, Any], **given: Any) -> Any:
 
 
 def recorded_steps(api_key: str | None, key: str) -> dict[str, list[int]]:
-    """Of each metric of an online experiment, the steps of its records in the order in which they were logged."""
+    """Metric → the steps of its records in an online experiment, in the order of logging."""
     experiment = comet_ml().API(api_key).get_experiment_by_key(key)
     records = [] if experiment is None else experiment.get_metrics() or []
     steps: dict[str, list[int]] = {}

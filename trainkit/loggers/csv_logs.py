@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.errors import ConfigurationError
 from trainkit.loggers.base import Logger
 from trainkit.loggers.files import AppendFile, complete_lines, replace_file
-from trainkit.loggers.resume import digest, too_short
+from trainkit.loggers.resumed_logs import digest, too_short
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
@@ -28,19 +28,17 @@ _FILE = "metrics.csv"
 class CSVLogger(Logger):
     """Writes ``<save_dir>/<name>/version_N/metrics.csv`` and ``hparams.yaml``.
 
-    One row a call of ``log_metrics``, one column a metric; the columns "step" and "epoch" come first, an empty cell
-    means "not logged in this call", and what is not finite reads ``nan``, ``inf`` or ``-inf``. Rows are appended. A
-    metric that was not there before adds a column at the right: the file is rewritten next to the old one and put in
-    its place, so that a kill at any moment loses no row.
+    Each call of ``log_metrics`` appends a row; each metric is a column, after "step" and "epoch". A cell is empty if the metric
+    was not logged in this call; values that are not finite are ``nan``, ``inf`` and ``-inf``. A new metric adds a column at the
+    right: the file is rewritten and replaced in one step, so that a kill loses no row.
 
     Args:
         save_dir, name, version, prefix: As for every ``Logger``.
-        flush_logs_every_n_steps: Rows are handed to the operating system every this many calls of ``log_metrics``, at a
-            call more than a second after the last time, and by ``save`` and ``finalize``. 1, the default, loses no row
-            when the process is killed.
+        flush_logs_every_n_steps: Number of calls of ``log_metrics`` after which rows are flushed. They are also flushed by a
+            call more than a second after the last time, ``save`` and ``finalize``. With 1, a kill loses no row.
 
     Raises:
-        ConfigurationError: An argument that cannot be used.
+        ConfigurationError: An argument is wrong.
     """
 
     def __init__(
@@ -60,33 +58,29 @@ class CSVLogger(Logger):
         self._flush_every = flush_logs_every_n_steps
 
     def open_experiment(self) -> CSVWriter:
-        """The writer of ``metrics.csv``."""
         writer = CSVWriter(Path(self.log_dir or self.root_dir) / _FILE, self._flush_every)
         self._close_when_dropped(writer.close)
         return writer
 
     def close_experiment(self, experiment: CSVWriter, status: str) -> None:
-        """Write what is left and give the descriptor back."""
         experiment.close()
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Append a row."""
         first = {"step": step, "epoch": metrics["epoch"]} if "epoch" in metrics else {"step": step}
         self.experiment.write({**first, **metrics})
 
     def save(self) -> None:
-        """Hand the rows that wait to the operating system."""
         if self._experiment is not None:
             self._experiment.flush()
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
-        """The rows and columns of ``metrics.csv``; bytes do not tell, as a new column has the file rewritten."""
+        """Numbers of rows and columns of ``metrics.csv``; not of bytes, because a new column rewrites the file."""
         path = folder / _FILE
         mark = _mark(path) if self._experiment is None else self._experiment.mark()
         return {_FILE: mark} if mark["columns"] else {}
 
     def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
-        """Whether the first row, and the last of those that were there, are still the same."""
+        """Whether the first row, and the last row at that position, are still the same."""
         if _FILE not in files:
             return True
         mark = files[_FILE]
@@ -95,7 +89,6 @@ class CSVLogger(Logger):
         return found["first"] in ("", mark["first"]) and (short or found["last"] == mark["last"])
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
-        """Leave the rows and columns that there were."""
         path, mark = folder / _FILE, files.get(_FILE)
         if mark is None:
             path.unlink(missing_ok=True)
@@ -108,12 +101,12 @@ class CSVLogger(Logger):
 
 
 class CSVWriter:
-    """A CSV file to which rows are appended and that grows columns as they come.
+    """Appends rows to a CSV file, and columns when a row has new ones. Rows that the file has already stay.
 
     Args:
-        path: The file; rows that are already there stay.
-        flush_every: Hand rows to the operating system every this many calls of ``write``.
-        flush_seconds: … or at the first call this many seconds after the last time.
+        path: The file.
+        flush_every: Flush after this number of rows.
+        flush_seconds: … or at the first row this many seconds after the last flush.
     """
 
     def __init__(self, path: Path, flush_every: int = 1, flush_seconds: float = 1.0) -> None:
@@ -122,15 +115,15 @@ class CSVWriter:
         self._flush_seconds = flush_seconds
         self._flushed_at = time.monotonic()
         self._pending: list[str] = []
-        self._mark: dict[str, Any] | None = None  # made when it is first asked for, then kept up to date
-        self._last: list[str] = []
+        self._last = ""  # the line flushed last
         self._file = AppendFile(path)
+        self._position = _mark(path)  # of the rows that were flushed
         with path.open(encoding="utf-8", newline="") as file:
             self._columns = next(csv.reader(file), [])
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns so far."""
+        """The names of the columns."""
         return tuple(self._columns)
 
     def write(self, row: Mapping[str, int | float]) -> None:
@@ -138,36 +131,31 @@ class CSVWriter:
         new = [key for key in row if key not in self._columns]
         if new:
             self._add_columns(new)
-        self._last = [repr(row[key]) if key in row else "" for key in self._columns]
-        self._pending.append(_line(self._last))
-        if self._mark is not None:
-            self._mark["rows"] += 1
+        self._pending.append(_line(repr(row[key]) if key in row else "" for key in self._columns))
         if len(self._pending) >= self._flush_every or time.monotonic() - self._flushed_at >= self._flush_seconds:
             self.flush()
 
     def flush(self) -> None:
-        """Hand the rows that wait to the operating system."""
+        """Write the pending rows."""
         if self._pending:
             self._file.append("".join(self._pending))
+            self._position["rows"] += len(self._pending)
+            self._position["first"] = self._position["first"] or _row_digest(self._pending[0])
+            self._last = self._pending[-1]
             self._pending = []
         self._flushed_at = time.monotonic()
 
     def close(self) -> None:
-        """Write what waits and close the file."""
+        """Flush and close the file."""
         try:
             self.flush()
         finally:
             self._file.close()
 
     def mark(self) -> dict[str, Any]:
-        """The rows and columns that are in the file, and by what to know it again."""
-        if self._pending:
-            return _mark(self.path)  # rows that could not be written are not in it
-        if self._mark is None or not self._mark["first"]:
-            self._mark = _mark(self.path)  # the whole file is read, once
-        elif self._last:
-            self._mark.update(columns=len(self._columns), last=_row_digest(self._last))
-        return dict(self._mark)
+        """Numbers of rows and columns in the file, and digests that identify it; without pending rows."""
+        last = _row_digest(self._last) if self._last else self._position["last"]
+        return {**self._position, "columns": len(self._columns), "last": last}
 
     def _add_columns(self, new: list[str]) -> None:
         self.flush()
@@ -184,7 +172,7 @@ class CSVWriter:
 
 
 def _copy(path: Path, columns: list[str] | None, rows: int | None, width: int | None, target: TextIOWrapper) -> None:
-    """Write the table with other columns, or its first ``rows`` rows and first ``width`` columns."""
+    """Write the table with these columns, or its first ``rows`` rows and ``width`` columns."""
     with path.open(encoding="utf-8", newline="") as source:
         table = csv.reader(source)
         header = next(table)
@@ -195,21 +183,21 @@ def _copy(path: Path, columns: list[str] | None, rows: int | None, width: int | 
 
 
 def _mark(path: Path, rows: int | None = None) -> dict[str, Any]:
-    """The rows of a table, at most ``rows`` of them, its columns, and the digests of the first and the last of these rows."""
-    count, columns, first = 0, 0, ""
-    last: list[str] = []
+    """Number of rows, at most ``rows``, and of columns of a table, and the digests of the first and last of these rows."""
+    count, columns, first, last = 0, 0, "", ""
     if path.is_file():
         table: Iterator[list[str]] = csv.reader(complete_lines(path))
         columns = len(next(table, []))
         for row in islice(table, rows):
             count += 1
-            first, last = first or _row_digest(row), row
+            last = _line(row)
+            first = first or _row_digest(last)
     return {"rows": count, "columns": columns, "first": first, "last": _row_digest(last) if count else ""}
 
 
-def _row_digest(cells: list[str]) -> str:
-    """Of a row, whatever columns have been added at its right since."""
-    return digest(_line(cells).rstrip(",\n").encode())
+def _row_digest(line: str) -> str:
+    """The same after columns have been added at the right."""
+    return digest(line.rstrip(",\n").encode())
 
 
 def _line(cells: Iterable[str]) -> str:

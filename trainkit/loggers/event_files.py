@@ -1,7 +1,7 @@
-"""TensorBoard's event files as files: which belong to a run, how to cut them, and the steps in them.
+"""TensorBoard's event files: find those of a logger, cut them, and find the last step.
 
 An event file is a sequence of records: the length (8 bytes, little-endian), a checksum (4), an ``Event`` in protobuf's
-encoding, a checksum (4). Nothing of tensorboard is needed to walk through it.
+encoding, a checksum (4). tensorboard's own reader computes each checksum in Python, too slowly for large files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainkit.loggers.resume import cut_file
+from trainkit.loggers.resumed_logs import cut_file
 
 __all__ = ["cut_event_files", "event_files", "last_step_in", "quiet_writers"]
 
@@ -22,9 +22,9 @@ _START = 32  # bytes of an event that hold its time and its step
 
 
 def event_files(folder: Path, sub_dir: str = "") -> dict[str, int]:
-    """The event files of one logger in ``folder``, by name relative to it, with their sizes in bytes.
+    """The event files of one logger: name relative to ``folder`` → size in bytes.
 
-    They lie in ``folder / sub_dir``; those below it count if the same process wrote both (``add_scalars`` makes such).
+    They are in ``folder / sub_dir``, and in its subfolders if the same process wrote both, as ``add_scalars`` does.
     """
     top = folder / sub_dir
     found: dict[str, int] = {}
@@ -43,20 +43,15 @@ def event_files(folder: Path, sub_dir: str = "") -> dict[str, int]:
 
 
 def cut_event_files(folder: Path, sub_dir: str, sizes: Mapping[str, int]) -> list[str]:
-    """Cut event files to the sizes that they had, remove those that came later; in words, what is missing."""
-    missing: list[str] = []
-    for name in event_files(folder, sub_dir):
-        if name not in sizes:
-            (folder / name).unlink()
-    for name, size in sizes.items():
-        problem = cut_file(folder / name, size)
-        if problem is not None:
-            missing.append(problem)
-    return missing
+    """Cut event files to these sizes and remove others; returns messages about what is missing."""
+    for name in event_files(folder, sub_dir).keys() - sizes.keys():
+        (folder / name).unlink()
+    problems = [cut_file(folder / name, size) for name, size in sizes.items()]
+    return [problem for problem in problems if problem is not None]
 
 
 def last_step_in(path: Path) -> int:
-    """The highest step of the events in a file; -1 without any, and of what is no event file."""
+    """The highest step of the events in a file; -1 if it has none or is not an event file."""
     highest = -1
     if not path.is_file():
         return highest
@@ -70,7 +65,7 @@ def last_step_in(path: Path) -> int:
 
 
 def _step_of(event: bytes) -> int:
-    """Field 2 of an ``Event``, a variable-length integer; it stands behind field 1, the time, and is omitted where it is 0."""
+    """Field 2 of an ``Event``, a variable-length integer after field 1, the time; omitted if it is 0."""
     position = 9 if event[:1] == b"\x09" else 0
     if event[position : position + 1] != b"\x10":
         return 0
@@ -83,19 +78,18 @@ def _step_of(event: bytes) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-class _Quiet:
-    """A hook for errors of threads that passes on all but those that a logger reports."""
+class _QuietHook:
+    """A ``threading.excepthook`` that ignores errors that a logger reports."""
 
     def __init__(self) -> None:
         self._before = threading.excepthook
 
     def __call__(self, arguments: threading.ExceptHookArgs) -> None:
-        ours = type(arguments.thread).__module__ == _WRITERS and isinstance(arguments.exc_value, OSError)
-        if not ours:
+        if type(arguments.thread).__module__ != _WRITERS or not isinstance(arguments.exc_value, OSError):
             self._before(arguments)
 
 
 def quiet_writers() -> None:
-    """Let the thread of an event file that cannot be written print no traceback: its next use raises the same error."""
-    if not isinstance(threading.excepthook, _Quiet):
-        threading.excepthook = _Quiet()
+    """Print no traceback if the thread of an event file cannot write: its next use raises the same error."""
+    if not isinstance(threading.excepthook, _QuietHook):
+        threading.excepthook = _QuietHook()

@@ -1,4 +1,4 @@
-"""Text files that survive a kill: whole lines handed to the operating system, replacements by rename."""
+"""Text files that survive a kill: appended by whole lines, or replaced by a rename."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["AppendFile", "complete_lines", "replace_file"]
 
 
 class AppendFile:
-    """A file that only grows by whole lines.
+    """A file to which whole lines are appended.
 
-    A line that a kill left without its end is cut off on opening: half a number reads like a number. Each ``append``
-    reaches the operating system before it returns, so that a killed process loses none; it is not synced to the disk.
+    Opening it removes an incomplete last line, which a kill may leave: half a number reads like a number. ``append`` flushes,
+    so that a kill loses no line; it does not sync to the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +24,7 @@ class AppendFile:
         self._file = path.open("ab", buffering=0)
 
     def append(self, lines: str) -> None:
-        """Write ``lines``, each with its line end: all of them, or none and an ``OSError``."""
+        """Write ``lines``, each with its line end: all of them, or none and raise ``OSError``."""
         before = os.fstat(self._file.fileno()).st_size
         left = memoryview(lines.encode())
         try:
@@ -35,11 +35,11 @@ class AppendFile:
             raise
 
     def close(self) -> None:
-        """Give the descriptor back; may be called again."""
+        """Close the file; may be called again."""
         self._file.close()
 
     def __del__(self) -> None:
-        # A logger dropped without finalize() is no mistake worth a ResourceWarning: nothing is buffered here.
+        # Nothing is buffered here: a logger without finalize() needs no ResourceWarning.
         if hasattr(self, "_file"):
             self._file.close()
 
@@ -65,7 +65,7 @@ def _cut_torn_line(path: Path, block: int = 65536) -> None:
 
 
 def complete_lines(path: Path) -> Iterator[str]:
-    """The lines of a file with their ends, but for one that a kill left without its end."""
+    """The lines of a file with their ends, without an incomplete last line."""
     with path.open(encoding="utf-8", newline="") as file:
         for line in file:
             if line.endswith("\n"):
@@ -73,9 +73,9 @@ def complete_lines(path: Path) -> Iterator[str]:
 
 
 def replace_file(path: Path, write: Callable[[TextIOWrapper], object]) -> None:
-    """Let ``write`` fill a new file next to ``path``, then put it in its place: there is always the old or the new one.
+    """Replace a file atomically by one that ``write`` fills.
 
-    It is synced before the rename, since some file systems otherwise keep the rename and lose the content.
+    The new file is synced before the rename, because some file systems otherwise keep the rename and lose the content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainkit.loggers.base import Logger
 from trainkit.loggers.files import AppendFile
-from trainkit.loggers.resume import cut_file, is_same_file, mark_of
+from trainkit.loggers.resumed_logs import cut_file, is_same_file, mark_of
 
 __all__ = ["JSONLLogger", "JSONLWriter"]
 
@@ -20,61 +20,54 @@ _FILES = ("metrics.jsonl", "text.jsonl")
 class JSONLLogger(Logger):
     """Writes ``<save_dir>/<name>/version_N/metrics.jsonl``, ``hparams.yaml`` and, if there is text, ``text.jsonl``.
 
-    Each call of ``log_metrics`` appends one object: ``{"step": 10, "epoch": 0, "train_loss": 0.5}``. It is strict JSON:
-    what is not finite is one of the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``read_metrics`` turns back.
-    ``log_text`` appends ``{"step": 10, "key": "sample", "text": "…"}``. Every line reaches the operating system at
-    once, so that a killed process loses none.
+    Each call of ``log_metrics`` appends one object: ``{"step": 10, "epoch": 0, "train_loss": 0.5}``. It is strict JSON: values
+    that are not finite are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``read_metrics`` converts back. ``log_text``
+    appends ``{"step": 10, "key": "sample", "text": "…"}``. Each line is flushed, so that a kill loses none.
 
     Args:
         save_dir, name, version, prefix: As for every ``Logger``.
 
     Raises:
-        ConfigurationError: An argument that cannot be used.
+        ConfigurationError: An argument is wrong.
     """
 
     def open_experiment(self) -> JSONLWriter:
-        """The writer of ``metrics.jsonl``."""
         return JSONLWriter(Path(self.log_dir or self.root_dir) / "metrics.jsonl")
 
     def close_experiment(self, experiment: JSONLWriter, status: str) -> None:
-        """Give the descriptor back."""
         experiment.close()
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Append a line."""
         first = {"step": step, "epoch": metrics["epoch"]} if "epoch" in metrics else {"step": step}
         self.experiment.write({**first, **metrics})
 
     def write_text(self, key: str, text: str, step: int) -> None:
-        """Append a line to ``text.jsonl``."""
-        writer = JSONLWriter(Path(self.log_dir or self.root_dir) / "text.jsonl")  # rare, so no descriptor is kept
+        writer = JSONLWriter(Path(self.log_dir or self.root_dir) / "text.jsonl")  # rare, so the file is not kept open
         writer.write({"step": step, "key": key, "text": text})
         writer.close()
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
-        """The size of both files in bytes."""
         marks = {name: mark_of(folder / name) for name in _FILES}
         return {name: mark for name, mark in marks.items() if mark is not None}
 
     def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
-        """Whether the files continue from where they ended, or are a part of that."""
+        """Whether the files start with what was logged by then, or with a part of it."""
         return all(is_same_file(folder / name, mark) for name, mark in files.items())
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
-        """Cut both files to the size that they had."""
         found = [cut_file(folder / name, files[name]["bytes"] if name in files else 0) for name in _FILES]
         return [problem for problem in found if problem is not None]
 
 
 class JSONLWriter:
-    """A file of JSON lines; those that are already there stay."""
+    """Appends to a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = AppendFile(path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object, strings and numbers."""
+        """Append one object."""
         values = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
         }

@@ -1,4 +1,4 @@
-"""``MLFlowLogger``: runs of MLflow, in a database here or on a server."""
+"""``MLFlowLogger``: runs of MLflow, in a local database or on a server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MetricError, MissingPackageError, UnsupportedArgumentError, missing_package
 from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.logged_values import flatten
 from trainkit.loggers.repeats import Repeats
-from trainkit.loggers.values import flatten
 
 __all__ = ["MLFlowLogger"]
 
@@ -26,35 +26,35 @@ _SEND_FOLDER = "    logger.experiment.log_artifacts(logger.run_id, path)"
 
 
 class MLFlowLogger(Logger):
-    """Logs to a run of MLflow. Without a server it is kept in ``<save_dir>/mlflow.db``.
+    """Logs to a run of MLflow, without a server in ``<save_dir>/mlflow.db``.
 
     ``experiment`` is an ``mlflow.MlflowClient``, for which ``run_id`` names the run. ``mlflow ui --backend-store-uri
     sqlite:///<save_dir>/mlflow.db`` shows the runs of the database. Nested hyper-parameters are named by their path,
     ``model/width``. Images and texts become artifacts, ``images/<key>/step_00000010.png`` and ``text/<key>/step_00000010.txt``.
-    Each row is with MLflow when ``log_metrics`` returns, so that a killed process loses none.
+    MLflow has each row when ``log_metrics`` returns, so that a kill loses none.
 
-    After a resume from a checkpoint the run keeps its id. What it has got cannot be taken back, so records that it got after
-    the checkpoint are not logged again.
+    After a resume from a checkpoint the run keeps its id. Records from after the checkpoint cannot be removed and are not
+    logged again.
 
     Args:
-        experiment_name: The experiment, made if there is none. None: the environment variable ``MLFLOW_EXPERIMENT_NAME``,
-            else "trainkit".
-        run_name: What the run is called. None: MLflow chooses.
+        experiment_name: The experiment, created if needed. None: the environment variable ``MLFLOW_EXPERIMENT_NAME``, else
+            "trainkit".
+        run_name: The name of the run. None: MLflow chooses.
         tracking_uri: The server, or the database. None: the environment variable ``MLFLOW_TRACKING_URI`` (which
             ``mlflow.set_tracking_uri`` sets), else ``sqlite:///<save_dir>/mlflow.db``.
         tags: Name → value, of the run.
-        save_dir: Where ``mlflow.db`` and the folder ``mlruns`` of its artifacts are made. None: as for every ``Logger``.
+        save_dir: The folder of ``mlflow.db`` and of ``mlruns``, its artifacts. None: as for every ``Logger``.
         log_model: Not supported; the error names the call to use.
         checkpoint_path_prefix: Not supported, as ``log_model``.
         prefix: As for every ``Logger``.
-        artifact_location: Where the artifacts of a new experiment go. None: ``<save_dir>/mlruns`` for the database in
+        artifact_location: The place of the artifacts of a new experiment. None: ``<save_dir>/mlruns`` for the database in
             ``save_dir``, else the server chooses.
         run_id: Continue this run. None: the environment variable ``MLFLOW_RUN_ID``, else a new one.
         synchronous: Only True.
 
     Raises:
-        MissingPackageError: mlflow is not installed, or what it needs for a database.
-        ConfigurationError: An argument that cannot be used; when the run is opened, a server or database that cannot be.
+        MissingPackageError: mlflow is not installed, or the packages that it needs for a database.
+        ConfigurationError: An argument is wrong; when the run is opened, the server or database does not work.
         UnsupportedArgumentError: ``log_model``, ``checkpoint_path_prefix`` or ``synchronous=False``.
     """
 
@@ -79,25 +79,31 @@ class MLFlowLogger(Logger):
             raise missing_package("mlflow", "mlflow", "MLFlowLogger")
         if log_model or checkpoint_path_prefix:
             raise UnsupportedArgumentError(
-                "MLFlowLogger: log_model and checkpoint_path_prefix are not supported. Fix: send a checkpoint when it is "
-                f"there, with\n{_SEND_FOLDER}"
+                "MLFlowLogger: log_model and checkpoint_path_prefix are not supported. Fix: send a checkpoint with\n"
+                f"{_SEND_FOLDER}"
             )
         if synchronous is False:
             raise UnsupportedArgumentError(
-                "MLFlowLogger(synchronous=False): rows that wait are lost when the process is killed. Fix: leave it out, and "
-                "log less often with Trainer(log_every_n_steps=50)"
+                "MLFlowLogger(synchronous=False) is not supported: a kill would lose pending rows. Fix: remove it, and log "
+                "less often with Trainer(log_every_n_steps=50)"
             )
         if tags is not None and not isinstance(tags, Mapping):
             raise ConfigurationError(f"tags: expected a mapping, got {tags!r}. Fix: tags={{'stage': 'try'}}")
         self._experiment_name, self._run_name = experiment_name, run_name
         self._tracking_uri, self._tags = tracking_uri, dict(tags or {})
+        uri = self.tracking_uri
+        if uri.split(":")[0].split("+")[0] in _DATABASES and not (is_installed("sqlalchemy") and is_installed("alembic")):
+            raise MissingPackageError(
+                f"MLFlowLogger: mlflow needs sqlalchemy and alembic for {uri}, and they are not installed. Install them with: "
+                "pip install 'trainkit-torch[mlflow]'   (or log to a server: MLFlowLogger(tracking_uri='http://host:5000'))"
+            )
         self._artifact_location = artifact_location
         self._id = run_id
-        self._begun = False  # the run is known, and where it stands
-        self._resumed = False  # it is that of a checkpoint, and was not looked for yet
+        self._begun = False  # the run and its records are known
+        self._resumed = False  # the run is that of a checkpoint, and may no longer exist
         self._repeats = Repeats()
-        self._names: dict[tuple[str, str], str] = {}  # what for, and as MLflow has it → as it was given
-        self._stamp = 0  # milliseconds: no two rows have the same, as MLflow keeps one of records that are alike
+        self._names: dict[tuple[str, str], str] = {}  # (what it names, name in MLflow) → name that the user gave
+        self._stamp = 0  # milliseconds, different for each row: MLflow keeps one of several equal records
 
     # ------------------------------------------------------------------ where
 
@@ -108,19 +114,19 @@ class MLFlowLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The run's id; None as long as the run is not started and none was given."""
+        """The run's id; None until the run starts, if none was given."""
         return self._id or os.environ.get("MLFLOW_RUN_ID") or None
 
     @property
     def run_id(self) -> str | None:
-        """The run's id; the run is started now if it was not yet. None on other processes than the main process."""
+        """The run's id; starts the run if needed. None on other processes than the main process."""
         if self.is_main_process:
             _ = self.experiment
         return self.version
 
     @property
     def tracking_uri(self) -> str:
-        """Where the run is kept."""
+        """The server or database of the run."""
         return self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self._database.as_posix()}"
 
     @property
@@ -133,12 +139,12 @@ class MLFlowLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        """The same as ``save_dir``: MLflow has a layout of its own."""
+        """The same as ``save_dir``: MLflow has its own layout."""
         return self.save_dir
 
     @property
     def log_dir(self) -> str | None:
-        """``save_dir`` if the run is kept in a database there; None if it is kept elsewhere."""
+        """``save_dir`` if the run is in a database there, else None."""
         return self.save_dir if self._is_own_database else None
 
     def __repr__(self) -> str:
@@ -147,13 +153,8 @@ class MLFlowLogger(Logger):
     # ------------------------------------------------------------------ the run
 
     def open_experiment(self) -> Any:
-        """A client of the server or database, in which the run is running."""
+        """Start the run, and return a client of its server or database."""
         uri = self.tracking_uri
-        if uri.split(":")[0].split("+")[0] in _DATABASES and not (is_installed("sqlalchemy") and is_installed("alembic")):
-            raise MissingPackageError(
-                f"MLFlowLogger: mlflow needs sqlalchemy and alembic for {uri}, and they are not installed. Install them with: "
-                "pip install 'trainkit-torch[mlflow]'   (or log to a server: MLFlowLogger(tracking_uri='http://host:5000'))"
-            )
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
@@ -165,18 +166,18 @@ class MLFlowLogger(Logger):
         except MlflowException as error:
             raise ConfigurationError(
                 f"MLFlowLogger cannot open a run of the experiment {self.name!r} in {uri}: {error}\n"
-                "Fix: name a server that answers, or leave tracking_uri out for a database in save_dir"
+                "Fix: name a server that answers, or remove tracking_uri for a database in save_dir"
             ) from error
         self._close_when_dropped(partial(_end, client, self._id))
         return client
 
     def _running(self, client: Any) -> str:
-        """The id of the run: a new one, or that of one that is continued."""
+        """The id of the run, which is new or continues."""
         known = self.version
         if known is not None and self._resumed and not _exists(client, known):
             warn(
-                f"MLFlowLogger: the run {known} of the run that is resumed is not in {self.tracking_uri}, so that what was "
-                "logged before is missing and a new one begins. Fix: give the same tracking_uri or save_dir and resume again"
+                f"MLFlowLogger: the run {known} of the resumed run is not in {self.tracking_uri}: a new one begins, without "
+                "what was logged before. Fix: pass the same tracking_uri or save_dir and resume again"
             )
             known = None
         if known is None:
@@ -184,7 +185,7 @@ class MLFlowLogger(Logger):
             self._repeats.new_run()
         else:
             client.update_run(known, status="RUNNING")
-            if not self._begun:  # the user's: what it has comes before
+            if not self._begun:  # the user's run, with earlier records
                 self._repeats.resume({key: len(self._steps(client, known, key)) for key in client.get_run(known).data.metrics})
         self._begun, self._resumed = True, False
         return known
@@ -201,7 +202,7 @@ class MLFlowLogger(Logger):
             try:
                 experiment_id = client.create_experiment(self.name, artifact_location=where)
             except MlflowException:
-                experiment = client.get_experiment_by_name(self.name)  # by another process at this moment?
+                experiment = client.get_experiment_by_name(self.name)  # another process may just have created it
                 if experiment is None:
                     raise
         if experiment is not None:
@@ -211,20 +212,20 @@ class MLFlowLogger(Logger):
         return str(run.info.run_id)
 
     def close_experiment(self, experiment: Any, status: str) -> None:
-        """Mark the run as finished or failed; one that is used again is running again."""
+        """Mark the run as finished or failed; it runs again if the logger is used again."""
         _end(experiment, str(self._id), "FINISHED" if status == "success" else "FAILED")
 
     # ------------------------------------------------------------------ what a checkpoint holds
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's id, and how many records it has of each metric; starts no run."""
+        """The run's id and its number of records of each metric; starts no run."""
         state: dict[str, Any] = {"last_step": self._last_step}
         if self.is_main_process and self._begun:
             state.update(run_id=self.version, counts=dict(self._repeats.counts))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of ``state``. Nothing can be removed from it: what it has already is not logged again."""
+        """Continue the run of ``state``; records that it already has are not logged again."""
         if self._experiment is not None:
             self.finalize("success")
         self._last_step = int(state.get("last_step", -1))
@@ -240,10 +241,10 @@ class MLFlowLogger(Logger):
     # ------------------------------------------------------------------ what is logged
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Write one record each, but for those that the run has from before a resume.
+        """Write a record of each metric, unless the run has it from before a resume.
 
         Raises:
-            OSError: the server or database does not take them.
+            OSError: the server or database fails.
         """
         from mlflow.entities import Metric
 
@@ -264,11 +265,11 @@ class MLFlowLogger(Logger):
     def _steps(self, client: Any, run_id: str, key: str) -> list[int]:
         history = sorted(client.get_metric_history(run_id, key), key=lambda record: record.timestamp)
         if history:
-            self._stamp = max(self._stamp, history[-1].timestamp)  # the clock of another machine may be ahead
+            self._stamp = max(self._stamp, history[-1].timestamp)  # another node's clock may be ahead
         return [record.step for record in history]
 
     def _named(self, name: str, what: str) -> str:
-        """A name that MLflow takes; two that would be the same there are an error."""
+        """A name that MLflow accepts; raises if two names are the same there."""
         allowed = "/".join(part for part in _NOT_IN_NAMES.sub("_", name).split("/") if part not in ("", ".", ".."))[:250]
         if not allowed:
             raise MetricError(f"MLFlowLogger: expected a name with letters in it, got {name!r}. Fix: log it under another name")
@@ -278,9 +279,9 @@ class MLFlowLogger(Logger):
         return allowed
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write parameters, or raise as ``write_metrics`` does.
+        """Write parameters; raises like ``write_metrics``.
 
-        MLflow keeps a parameter's first value, so one that has changed becomes a tag of that name, too.
+        MLflow keeps the first value of a parameter; a changed value is written to a tag of that name.
         """
         from mlflow.entities import Param
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
@@ -298,12 +299,12 @@ class MLFlowLogger(Logger):
             for key in changed:
                 client.set_tag(self._id, key, values[key], synchronous=True)
         if long:
-            warn(f"MLFlowLogger: too long for a parameter, and whole in the artifacts hparams/<name>.txt: {', '.join(long)}")
+            warn(f"MLFlowLogger: too long for a parameter, and written to the artifacts hparams/<name>.txt: {', '.join(long)}")
         if changed:
-            warn(f"MLFlowLogger: MLflow keeps a parameter's first value. In a tag is the new one of: {', '.join(changed)}")
+            warn(f"MLFlowLogger: MLflow keeps a parameter's first value. A tag has the new one of: {', '.join(changed)}")
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
-        """Write images as artifacts; those of a list are numbered."""
+        """Write images as artifacts; several are numbered."""
         if not is_installed("PIL"):
             raise missing_package("pillow", "mlflow", "MLFlowLogger.log_image")
         client, folder = self.experiment, f"images/{self._named(key, 'image')}"
@@ -313,7 +314,6 @@ class MLFlowLogger(Logger):
                 client.log_image(self._id, image, f"{folder}/step_{step:08d}{number}.png")
 
     def write_text(self, key: str, text: str, step: int) -> None:
-        """Write a text as an artifact."""
         client, path = self.experiment, f"text/{self._named(key, 'text')}/step_{step:08d}.txt"
         with _as_os_error():
             client.log_text(self._id, text, path)
@@ -332,7 +332,7 @@ def _exists(client: Any, run_id: str) -> bool:
 
 
 def _end(client: Any, run_id: str, status: str = "") -> None:
-    """Mark a run as ended; without a status, of a program that ends: whether by an exception."""
+    """Mark a run as ended; without a status, by whether an exception ended the program."""
     from mlflow.exceptions import MlflowException
 
     if not status:
@@ -345,7 +345,7 @@ def _end(client: Any, run_id: str, status: str = "") -> None:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Errors that do not end training: a server that does not answer, a disk that is full."""
+    """Convert MLflow's errors, for example of a server that does not answer: an ``OSError`` does not end training."""
     from mlflow.exceptions import MlflowException
 
     try:

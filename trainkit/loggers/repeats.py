@@ -1,4 +1,4 @@
-"""``Repeats``: what a tracker has already of the records that a resumed run is about to log once more."""
+"""``Repeats``: which records a service already has that a resumed run logs again."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ __all__ = ["Repeats"]
 
 
 class Repeats:
-    """For trackers from which nothing can be taken back: after a resume, each record is logged once.
+    """For services that cannot remove records: after a resume, each record is logged once.
 
-    A checkpoint holds how many records of each metric there were. What the tracker has beyond that was logged by the process
-    that was killed; a record of the same metric and step that comes again is skipped.
+    A checkpoint contains the number of records of each metric. Later records were logged by the process that was killed; a
+    record of the same metric and step is skipped.
     """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        self._later: dict[str, list[int]] | None = None  # by metric, steps of records that lie behind the position
+        self._later: dict[str, list[int]] | None = None  # by metric, steps of the records after the position
 
     def new_run(self) -> None:
-        """Nothing is there yet."""
+        """Start without records."""
         self.counts, self._later = {}, None
 
     def resume(self, counts: Mapping[str, int]) -> None:
-        """The run has records; the position is after this number of each metric."""
+        """Continue a run after this number of records of each metric."""
         self.counts, self._later = dict(counts), {}
 
     def has(self, key: str, step: int, steps_of: Callable[[str], list[int]]) -> bool:
-        """Whether the record is there from before the resume. If so, the position moves behind it.
+        """Whether the service has the record from before the resume. If so, the position moves past it.
 
         Args:
             key: the metric.
             step: its step.
-            steps_of: asked once for each metric: the steps of all its records, in the order in which they were logged.
+            steps_of: called once for each metric; returns the steps of all its records, in the order of logging.
         """
         if self._later is None:
             return False
@@ -49,5 +49,5 @@ class Repeats:
         return True
 
     def note(self, key: str) -> None:
-        """A record of this metric was logged."""
+        """Count a record that was logged."""
         self.counts[key] = self.counts.get(key, 0) + 1

@@ -1,4 +1,4 @@
-"""``TensorBoardLogger``: event files that TensorBoard shows."""
+"""``TensorBoardLogger``: event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainkit.console import warn
 from trainkit.errors import UnsupportedArgumentError, missing_package
 from trainkit.loggers.base import Logger, is_installed
 from trainkit.loggers.event_files import cut_event_files, event_files, last_step_in, quiet_writers
-from trainkit.loggers.folder import check_name
-from trainkit.loggers.values import flatten, number
+from trainkit.loggers.log_folder import check_name
+from trainkit.loggers.logged_values import flatten, number
 
 __all__ = ["TensorBoardLogger"]
 
@@ -27,18 +27,18 @@ class TensorBoardLogger(Logger):
 
     Args:
         save_dir, name, version, prefix: As for every ``Logger``.
-        default_hp_metric: Log the placeholder ``hp_metric`` = -1 with hyper-parameters that come without metrics, so
-            that TensorBoard's HPARAMS page lists the run.
-        sub_dir: A folder inside that of the run for the event files.
-        max_queue: Events that may wait for the writer's thread.
-        flush_secs: Seconds after which events are in the file at the latest; 1, where ``SummaryWriter`` waits 120.
-        filename_suffix: Put at the end of the name of each event file.
-        purge_step: TensorBoard hides events of this step and later that were written before.
+        default_hp_metric: Log the placeholder ``hp_metric`` = -1 with hyper-parameters that have no metrics, so that
+            TensorBoard's HPARAMS page lists the run.
+        sub_dir: Subfolder of the run for the event files.
+        max_queue: Number of events that may wait for the writer's thread.
+        flush_secs: Maximum number of seconds between two flushes (120 in ``SummaryWriter``).
+        filename_suffix: Appended to the names of event files.
+        purge_step: TensorBoard hides earlier events of this step and later ones.
         log_graph: Not supported; the error names the call to use.
 
     Raises:
         MissingPackageError: tensorboard is not installed.
-        ConfigurationError: An argument that cannot be used.
+        ConfigurationError: An argument is wrong.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class TensorBoardLogger(Logger):
             raise missing_package("tensorboard", "tensorboard", "TensorBoardLogger")
         if log_graph:
             raise UnsupportedArgumentError(
-                "TensorBoardLogger(log_graph=True) is not supported. Fix: call, where the graph is wanted,\n"
+                "TensorBoardLogger(log_graph=True) is not supported. Fix: call\n"
                 "    logger.experiment.add_graph(module, module.example_input_array)"
             )
         self._default_hp_metric = default_hp_metric
         self._sub_dir = check_name(sub_dir, "sub_dir")
         self._writer_options = {"max_queue": max_queue, "flush_secs": flush_secs, "filename_suffix": filename_suffix}
         self._purge_step = purge_step
-        self._failed_at: float | None = None  # when the disk could not be written, in seconds of time.monotonic()
+        self._failed_at: float | None = None  # time.monotonic() of the last failed write
         self._hparams: dict[str, Any] = {}
         self._page: tuple[dict[str, Any], dict[str, int | float]] | None = None
 
@@ -87,25 +87,23 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         quiet_writers()
-        purge_step, self._purge_step = self._purge_step, None  # a file opened later must not hide this one's events
+        purge_step, self._purge_step = self._purge_step, None  # a later file must not hide the events of this one
         writer = SummaryWriter(log_dir=self.log_dir, purge_step=purge_step, **self._writer_options)
         self._close_when_dropped(writer.close)
         return writer
 
     def close_experiment(self, experiment: Any, status: str) -> None:
-        """Write what waits and end the writer's thread."""
         try:
             experiment.close()
         except OSError as error:
             self._note_failure(error)
 
     def save(self) -> None:
-        """Wait until all events are in the file."""
         if self._experiment is not None:
             self._write(lambda: self._experiment.flush())
 
     def _write(self, work: Callable[[], object]) -> None:
-        """Write something; what a full disk cannot take is dropped, which is said once. Tried again after a minute."""
+        """Call ``work``. If the disk is full, warn once, drop what is logged, and try again after a minute."""
         if self._failed_at is not None and self._experiment is None and time.monotonic() < self._failed_at + _RETRY:
             return
         try:
@@ -118,12 +116,12 @@ class TensorBoardLogger(Logger):
         first, self._failed_at = self._failed_at is None, time.monotonic()
         if first:
             warn(
-                f"TensorBoardLogger could not write to {self.log_dir}: {error}. Training continues, and what cannot be written "
-                "is missing from the log. Fix: free some space; it is tried again every minute"
+                f"TensorBoardLogger could not write to {self.log_dir}: {error}. Training continues without these events. "
+                "Fix: free some space; it tries again every minute"
             )
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Write one scalar each; TensorBoard keeps them in single precision."""
+        """Write scalars; TensorBoard stores them in single precision."""
 
         def add() -> None:
             for key, value in metrics.items():
@@ -136,7 +134,7 @@ class TensorBoardLogger(Logger):
 
         Args:
             params: As for every ``Logger``.
-            metrics: The result to list next to them: name → number, or one number called ``hp_metric``.
+            metrics: Results shown next to them: name → number, or one number, which is called ``hp_metric``.
         """
         super().log_hyperparams(params)
         if not self.is_main_process or params is None:
@@ -146,28 +144,26 @@ class TensorBoardLogger(Logger):
         self._write_hparams_page({key: number(key, value) for key, value in (metrics or {}).items()})
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write ``hparams.yaml``."""
         super().write_hyperparams(params)
         self._hparams.update(flatten(params))
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
-        """The sizes of all event files, and the HPARAMS page that is in them."""
         sizes = event_files(folder, self._sub_dir)
         page = None if self._page is None else list(self._page)
         return {"sizes": sizes, "hparams": dict(self._hparams), "page": page} if sizes else {}
 
     def is_log_of(self, folder: Path, files: Mapping[str, Any]) -> bool:
-        """Whether one of the event files is there: their names tell time, host and process."""
+        """Whether one of the event files exists: their names contain time, host and process."""
         return not files or any((folder / name).is_file() for name in files["sizes"])
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
-        """Cut the event files to the sizes they had, and remove later ones; a TensorBoard that is running does so, too."""
+        """Cut the event files to their sizes then, and remove later ones; a running TensorBoard hides their events too."""
         sizes = files.get("sizes", {})
         missing = cut_event_files(folder, self._sub_dir, sizes)
         self._hparams = dict(files.get("hparams", {}))
         self._page = tuple(files["page"]) if files.get("page") else None
         if self._purge_step is None and sizes:
-            # not the step of the checkpoint: what is kept may count otherwise, such as batches of validation
+            # not the step of the checkpoint: the user may log other steps, such as batches of validation
             self._purge_step = 1 + max(last_step_in(folder / name) for name in sizes)
         return missing
 
@@ -186,13 +182,13 @@ class TensorBoardLogger(Logger):
             for summary in hparams(self._hparams, metrics):
                 self.experiment.file_writer.add_summary(summary)
             for key, value in metrics.items():
-                if known.get(key) != value:  # once: a resume with another learning rate is no other result
+                if known.get(key) != value:  # once: a resume with another learning rate has the same results
                     self.experiment.add_scalar(key, value, 0)
 
         self._write(add)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
-        """Write images; those of a list are called ``<key>/0``, ``<key>/1``, …"""
+        """Write images; several are called ``<key>/0``, ``<key>/1``, …"""
 
         def add() -> None:
             for index, image in enumerate(images):
@@ -206,5 +202,4 @@ class TensorBoardLogger(Logger):
         self._write(lambda: self.experiment.add_text(key, text, step))
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
-        """Write a histogram of TensorBoard's own bins."""
         self._write(lambda: self.experiment.add_histogram(key, values, step))

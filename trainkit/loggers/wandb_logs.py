@@ -20,8 +20,8 @@ from trainkit.errors import (
     nearest,
 )
 from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.folder import check_save_dir, one_of
-from trainkit.loggers.values import as_step
+from trainkit.loggers.log_folder import check_save_dir, one_of
+from trainkit.loggers.logged_values import as_step
 
 if TYPE_CHECKING:
     import torch
@@ -35,37 +35,36 @@ _SEND_FILE = "    logger.experiment.log_artifact(path, name='model', type='model
 
 @dataclass
 class _Started:
-    """A run that a logger of ours started and that has not ended yet."""
+    """An open run that a logger has started."""
 
     run: Any
     owner: weakref.ref[WandbLogger]
 
 
 class WandbLogger(Logger):
-    """Logs to a run of Weights & Biases; its files lie in ``<save_dir>/wandb``.
+    """Logs to a run of Weights & Biases; its files are in ``<save_dir>/wandb``.
 
-    ``experiment`` is the ``wandb`` run. Steps are logged as the metric "trainer/global_step", which all charts take as
-    their axis. If ``wandb.init()`` was called before, as sweeps do, that run is used.
+    ``experiment`` is the ``wandb`` run. Steps are logged as the metric "trainer/global_step", the axis of all charts. If
+    ``wandb.init()`` was called before, as sweeps do, that run is used, and you end it.
 
-    Who ends the run: after a ``fit`` that succeeded it stays open, so that a ``test`` or your own ``wandb.log`` goes to
-    the same one; it ends when the program ends, or when another ``WandbLogger`` starts a run. After one that failed it
-    ends at once, marked as failed. Used again after its end, the logger resumes the run by its id. A run that you
-    started is yours to end.
+    After a ``fit`` that succeeded the run stays open, so that a ``test`` or your own ``wandb.log`` logs to the same run. It
+    ends with the program, or when another ``WandbLogger`` starts a run. After a ``fit`` that failed it ends, marked as failed.
+    If the logger is used after that, it resumes the run by its id.
 
-    After a resume from a checkpoint the run keeps its id and counts its rows on. What has been sent cannot be taken back, so
-    rows that the run got after the checkpoint are not logged again. Offline, where each process writes a file of its own,
-    they are in both files under the same number.
+    After a resume from a checkpoint the run keeps its id and continues to count its rows. Rows that were sent after the
+    checkpoint cannot be removed and are not logged again. Offline, each process writes a file of its own, and such rows are
+    in both files with the same number.
 
     Args:
-        name: What the run is called on the page of the project.
-        save_dir: Where the folder ``wandb`` is made. None: as for every ``Logger``.
+        name: The name of the run.
+        save_dir: The parent of the folder ``wandb``. None: as for every ``Logger``.
         version: The run's id; the same as ``id``.
-        offline: Keep the files here, to be sent by ``wandb sync``; so does the environment variable
+        offline: Keep the files on this machine, for ``wandb sync``; the same as the environment variable
             ``WANDB_MODE=offline``.
         dir: The same as ``save_dir``.
-        id: The run's id, to continue a run; None: a new one.
+        id: The id of a run to continue; None: a new one.
         project: None: the environment variable ``WANDB_PROJECT``, else "trainkit".
-        log_model: Not supported yet; the error names the call to use.
+        log_model: Not supported; the error names the call to use.
         experiment: A run of your own.
         prefix: As for every ``Logger``.
         **kwargs: Further arguments of ``wandb.init``: ``entity``, ``group``, ``tags``, ``notes``, …
@@ -98,7 +97,7 @@ class WandbLogger(Logger):
             raise missing_package("wandb", "wandb", "WandbLogger")
         if log_model:
             raise UnsupportedArgumentError(
-                f"WandbLogger(log_model={log_model!r}) is not supported. Fix: send a file when it is there, with\n{_SEND_FILE}"
+                f"WandbLogger(log_model={log_model!r}) is not supported. Fix: send each file with\n{_SEND_FILE}"
             )
         self._run_name = name
         self._id = one_of("WandbLogger", version=version, id=id)
@@ -119,18 +118,15 @@ class WandbLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The run's id; None as long as the run is not started and none was given."""
+        """The run's id; None until the run starts, if none was given."""
         return self._id if self._given is None else str(self._given.id)
 
     @property
     def root_dir(self) -> str:
-        """The same as ``save_dir``: the folders of runs are made by wandb."""
+        """The same as ``save_dir``: wandb creates the folders of runs."""
         return self.save_dir
 
-    @property
-    def log_dir(self) -> str:
-        """The same as ``save_dir``: the folders of runs are made by wandb."""
-        return self.save_dir
+    log_dir = root_dir
 
     def __repr__(self) -> str:
         return f"WandbLogger(save_dir={self.save_dir!r}, project={self.name!r}, id={self.version!r})"
@@ -141,11 +137,11 @@ class WandbLogger(Logger):
     def experiment(self) -> Any:
         """The ``wandb`` run, started now if it is not; on other processes an object that does nothing."""
         if getattr(self._experiment, "_is_finished", False) and self._given is None:
-            self._experiment = None  # ended by the user, wandb.finish(): continue it by its id
+            self._experiment = None  # the user called wandb.finish(): continue the run by its id
         return super().experiment
 
     def open_experiment(self) -> Any:
-        """The user's run if there is one, else a run of our own."""
+        """The user's run, or a new one."""
         import wandb
 
         if self._given is not None:
@@ -168,7 +164,7 @@ class WandbLogger(Logger):
         if unused:
             warn(
                 f"WandbLogger uses the run {run.id} that wandb.init() has started, so that its arguments "
-                f"{', '.join(unused)} have no effect. Fix: give them to wandb.init(), or call wandb.finish() before"
+                f"{', '.join(unused)} have no effect. Fix: pass them to wandb.init(), or call wandb.finish() before"
             )
         self._id = run.id
         return run
@@ -176,7 +172,7 @@ class WandbLogger(Logger):
     def _start(self, other_is_open: bool) -> Any:
         import wandb
 
-        folder = Path(self.save_dir).absolute()  # wandb's own process may have been started in another one
+        folder = Path(self.save_dir).absolute()  # wandb's own process may run in another folder
         folder.mkdir(parents=True, exist_ok=True)
         options = dict(self._options)
         if self._id is not None:
@@ -199,19 +195,17 @@ class WandbLogger(Logger):
                     owner._experiment = None
 
     def set_rank(self, rank: int) -> None:
-        """The number of this process; called when a Trainer takes this logger up."""
         super().set_rank(rank)
         self._idle = False
 
     def finalize(self, status: str = "success") -> None:
-        """End of a run: on success it stays open and idle, else it is ended and marked as failed."""
+        """After success, keep the run open until another starts; after a failure, end it, marked as failed."""
         if status == "success":
             self._idle = True
         else:
             super().finalize(status)
 
     def close_experiment(self, experiment: Any, status: str) -> None:
-        """End a run that this logger started."""
         ours = [started for started in self._started if started.run is experiment]
         for started in ours:
             self._started.remove(started)
@@ -221,7 +215,7 @@ class WandbLogger(Logger):
     # ------------------------------------------------------------------ what a checkpoint holds
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's id, and how many rows it has; starts no run."""
+        """The run's id and its number of rows; starts no run."""
         state: dict[str, Any] = {"last_step": self._last_step}
         if self.is_main_process and self.version is not None:
             known = self._experiment is not None and self._resumed_at is None
@@ -229,7 +223,7 @@ class WandbLogger(Logger):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of ``state``. Nothing can be removed from it: rows that it has already are not logged again."""
+        """Continue the run of ``state``; rows that it already has are not logged again."""
         self._last_step = int(state.get("last_step", -1))
         if "id" not in state or not self.is_main_process:
             return
@@ -238,7 +232,7 @@ class WandbLogger(Logger):
         users = active is not None and all(started.run is not active for started in self._started)
         known = self.version or (active.id if active is not None and users else None)
         if known not in (None, state["id"]):
-            notice(f"WandbLogger logs to the run {known}, not to {state['id']}, to which the run that is resumed has logged.")
+            notice(f"WandbLogger logs to the run {known}, not to {state['id']}, to which the resumed run logged.")
             return
         self._rows, self._resumed_at, self._repeats = int(state["rows"]), self._last_step, 0
         if self._given is None:
@@ -247,7 +241,7 @@ class WandbLogger(Logger):
     # ------------------------------------------------------------------ what is logged
 
     def _log(self, row: Mapping[str, Any], step: int) -> None:
-        """Log a row, with the step as one more, unless the run has it from before a resume."""
+        """Log a row with its step, unless the run has it from before a resume."""
         self._idle = False
         run = self.experiment
         position: dict[str, Any] = {}
@@ -256,7 +250,7 @@ class WandbLogger(Logger):
             last = run.summary.get(_STEP) if self._repeats else None
             self._until = last if isinstance(last, int | float) and last >= self._resumed_at else math.inf
             self._resumed_at = None
-            # an offline run begins a new file, in which the rows are to be counted on
+            # an offline run begins a new file, which continues the numbers of the rows
             position = {"step": self._rows, "commit": True} if run.step < self._rows else {}
         if self._repeats and step <= self._until:
             self._repeats -= 1
@@ -265,14 +259,13 @@ class WandbLogger(Logger):
         run.log({**row, _STEP: step}, **position)
 
     def write_metrics(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Log the metrics, with the step as one more."""
         self._log(metrics, step)
 
     def log_row(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Log in one row whatever wandb can hold: numbers, strings, ``wandb.Image``, ``wandb.Table``, …
+        """Log a row of any values that wandb accepts: numbers, strings, ``wandb.Image``, ``wandb.Table``, …
 
         Args:
-            values: Name → value, given to wandb as it is.
+            values: Name → value, passed to wandb unchanged.
             step: As in ``log_metrics``.
         """
         if self.is_main_process:
@@ -280,12 +273,10 @@ class WandbLogger(Logger):
             self._log(values, self._last_step)
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Add to the run's config."""
         self._idle = False
         self.experiment.config.update(dict(params), allow_val_change=True)
 
     def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
-        """Log images under one key."""
         if not is_installed("PIL"):
             raise missing_package("pillow", "wandb", "WandbLogger.log_image")
         import wandb
@@ -300,7 +291,6 @@ class WandbLogger(Logger):
         self._log({key: wandb.Table(columns=["step", "text"], data=[[step, text]])}, step)
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
-        """Log a histogram of 64 bins."""
         import wandb
 
         self._log({key: wandb.Histogram(values)}, step)

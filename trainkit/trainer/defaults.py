@@ -131,7 +131,7 @@ def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str |
         return []
     from trainkit.loggers.attach import attach, default_logger
     from trainkit.loggers.base import Logger
-    from trainkit.loggers.names import make_logger
+    from trainkit.loggers.known_loggers import make_logger
 
     if given is None or given is True:
         loggers = [default_logger()]

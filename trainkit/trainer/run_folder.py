@@ -58,14 +58,14 @@ def choose_folder(run: Run) -> Path:
     def choose() -> str | None:
         if not world.is_main:
             return None
-        from trainkit.loggers.folder import RunFolder, claimed
+        from trainkit.loggers.log_folder import LogFolder, claimed
 
         logger = _logger_with_folder(run)
         folder = None if logger is None else str(claimed(logger._run_folder()))
         if folder is None:
             root = Path(run.root_dir)
             check_writable(root)
-            folder = str(RunFolder(root, None).claim())
+            folder = str(LogFolder(root, None).claim())
         return os.path.abspath(os.path.join(folder, CHECKPOINTS))
 
     return Path(run_on_all_ranks(world, choose, CheckpointWriteError)[0])
@@ -130,7 +130,7 @@ def _logger_with_folder(run: Run) -> Logger | None:
     """The first logger that writes files to a folder of the run: one that opens nothing, which may print, has none."""
     if not run.loggers:
         return None
-    from trainkit.loggers.folder import has_folder
+    from trainkit.loggers.log_folder import has_folder
 
     return next((logger for logger in run.loggers if has_folder(logger) and opens_files(logger)), None)
 

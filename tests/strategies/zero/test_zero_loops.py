@@ -232,7 +232,7 @@ def guarded(kind: str, action: str) -> tuple[str, int, bool]:
 def test_gradients_that_are_not_finite(kind: str) -> None:
     """They are used as under other strategies, and a guard sees them."""
     for said, _, finite in run_world(1, guarded, kind, "raise"):
-        assert "Not finite in update 3: the gradient of all parameters together" in said
+        assert "Not finite in optimizer step 3: the gradient of all parameters together" in said
         assert not finite
     for said, skipped, finite in run_world(2, guarded, kind, "skip"):
         assert (said, skipped, finite) == ("", 2, True)  # the count of updates stays, and so the fourth step does it too

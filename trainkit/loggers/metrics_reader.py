@@ -1,4 +1,4 @@
-"""Reading back what the loggers wrote, from CSV, JSON lines and TensorBoard event files alike."""
+"""Reads the metrics of a run from CSV, JSON lines and TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from trainkit.paths import local_path
 __all__ = ["Series", "find_run", "read_metrics"]
 
 Series = list[tuple[int, float]]
-"""The values of one metric in the order they were written: (step, value), not all of them finite."""
+"""The values of one metric in the order of writing: (step, value); values may be NaN or infinite."""
 
 _EVENTS = "events.out.tfevents."
 _LOOKED_FOR = f"metrics.csv, metrics.jsonl, {_EVENTS}*"
 
 
 def find_run(run_dir: str | os.PathLike[str]) -> Path:
-    """The folder with metrics that ``run_dir`` means: itself, or the newest run below it.
+    """The folder with the metrics of ``run_dir``: itself, or the newest run in it.
 
-    Of several ``version_N`` side by side the highest N is the newest, of several experiments the one written to last.
+    The newest of an experiment is the ``version_N`` with the highest N; of several experiments, the one written to last.
 
     Raises:
-        ConfigurationError: There is no such folder, or no metrics are in it; says what was looked for.
+        ConfigurationError: There is no such folder, or it has no metrics.
     """
     root = local_path(run_dir, "run_dir")
     if not root.is_dir():
@@ -48,8 +48,8 @@ def find_run(run_dir: str | os.PathLike[str]) -> Path:
             newest[experiment] = max(newest.get(experiment, found), found)
     if not newest:
         raise ConfigurationError(
-            f"No metrics in {root} or below it: looked for {_LOOKED_FOR}. Fix: give the folder of a run that was "
-            "logged with CSVLogger, JSONLLogger or TensorBoardLogger; what only W&B has is shown by W&B"
+            f"No metrics in {root} or its subfolders, expected {_LOOKED_FOR}. Fix: pass the folder of a run that was "
+            "logged with CSVLogger, JSONLLogger or TensorBoardLogger; metrics of W&B are on its page"
         )
     return max(newest.values(), key=lambda found: (found[1], found[0]))[2]
 
@@ -59,7 +59,7 @@ def _is_metrics(name: str) -> bool:
 
 
 def _experiment(folder: Path, root: Path) -> tuple[Path, int]:
-    """The folder that holds the versions, and the number of this one; −1 for a run without a number."""
+    """The folder that contains the versions, and the number of this one; -1 for a run without a number."""
     for path in (folder, *folder.parents):
         if path == root:
             break
@@ -71,8 +71,8 @@ def _experiment(folder: Path, root: Path) -> tuple[Path, int]:
 def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, Series]:
     """All metrics of a run: name → [(step, value), …], "epoch" among them.
 
-    A metric that several files of the run hold is taken from one: CSV before JSON lines (both keep full precision)
-    before TensorBoard. A row that a killed process left half written is skipped.
+    A metric in several files of the run is read from one of them: CSV before JSON lines (both keep full precision) before
+    TensorBoard. An incomplete row that a killed process left is skipped.
 
     Args:
         run_dir: As for ``find_run``.
@@ -80,7 +80,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> dict[str, Series]:
     Raises:
         ConfigurationError: No metrics are found.
         MissingPackageError: The run has only event files, and tensorboard is not installed.
-        TrainkitError: A file that is not what its name says.
+        TrainkitError: A file does not have the format of its name.
     """
     folder = find_run(run_dir)
     readers: list[tuple[str, Callable[[Path], dict[str, Series]]]] = [
@@ -149,11 +149,11 @@ def _read_events(folder: Path) -> dict[str, Series]:
         if events.SummaryMetadata(tag).plugin_data.plugin_name == "scalars":
             written = _as_written(events.Tensors(tag))
             metrics[tag] = [(event.step, float(tensor_util.make_ndarray(event.tensor_proto))) for event in written]
-    placeholder = metrics.pop("hp_metric", [])  # what TensorBoardLogger(default_hp_metric=True) writes is no result
+    placeholder = metrics.pop("hp_metric", [])  # TensorBoardLogger(default_hp_metric=True) writes one that is no result
     real = [(step, value) for step, value in placeholder if (step, value) != (0, -1.0)]
     return {**metrics, "hp_metric": real} if real else metrics
 
 
 def _as_written(events: Iterable[Any]) -> list[Any]:
-    # Files of the same second are read by name, in which the tenth comes before the second.
+    # Files of the same second are read in the order of their names, where 10 comes before 2.
     return sorted(events, key=lambda event: float(event.wall_time))

@@ -13,7 +13,7 @@ import pytest
 from trainkit.errors import ConfigurationError, MissingPackageError, TrainkitError
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach
-from trainkit.loggers.reader import find_run, read_metrics
+from trainkit.loggers.metrics_reader import find_run, read_metrics
 
 VALUES: dict[str, list[tuple[int, float]]] = {
     "train_loss": [(1, 0.5), (2, math.inf), (3, 0.25)],
@@ -102,7 +102,7 @@ def test_which_run_is_meant(tmp_path: Path) -> None:
 
 
 def test_no_metrics_says_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"looked for metrics\.csv, metrics\.jsonl, events\.out\.tfevents\.\*"):
+    with pytest.raises(ConfigurationError, match=r"expected metrics\.csv, metrics\.jsonl, events\.out\.tfevents\.\*"):
         read_metrics(tmp_path)
     with pytest.raises(ConfigurationError, match="nowhere', which is not there"):
         find_run(tmp_path / "nowhere")

@@ -1,6 +1,6 @@
-"""What users hand to a logger, turned into plain numbers, arrays and hyper-parameters.
+"""Converts what users log to plain numbers, arrays and hyper-parameters.
 
-Torch is not imported here: a tensor is recognised by its methods, so that reading and writing text files stays light.
+Torch is not imported: a tensor is recognized by its methods, so that reading and writing text files stays fast.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["as_array", "as_images", "as_step", "flatten", "number", "plain"]
 
 
 def number(name: Any, value: Any) -> int | float:
-    """``value`` as a Python int or float; anything that is not one real number is a ``MetricError`` naming ``name``."""
+    """``value`` as a Python int or float; raises ``MetricError`` if it is not one real number."""
     if not isinstance(name, str) or not name:
         raise MetricError(f"Metric: expected a name, got {name!r}. Fix: log_metrics({{'loss': loss}}, step)")
     if isinstance(value, bool | int):
         return int(value)
     if isinstance(value, float):
-        return float(value)  # numpy's float64 is a float: this makes it a plain one
+        return float(value)  # NumPy's float64 is a subclass of float
     if not isinstance(value, str | bytes | complex) and (hasattr(value, "__float__") or hasattr(value, "__index__")):
         try:
             item = value.item() if hasattr(value, "item") else value
@@ -55,19 +55,19 @@ def _not_a_number(name: str, value: Any) -> str:
 
 
 def as_array(value: Any) -> npt.NDArray[Any]:
-    """A tensor (of any device and dtype), array or nested list as a numpy array on the host."""
+    """A tensor (of any device and dtype), array or nested list as a NumPy array."""
     import numpy as np
 
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         if value.is_floating_point():
-            value = value.float()  # numpy knows no bfloat16
+            value = value.float()  # NumPy has no bfloat16
         value = value.numpy()
     return np.asarray(value)
 
 
 def as_step(step: Any) -> int:
-    """``step`` as a plain whole number; anything else is a ``ConfigurationError``."""
+    """``step`` as a Python int; raises ``ConfigurationError`` if it is not an integer."""
     try:
         return operator.index(step)
     except TypeError:
@@ -77,10 +77,10 @@ def as_step(step: Any) -> int:
 
 
 def as_images(key: str, image: Any) -> list[npt.NDArray[np.uint8]]:
-    """One image or a list of them as arrays of shape (height, width, channels), 8 bits a channel.
+    """One image or a list of them as uint8 arrays of shape (height, width, channels).
 
-    An image is (C, H, W), (H, W, C) or (H, W) with C in 1, 3, 4; where both readings are possible the first is meant.
-    Floating-point values are in [0, 1]: what lies outside is clipped, and what is no number becomes 0.
+    An image is (C, H, W), (H, W, C) or (H, W) with C in 1, 3, 4; if both the first two are possible, it is the first.
+    Floating-point values are clipped to [0, 1], and NaN becomes 0.
     """
     images = image if isinstance(image, list | tuple) else [image]
     return [_as_image(key, one) for one in images]
@@ -109,10 +109,10 @@ def _as_image(key: str, image: Any) -> npt.NDArray[np.uint8]:
 
 
 def plain(params: Any) -> tuple[dict[str, Any], list[str]]:
-    """Hyper-parameters as dicts, lists, strings and numbers, and the key paths of those that only text could stand for.
+    """Convert hyper-parameters to dicts, lists, strings and numbers; also returns the key paths of objects written as text.
 
-    Accepts a mapping, an ``argparse.Namespace`` or a dataclass instance. Tuples and sets become lists; paths, enums,
-    dtypes, devices, functions and classes become their names, OmegaConf's containers dicts and lists.
+    Accepts a mapping, an ``argparse.Namespace`` or a dataclass instance. Tuples and sets become lists; paths, enums, dtypes,
+    devices, functions and classes their names; OmegaConf's containers dicts and lists.
     """
     fields = _as_mapping(plain_container(params) if is_omegaconf(params) else params)
     if fields is None:
@@ -135,44 +135,45 @@ def _as_mapping(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _plain(value: Any, path: str, as_text: list[str], depth: int = 0) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if depth > 32:  # deeper than any real configuration: a structure that contains itself
+    if value is None:
+        return None
+    if depth > 32:  # a structure that contains itself
         as_text.append(path)
         return f"<{type(value).__name__}>"
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, os.PathLike):
-        return os.fsdecode(value)
-    if is_omegaconf(value):
-        value = plain_container(value)
-    fields = _as_mapping(value)
-    if fields is not None:
+    value = plain_container(value) if is_omegaconf(value) else value
+    if (fields := _as_mapping(value)) is not None:
         return {str(key): _plain(one, f"{path}.{key}", as_text, depth + 1) for key, one in fields.items()}
     if isinstance(value, list | tuple):
         return [_plain(one, f"{path}[{index}]", as_text, depth + 1) for index, one in enumerate(value)]
     if isinstance(value, set | frozenset):
         return [_plain(one, path, as_text, depth + 1) for one in sorted(value, key=repr)]
-    for base in (bool, int, float, str):  # subclasses, numpy's str and float64 among them
+    if getattr(value, "shape", None) == ():  # a tensor or a NumPy scalar
+        return _plain(value.item(), path, as_text, depth + 1)
+    if isinstance(value, functools.partial):
+        named = [f"{name}={_plain(one, path, as_text, depth + 1)}" for name, one in value.keywords.items()]
+        parts = [str(_plain(one, path, as_text, depth + 1)) for one in (value.func, *value.args)]
+        return f"partial({', '.join(parts + named)})"
+    return _plain_leaf(value, path, as_text)
+
+
+def _plain_leaf(value: Any, path: str, as_text: list[str]) -> bool | int | float | str:
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    for base in (bool, int, float, str):  # also their subclasses, such as NumPy's str
         if isinstance(value, base):
             return base(value)
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return _plain(value.item(), path, as_text, depth + 1)
     if type(value).__module__ == "torch" and type(value).__name__ in ("device", "dtype"):
         return str(value)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, functools.partial):
-        given = [*value.args, *value.keywords.values()]
-        names = [""] * len(value.args) + [f"{name}=" for name in value.keywords]
-        texts = [f"{name}{_plain(one, path, as_text, depth + 1)}" for name, one in zip(names, given, strict=True)]
-        return f"partial({', '.join([str(_plain(value.func, path, as_text, depth + 1)), *texts])})"
     as_text.append(path)
     return str(value)
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested plain hyper-parameters as one level, names joined by "/"; lists as text. What TensorBoard can show."""
+    """Flatten nested plain hyper-parameters: names joined by "/", lists as text."""
     flat: dict[str, Any] = {}
     for key, value in params.items():
         name = f"{prefix}{key}"

@@ -1,4 +1,4 @@
-"""The folder of one run, ``<root>/version_N``, chosen once and safe against other processes choosing at that moment."""
+"""The folder of one run, ``<root>/version_N``, and checks of the arguments that name it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trainkit.paths import local_path
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
-__all__ = ["RunFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder", "one_of"]
+__all__ = ["LogFolder", "check_name", "check_save_dir", "check_version", "claimed", "has_folder", "one_of"]
 
 _VERSION = re.compile(r"version_(\d+)")
 
 
-class RunFolder:
-    """``<root>/<version>``; without a version, the next free ``version_N``, reserved by making the folder."""
+class LogFolder:
+    """``<root>/<version>``; without a version, the next free ``version_N``, reserved by creating it."""
 
     def __init__(self, root: Path, version: int | str | None) -> None:
         self.root = root
@@ -27,43 +27,43 @@ class RunFolder:
 
     @property
     def path(self) -> Path | None:
-        """The folder, or None as long as no version is chosen."""
+        """The folder, or None until a version is chosen."""
         if self.version is None:
             return None
         return self.root / (f"version_{self.version}" if isinstance(self.version, int) else self.version)
 
     def claim(self) -> Path:
-        """The folder, whose version is chosen now if it was not yet."""
+        """The folder; chooses the version now if there is none."""
         while self.version is None:
             candidate = _highest_version(self.root) + 1
             self.root.mkdir(parents=True, exist_ok=True)
             try:
                 (self.root / f"version_{candidate}").mkdir()
             except FileExistsError:
-                continue  # another process took it between the look and the mkdir
+                continue  # another process has just created it
             self.version = candidate
         path = self.path
         assert path is not None
         return path
 
 
-def claimed(folder: RunFolder) -> Path:
-    """The folder of a run, whose version is chosen now if it was not yet.
+def claimed(folder: LogFolder) -> Path:
+    """The folder of a run; chooses the version now if there is none.
 
     Raises:
-        ConfigurationError: it cannot be made.
+        ConfigurationError: it cannot be created.
     """
     try:
         return folder.claim()
     except OSError as error:
         raise ConfigurationError(
-            f"The log folder {folder.root} cannot be made: {error}. "
+            f"The log folder {folder.root} cannot be created: {error}. "
             "Fix: give a folder that can be written, save_dir='runs' or Trainer(default_root_dir='runs')"
         ) from error
 
 
 def has_folder(logger: Logger) -> bool:
-    """Whether its runs have folders below ``save_dir``: not if the backend has its own layout, or ``save_dir`` is None."""
+    """Whether its runs have folders in ``save_dir``: not if the backend has its own layout, or ``save_dir`` is None."""
     return logger._in_run_folder and logger.save_dir is not None
 
 
@@ -83,7 +83,7 @@ def check_save_dir(save_dir: object) -> Path | None:
 
 
 def one_of(owner: str, **values: Any) -> Any:
-    """The value of the arguments of ``owner`` that mean the same: at most one of them, or equal ones; None if none is given."""
+    """The value of arguments of ``owner`` that mean the same: at most one, or equal ones; None if none is given."""
     given = {name: value for name, value in values.items() if value is not None}
     name, value = next(iter(given.items()), ("", None))
     if any(other != value for other in given.values()):
@@ -95,7 +95,7 @@ def one_of(owner: str, **values: Any) -> Any:
 
 
 def check_name(name: object, argument: str = "name") -> str:
-    """A relative path that stays inside the folder it is joined to; None and "" mean that folder itself."""
+    """Check a relative path that stays inside its folder; None and "" mean that folder itself."""
     if name is None or name == "":
         return ""
     if not isinstance(name, str) or not _is_inside(name):
@@ -107,7 +107,7 @@ def check_name(name: object, argument: str = "name") -> str:
 
 
 def check_version(version: object) -> int | str | None:
-    """A version: a number N ≥ 0 for ``version_N``, the name of one folder, or None for the next free number."""
+    """Check a version: a number N ≥ 0 for ``version_N``, the name of a folder, or None for the next free number."""
     if version is None or (is_whole(version) and version >= 0):
         return version
     if isinstance(version, str) and _is_inside(version) and not set(version) & set("/\\"):

@@ -1,4 +1,4 @@
-"""Resuming the log of an interrupted run: its folder is found, and its files are cut where the checkpoint was made."""
+"""Continuing the log of a resumed run: find its folder, and cut its files at the position of the checkpoint."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import notice, warn
-from trainkit.loggers.folder import RunFolder, has_folder
+from trainkit.loggers.log_folder import LogFolder, has_folder
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
 __all__ = ["cut_file", "digest", "find_folder", "folder_state", "is_same_file", "mark_of", "resume_log", "too_short"]
 
-_TAIL = 4096  # bytes of a file's end that tell it from another run's
+_TAIL = 4096  # bytes at the end of a file that identify it
 
 
 def digest(data: bytes) -> str:
-    """A short digest, to recognise a file by a part of it."""
+    """A short digest, to identify a file by a part of it."""
     return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def mark_of(path: Path) -> dict[str, Any] | None:
-    """Where a file of lines ends now, and by what to know it again; None if there is nothing in it."""
+    """The size of a file of lines, and digests that identify it; None if it is empty."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -39,7 +39,7 @@ def mark_of(path: Path) -> dict[str, Any] | None:
 
 
 def is_same_file(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Whether a file continues from a mark, or is what remains of one that did; one that does not exist could be."""
+    """Whether a file continues from a mark, or is a shorter part of such a file; True if it does not exist."""
     size = int(mark["bytes"])
     try:
         with path.open("rb") as file:
@@ -53,7 +53,7 @@ def is_same_file(path: Path, mark: Mapping[str, Any]) -> bool:
 
 
 def cut_file(path: Path, size: int) -> str | None:
-    """Cut a file to a size, 0 to remove it; what is wrong with it if it is shorter than that."""
+    """Cut a file to a size, 0 to remove it; returns a message if it is shorter."""
     if size == 0:
         path.unlink(missing_ok=True)
         return None
@@ -67,13 +67,13 @@ def cut_file(path: Path, size: int) -> str | None:
 
 
 def too_short(path: Path, found: str, expected: str) -> str:
-    """The words for a file that lacks something."""
+    """The message for a file that is shorter than expected."""
     has = f"has {found}" if path.is_file() else "is not there"
     return f"{path} {has}; when the checkpoint was made it had {expected}"
 
 
 def folder_state(logger: Logger) -> dict[str, Any]:
-    """The folder of a logger and how much of its files is written; empty as long as it has none."""
+    """The folder of a logger and the position in its files; empty if it has none yet."""
     folder = logger._folder
     if folder is None or folder.path is None or not has_folder(logger):
         return {}
@@ -82,13 +82,13 @@ def folder_state(logger: Logger) -> dict[str, Any]:
         return state
     try:
         logger.save()
-    except OSError as error:  # what waits is lost for the log, which must not cost the checkpoint
-        warn(f"{type(logger).__name__} could not write what waits for {folder.path}: {error}")
+    except OSError as error:  # the log lacks something, but the checkpoint can be saved
+        warn(f"{type(logger).__name__} could not flush to {folder.path}: {error}. Fix: free some space")
     return {**state, "files": logger.mark_files(folder.path)}
 
 
 def resume_log(logger: Logger, state: Mapping[str, Any]) -> None:
-    """Let a logger continue in the folder that its state names, and cut off what was written there later."""
+    """Let a logger continue in the folder of its state, and remove what was written there later."""
     found, logger._found = logger._found, None
     path = found[1] if found is not None and found[0] == state else find_folder(logger, state)
     if path is None or not logger.is_main_process:
@@ -96,16 +96,16 @@ def resume_log(logger: Logger, state: Mapping[str, Any]) -> None:
     try:
         missing = logger.cut_files(path, state.get("files", {}))
     except OSError as error:
-        missing = [f"what was logged after the checkpoint could not be removed and comes twice: {error}"]
+        missing = [f"what was logged after the checkpoint could not be removed and appears twice: {error}"]
     if missing:
         warn(f"{type(logger).__name__}: the log continues, but {'; '.join(missing)}")
 
 
 def find_folder(logger: Logger, state: Mapping[str, Any]) -> Path | None:
-    """Point a logger at the folder that its state names; None, said in words, if it has to start another.
+    """Set the folder of a logger to that of its state; None, with a message, if it has to start another.
 
-    The folder is looked for where the logger would write now, since runs are moved, and then where it was;
-    ``save_dir``, ``name`` and ``version`` from the user take precedence. A folder whose files are another run's is not touched.
+    The folder is searched where the logger writes now, because runs are moved, and then where it was. ``save_dir``, ``name``
+    and ``version`` given by the user take precedence. A folder that contains another run's files is not used.
     """
     recorded, version, files = Path(state["folder"]), state["version"], state.get("files", {})
     kind, root = type(logger).__name__, Path(logger.root_dir)
@@ -115,7 +115,7 @@ def find_folder(logger: Logger, state: Mapping[str, Any]) -> Path | None:
         return None
     for path in (here,) if logger._save_dir is not None else (here, recorded):
         if path.is_dir() and (not logger.is_main_process or logger.is_log_of(path, files)):
-            logger._folder = RunFolder(path.parent, version)
+            logger._folder = LogFolder(path.parent, version)
             return path
     if recorded.is_dir() and logger._save_dir is not None and recorded != here.absolute():
         notice(f"{kind} logs to {root}, not to where the resumed run logged: a new log begins; {recorded} stays.")
@@ -126,5 +126,5 @@ def find_folder(logger: Logger, state: Mapping[str, Any]) -> Path | None:
             "and a new log begins. Fix: put the folder back and resume again"
         )
     if not here.exists():
-        logger._folder = RunFolder(root, version)
+        logger._folder = LogFolder(root, version)
     return None

@@ -16,7 +16,7 @@ from helpers.support import run_python
 from trainkit.console import TrainkitWarning
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.attach import attach
-from trainkit.loggers.reader import read_metrics
+from trainkit.loggers.metrics_reader import read_metrics
 from trainkit.tagged_json.encode import dumps, loads
 
 KINDS = [CSVLogger, JSONLLogger, TensorBoardLogger]
@@ -185,7 +185,7 @@ def test_a_state_where_rows_cannot_be_written_says_what_is_in_the_file(tmp_path:
         patch.setattr(logger.experiment._file, "append", full)
         with pytest.raises(OSError, match="No space"):
             logger.log_metrics({"loss": 0.375}, 3)
-        with pytest.warns(TrainkitWarning, match="CSVLogger could not write what waits.*No space"):
+        with pytest.warns(TrainkitWarning, match="CSVLogger could not flush to .*No space"):
             state = logger.state_dict()
     assert state["files"]["metrics.csv"]["rows"] == 2
     assert logger.state_dict()["files"]["metrics.csv"]["rows"] == 3  # there is space again
@@ -396,7 +396,7 @@ def test_a_file_that_cannot_be_cut_is_a_warning(tmp_path: Path, monkeypatch: pyt
     second = CSVLogger(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("trainkit.loggers.files.os.replace", read_only)
-        with pytest.warns(TrainkitWarning, match="could not be removed and comes twice.*Permission denied"):
+        with pytest.warns(TrainkitWarning, match="could not be removed and appears twice.*Permission denied"):
             second.load_state_dict(state)
 
 

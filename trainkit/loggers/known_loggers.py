@@ -7,23 +7,21 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainkit.errors import UnknownNameError, missing_package, nearest
+from trainkit.errors import ConfigurationError, UnknownNameError, missing_package, nearest
 from trainkit.loggers.base import is_installed
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
-__all__ = ["LOGGERS", "Kind", "check_logger", "load_logger", "make_logger"]
+__all__ = ["LOGGERS", "Kind", "NotLoggedInError", "check_logger", "load_logger", "make_logger"]
+
+
+class NotLoggedInError(ConfigurationError):
+    """A service needs an API key, and has none here; ``log_with="all"`` skips it."""
 
 
 class Kind(NamedTuple):
-    """A logger that has a name.
-
-    Attributes:
-        path: where its class is.
-        package: what has to be installed; "" for nothing.
-        extra: the extra of ``trainkit-torch`` that brings it.
-    """
+    """A logger that has a name: the path of its class, the package that it needs, and the extra that installs it."""
 
     path: str
     package: str = ""
@@ -44,9 +42,9 @@ def check_logger(name: str, argument: str = "logger", also: Sequence[str] = ()) 
     """Raise if no logger has this name, or its package is not installed.
 
     Args:
-        name: what ``argument`` is.
-        argument: named in the message.
-        also: further names that ``argument`` may have.
+        name: the value of ``argument``.
+        argument: for the message.
+        also: further values that ``argument`` may have.
 
     Raises:
         UnknownNameError: no logger has this name.
@@ -63,7 +61,7 @@ def check_logger(name: str, argument: str = "logger", also: Sequence[str] = ()) 
 
 
 def load_logger(name: str) -> type[Logger]:
-    """The class of that name; raises as :func:`check_logger`."""
+    """The class of that name; raises like :func:`check_logger`."""
     check_logger(name)
     module, _, attribute = LOGGERS[name].path.partition(":")
     loaded: type[Logger] = getattr(import_module(module), attribute)
@@ -74,7 +72,7 @@ def make_logger(name: str, /, **options: Any) -> Logger:
     """A logger of that name.
 
     Raises:
-        UnknownNameError: no logger has this name, or it does not know one of the options.
+        UnknownNameError: no logger has this name, or it has no such option.
         MissingPackageError: its package is not installed.
     """
     kind = load_logger(name)
