@@ -309,6 +309,7 @@ class PreparedLoader(Positions):
     ) -> Iterator[MicroBatch]:
         """The micro-batches of this process in windows of all ranks, with padding where it has none."""
         world, begun = self._world, start
+        without_data = MicroBatchKind.PADDING if self.pads else MicroBatchKind.NONE
         items = self._pieces(window, raw, start, begin, taken)
         if self._ahead is not None:
             items = self._ahead(items, self._loads(lambda piece, _: self._transferred(piece)), start=0)
@@ -324,7 +325,7 @@ class PreparedLoader(Positions):
             # padded, all ranks have the same number: users gather at each of them, and so does a forward that is sharded
             later = range(index + 1, end) if piece.last else range(0)
             last = piece.last and not (later and self.pads)
-            kind = MicroBatchKind.DATA if not piece.absent else self._kind_without_data
+            kind = MicroBatchKind.DATA if not piece.absent else without_data
             self._note(last, begun, end if last else index + 1)
             batch = self._batch_of(piece, keys)
             yield shared.micro_batch(batch, kind, (begun, index), piece.weight, last, world.size)
@@ -334,7 +335,7 @@ class PreparedLoader(Positions):
                 self._note(final, begun, index + 1)
                 seed_generators(keys(begin + (index - start) * world.size + world.rank), self._generators)
                 batch = self._batch_without_data()
-                yield shared.micro_batch(batch, self._kind_without_data, place, 0.0, final, world.size)
+                yield shared.micro_batch(batch, without_data, place, 0.0, final, world.size)
 
     def _batch_of(self, piece: Piece, keys: KeyStream) -> Any:
         """The batch of a piece on the device, with the generators seeded for the work on it."""
@@ -347,10 +348,6 @@ class PreparedLoader(Positions):
         if self.pads:
             self._last = copied(batch)
         return batch
-
-    @property
-    def _kind_without_data(self) -> MicroBatchKind:
-        return MicroBatchKind.PADDING if self.pads else MicroBatchKind.NONE
 
     def _batch_without_data(self) -> Any:
         return self.padding() if self.pads else NO_BATCH
