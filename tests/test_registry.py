@@ -11,7 +11,7 @@ import torch
 from helpers.support import run_python
 
 from trainkit import Accelerator, Callback, Strategy, Trainer, registry
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.distributed.placement import whole_shape
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 from trainkit.launch.resolve import chosen_strategy, read_wanted

@@ -56,7 +56,7 @@ class StrategyInfo:
         file_types: values of ``distributed_type`` in Accelerate's configuration files that mean it, each with the short name.
         file_aliases: other spellings of these values, in lower case, each with the value.
         plugin: path of the function that reads their section for it, as ``(file, **options)``, into a
-            :class:`trainkit.config.values.Plugin`; ``None``: they have no section for it.
+            :class:`trainkit.config.settings.Plugin`; ``None``: they have no section for it.
         footprints: what ``trainer.plan`` compares, the fastest first: paths, each with the options to call it with. The
             result has ``footprint`` and ``supported_precisions``.
         packages: the backend's packages: ``trainkit env`` shows their versions, and their frames are not the user's.

@@ -18,7 +18,7 @@ from helpers.worlds.worlds import run_world
 
 from trainkit.cli import setup_checks, setup_child, test
 from trainkit.cli.main import main
-from trainkit.cli.setup_checks import CHECKS, Check, Setup
+from trainkit.cli.setup_checks import CHECKS, Check, CheckContext
 from trainkit.config.carried import Settings, carried, carry
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
@@ -68,7 +68,7 @@ def found_wrong(folder: str) -> list[str]:
     make = partial(make_strategy, "ddp", device="cpu")
     strategy = make()
     strategy.join(RequestedDevices(accelerator="cpu"))
-    setup = Setup(strategy, make, Path(folder))
+    context = CheckContext(strategy, make, Path(folder))
     said = []
     broken_parts: list[tuple[str, Any, str, Any]] = [
         ("processes", strategy.world, "exchange", other_versions),
@@ -85,7 +85,7 @@ def found_wrong(folder: str) -> list[str]:
                 patch.setattr(target, place, broken)
             (check,) = (check for check in CHECKS if check.name == name)
             with pytest.raises(setup_checks.WrongResultError) as caught:
-                check.run(setup)
+                check.run(context)
         said.append(str(caught.value))
     return said
 
@@ -115,8 +115,8 @@ def test_differences_are_measured() -> None:
 def one_fails(folder: str) -> int:
     """The second check fails on one process."""
 
-    def fails(setup: Setup) -> str:
-        if setup.strategy.world.rank:
+    def fails(context: CheckContext) -> str:
+        if context.strategy.world.rank:
             raise OSError("no such wire")
         return "all is well"
 

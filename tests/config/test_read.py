@@ -21,7 +21,7 @@ from helpers.launch.configurations import (
 )
 
 from trainkit.config.read import default_file, read_settings
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 
 MACHINE = {"debug": False, "machine_rank": 0, "num_machines": 1}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from trainkit.config.settings import Settings
 from trainkit.config.settled import settled
-from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
 
 

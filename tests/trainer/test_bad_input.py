@@ -29,7 +29,7 @@ from trainkit.errors import (
     OptimizerError,
     TrainkitError,
 )
-from trainkit.hooks.names import REMOVED, WARNED
+from trainkit.hooks.hook_names import REMOVED, WARNED
 from trainkit.loggers import CSVLogger
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, with_nearest
 from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, KEYS, Key, checked
+from trainkit.config.settings import Settings
 from trainkit.config.settled import settled
-from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
 from trainkit.launch.tpu import DEVICE
 from trainkit.registry import automatic_info

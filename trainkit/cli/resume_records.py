@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Difference", "fingerprint", "first_difference", "loss_of", "read_records"]
+__all__ = ["RunDifference", "fingerprint", "first_difference", "loss_of", "read_records"]
 
 _DEEPEST = 12
 _MOST_ROWS = 4096  # samples of a batch that are told apart
@@ -22,7 +22,7 @@ _NOT_COMPARED = "not compared"
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """The first thing in which two runs differ.
 
     Attributes:
@@ -126,7 +126,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def first_difference(
     first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]], *, name: str, killed: bool
-) -> Difference | None:
+) -> RunDifference | None:
     """The first micro-batch in which two runs differ.
 
     Args:
@@ -141,26 +141,26 @@ def first_difference(
     if len(second) > len(first) or (len(second) < len(first) and not killed):
         step = (first if len(first) > len(second) else second)[min(len(first), len(second))]["step"]
         text = f"the uninterrupted run made {len(first)} micro-batches from there on, {name} {len(second)}"
-        return Difference("length", step, f"step {step}: {text}")
+        return RunDifference("length", step, f"step {step}: {text}")
     return None
 
 
-def _compare(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Difference | None:
+def _compare(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> RunDifference | None:
     step = one["step"]
     place = f"step {step} (epoch {one['epoch']}, batch {one['batch']})"
     for key in ("step", "epoch", "batch"):
         if one[key] != other[key]:
             there = f"step {other['step']} (epoch {other['epoch']}, batch {other['batch']})"
-            return Difference("order", step, f"{place}: {name} at {there}")
+            return RunDifference("order", step, f"{place}: {name} at {there}")
     if (text := _compare_batches(one["leaves"], other["leaves"])) is not None:
-        return Difference("batch", step, f"{place}: the batch differs: {text}")
+        return RunDifference("batch", step, f"{place}: the batch differs: {text}")
     if one["rates"] != other["rates"]:
-        return Difference("rate", step, f"{place}: the learning rates are {one['rates']}, {name} {other['rates']}")
+        return RunDifference("rate", step, f"{place}: the learning rates are {one['rates']}, {name} {other['rates']}")
     if one["loss"] != other["loss"]:
         values = [record["loss"]["value"] if record["loss"] else "none" for record in (one, other)]
-        return Difference("loss", step, f"{place}: the loss is {values[0]}, {name} {values[1]}")
+        return RunDifference("loss", step, f"{place}: the loss is {values[0]}, {name} {values[1]}")
     if one["parameters"] != other["parameters"]:
-        return Difference("loss", step, f"{place}: the parameters differ after it")
+        return RunDifference("loss", step, f"{place}: the parameters differ after it")
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from trainkit.config.carried import VARIABLE, carried
 from trainkit.config.foreign import FLAGS
 from trainkit.config.keys import BACKEND, DYNAMO, KEYS, checked
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, nearest
 

@@ -23,7 +23,7 @@ from trainkit.module.train_module import TrainModule
 from trainkit.strategy import Strategy
 from trainkit.trainer.trainer import Trainer
 
-__all__ = ["CHECKS", "SETTINGS", "Check", "Setup", "WrongResultError"]
+__all__ = ["CHECKS", "SETTINGS", "Check", "CheckContext", "WrongResultError"]
 
 _SAMPLES, _BATCH, _ACCUMULATION = 21, 2, 2
 _STEPS, _SAVED_AT = 6, 3
@@ -35,7 +35,7 @@ class WrongResultError(TrainkitError):
 
 
 @dataclass
-class Setup:
+class CheckContext:
     """What the checks share.
 
     Attributes:
@@ -64,7 +64,7 @@ class Check(NamedTuple):
     """
 
     name: str
-    run: Callable[[Setup], str]
+    run: Callable[[CheckContext], str]
     advice: str
 
 
@@ -76,11 +76,11 @@ def _require(condition: bool, text: str) -> None:
 # --------------------------------------------------------------------------------------------------------- the processes
 
 
-def _processes(setup: Setup) -> str:
+def _processes(context: CheckContext) -> str:
     """That they are different ones, of the same versions."""
-    world = setup.strategy.world
+    world = context.strategy.world
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "torch": torch.__version__, "trainkit": __version__}
-    found = world.exchange({**mine, "rank": world.rank, "device": str(setup.strategy.device)})
+    found = world.exchange({**mine, "rank": world.rank, "device": str(context.strategy.device)})
     _require([one["rank"] for one in found] == list(range(world.size)), f"the ranks are {[one['rank'] for one in found]}")
     places = {(one["host"], one["pid"]) for one in found}
     _require(len(places) == world.size, f"{world.size} ranks, but {len(places)} processes")
@@ -96,9 +96,9 @@ def _processes(setup: Setup) -> str:
 # ------------------------------------------------------------------------------------------------------- the collectives
 
 
-def _collectives(setup: Setup) -> str:
+def _collectives(context: CheckContext) -> str:
     """Tensors on the device over the backend; numbers and objects over the control group."""
-    world, device = setup.strategy.world, setup.strategy.device
+    world, device = context.strategy.world, context.strategy.device
     began = time.monotonic()
     everyone = sum(range(1, world.size + 1))
     if world.size > 1:
@@ -190,11 +190,11 @@ def _difference(first: nn.Module, second: nn.Module) -> float:
     return max(float((one.detach() - other.detach()).abs().max()) for one, other in pairs) / largest
 
 
-def _training(setup: Setup) -> str:
+def _training(context: CheckContext) -> str:
     """The same global batches on all processes and on one."""
-    world = setup.strategy.world
-    _, module = _fit(setup.make(), setup.folder, _ACCUMULATION)
-    _, reference = _fit(setup.alone, setup.folder / f"alone-{world.rank}", _ACCUMULATION * world.size)
+    world = context.strategy.world
+    _, module = _fit(context.make(), context.folder, _ACCUMULATION)
+    _, reference = _fit(context.alone, context.folder / f"alone-{world.rank}", _ACCUMULATION * world.size)
     apart = max(world.exchange(_difference(reference, module)))
     _require(
         apart <= _LARGEST, f"after {_STEPS} updates the parameters differ from those of one process by {apart:.1e}, relatively"
@@ -205,12 +205,12 @@ def _training(setup: Setup) -> str:
 # ------------------------------------------------------------------------------------------------------------ evaluation
 
 
-def _evaluation(setup: Setup) -> str:
+def _evaluation(context: CheckContext) -> str:
     """Every sample once, the mean exact, predictions in order."""
-    module, trainer = _Probe(), _trainer(setup.make(), setup.folder)
+    module, trainer = _Probe(), _trainer(context.make(), context.folder)
     (result,) = trainer.validate(module, _loader(), verbose=False)
     module.eval()
-    inputs, targets = (part.to(setup.strategy.device) for part in _data().tensors)
+    inputs, targets = (part.to(context.strategy.device) for part in _data().tensors)
     with torch.no_grad():
         outputs = module.net(inputs)
         exact = float(((outputs - targets) ** 2).mean())
@@ -227,15 +227,15 @@ def _evaluation(setup: Setup) -> str:
 # ------------------------------------------------------------------------------------------------------------ checkpoint
 
 
-def _checkpoint(setup: Setup) -> str:
+def _checkpoint(context: CheckContext) -> str:
     """Written by all processes, read by all of them; the run goes on as if it had not been interrupted."""
-    world, path = setup.strategy.world, setup.folder / "checkpoint"
-    _, whole = _fit(setup.make(), setup.folder, _ACCUMULATION)
-    trainer, _ = _fit(setup.make(), setup.folder, _ACCUMULATION, steps=_SAVED_AT)
+    world, path = context.strategy.world, context.folder / "checkpoint"
+    _, whole = _fit(context.make(), context.folder, _ACCUMULATION)
+    trainer, _ = _fit(context.make(), context.folder, _ACCUMULATION, steps=_SAVED_AT)
     trainer.save_checkpoint(path)
     open_checkpoint(path).verify()
     size = sum(file.stat().st_size for file in path.iterdir())
-    _, resumed = _fit(setup.make(), setup.folder, _ACCUMULATION, ckpt_path=path)
+    _, resumed = _fit(context.make(), context.folder, _ACCUMULATION, ckpt_path=path)
     apart = max(world.exchange(_difference(whole, resumed)))
     _require(
         apart <= _LARGEST,
@@ -262,10 +262,10 @@ CHECKS = (
 # ---------------------------------------------------------------------------------------------------------- the settings
 
 
-def _settings(setup: Setup) -> str:
+def _settings(context: CheckContext) -> str:
     """A Trainer that is told nothing but by the configuration file trains, and the processes stay alike."""
-    world = setup.strategy.world
-    trainer, module = Trainer(max_steps=2, seed=1, **_quiet(setup.folder)), _Probe().float()
+    world = context.strategy.world
+    trainer, module = Trainer(max_steps=2, seed=1, **_quiet(context.folder)), _Probe().float()
     trainer.fit(module, DataLoader(TensorDataset(*(part.float() for part in _data().tensors)), batch_size=_BATCH))
     sums = world.exchange([float(parameter.detach().double().sum()) for parameter in module.parameters()])
     _require(all(math.isfinite(value) for value in sums[0]), f"after {trainer.global_step} updates parameters are {sums[0]}")

@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from trainkit.cli.setup_checks import CHECKS, SETTINGS, Setup
+from trainkit.cli.setup_checks import CHECKS, SETTINGS, CheckContext
 from trainkit.cli.test import print_line
 from trainkit.config.carried import VARIABLE
 from trainkit.distributed.requested_devices import RequestedDevices
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     strategy = make()
     strategy.join(RequestedDevices(accelerator=device))
     world = strategy.world
-    setup = Setup(strategy, make, folder)
+    context = CheckContext(strategy, make, folder)
     settings = os.environ.pop(VARIABLE, None)  # which the other checks are not about
     for check in CHECKS if settings is None else (*CHECKS, SETTINGS):
         if check is SETTINGS and settings is not None:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         error: Exception | None = None
         said = ""
         try:
-            said = check.run(setup)
+            said = check.run(context)
         except Exception as caught:
             error = caught
             text = f"{type(caught).__name__}: {caught}"

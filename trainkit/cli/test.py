@@ -13,8 +13,8 @@ from pathlib import Path
 from trainkit.cli.launch_nodes import process_variables
 from trainkit.cli.settings_flags import add_config_file, in_either_spelling, of_file
 from trainkit.config.carried import VARIABLE, with_environment
+from trainkit.config.settings import Settings
 from trainkit.config.settled import settled
-from trainkit.config.values import Settings
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED

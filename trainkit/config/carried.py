@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from trainkit.config.keys import HOSTFILE, MULTINODE_LAUNCHER
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.console import warn
 
 __all__ = ["VARIABLE", "Settings", "carried", "carry", "debugging", "with_environment"]

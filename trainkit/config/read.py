@@ -12,7 +12,7 @@ import yaml
 
 from trainkit.config.foreign import EMPTY, UNUSED, UNUSED_IN_SECTIONS
 from trainkit.config.keys import DYNAMO, KEYS, SECTIONS, Key, checked
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
 __all__ = ["default_file", "read_settings"]

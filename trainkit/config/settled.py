@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.config.keys import CONFIG_FILE, HOSTFILE, NOT_IN_FILE
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError
 
 __all__ = ["settled"]

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from trainkit.config.keys import SECTIONS
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError
 
 __all__ = ["write_settings"]

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
 from trainkit.errors import HookError
-from trainkit.hooks.checks import accepts
-from trainkit.hooks.names import HOOKS
+from trainkit.hooks.hook_checks import accepts
+from trainkit.hooks.hook_names import HOOKS
 from trainkit.module.overridable_hooks import is_overridden
-
-if TYPE_CHECKING:
-    from trainkit.module.train_module import TrainModule
+from trainkit.module.train_module import TrainModule
 
 __all__ = ["HookTable"]
 
@@ -92,7 +90,7 @@ def _entry(
 ) -> Callable[..., Any] | None:
     """What is called for one owner and hook, or ``None`` if it does not override it."""
     is_module = owner is module
-    base: type = _module_base() if is_module else Callback
+    base: type = TrainModule if is_module else Callback
     if not hasattr(base, name) or not is_overridden(owner, name, base):
         return None
     method: Callable[..., Any] = getattr(owner, name)
@@ -104,18 +102,5 @@ def _entry(
                 f"{type(owner).__name__}.{name} must take dataloader_idx, as there are several loaders: "
                 f"def {name}(self, {', '.join(arguments)})"
             )
-        return _without_last(method)
+        return lambda *given: method(*given[:-1])
     return method
-
-
-def _without_last(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        return method(*arguments[:-1])
-
-    return call
-
-
-def _module_base() -> type:
-    from trainkit.module.train_module import TrainModule
-
-    return TrainModule

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.callback import Callback
 from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
-from trainkit.hooks.checks import check_callback
+from trainkit.hooks.hook_checks import check_callback
 from trainkit.registry import load_callback
 from trainkit.state.hyper import logged
 from trainkit.trainer.run_folder import opens_files

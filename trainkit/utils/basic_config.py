@@ -10,7 +10,7 @@ import torch
 
 from trainkit.config.keys import KEYS, checked
 from trainkit.config.read import default_file
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.config.write import write_settings
 from trainkit.console import notice
 from trainkit.launch.tpu import DEVICE, tpu_is_chosen
