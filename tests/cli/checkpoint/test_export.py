@@ -153,7 +153,9 @@ def test_what_is_there_is_not_overwritten(save: Any, tmp_path: Path, capsys: pyt
     (out / "thesis.tex").write_text("all of it")
     (out / "adapter_config.json").write_text("{}")
     assert export(path, out) == 2
-    assert "is neither empty nor an earlier export; it contains adapter_config.json, thesis.tex. Fix:" in capsys.readouterr().err
+    assert (
+        "is neither empty nor an earlier export; it contains adapter_config.json, thesis.tex. Fix:" in capsys.readouterr().err
+    )
     assert sorted(os.listdir(out)) == ["adapter_config.json", "thesis.tex"]
     assert export(path, out, "--overwrite") == 0
     # what another program would take for a part of the export is gone, the rest is nobody's business
