@@ -102,17 +102,17 @@ _ACCELERATOR_STATE: dict[str, str] = {
 
 # Arguments of Accelerate's Accelerator.
 _ACCELERATOR: dict[str, str] = {
-    "deepspeed_plugins": "is not offered. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
+    "deepspeed_plugins": "is not supported. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
     "bf16": "write mixed_precision='bf16'",
     "dynamo_plugin": "write dynamo_backend='inductor', or compile the model yourself: torch.compile(model, mode=...)",
     "fp16": "write mixed_precision='fp16'",
     "logging_dir": "write project_config=ProjectConfiguration(project_dir=..., logging_dir=...)",
-    "parallelism_config": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
-    "torch_tp_plugin": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
+    "parallelism_config": "is not supported. Parameters are divided by ZeRO: strategy='zero3'",
+    "torch_tp_plugin": "is not supported. Parameters are divided by ZeRO: strategy='zero3'",
 }
 
 _SHARDED_BY_ZERO = "ZeRO-3: Accelerator(strategy='zero3'); parameters are divided in no other way, and sequences are not"
-_USE_BF16 = "mixed_precision='bf16': FP8 is not offered"
+_USE_BF16 = "mixed_precision='bf16': FP8 is not supported"
 _ITS_OPTIONS = "accelerator.options, which has what the accelerator was made with"
 _YOUR_HANDLER = "the object that you have given in kwargs_handlers"
 
@@ -168,7 +168,7 @@ _ACCELERATOR_ATTRIBUTES = {
 
 # Names that scripts import from Accelerate.
 _ZERO = "parameters are divided by ZeRO: Accelerator(strategy='zero3')"
-_FP8 = "FP8 is not offered: Accelerator(mixed_precision='bf16')"
+_FP8 = "FP8 is not supported: Accelerator(mixed_precision='bf16')"
 _STATE = "an Accelerator has num_processes, process_index, device, is_main_process, wait_for_everyone, print"
 _DIVIDE = "a model that is larger than one device is divided by ZeRO: Accelerator(strategy='zero3')"
 _OFFLOAD = "ZeROStrategy(stage=3, offload_params='cpu')"

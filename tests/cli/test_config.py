@@ -165,7 +165,7 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
         "  one of none, cpu, not 'nvme'.\n",
         "  gradient_accumulation_steps must be a whole number from 1 on, or auto, not '0'.\n",
         "  gradient_clipping must be a number ≥ 0, or auto, not 'x'.\n",
-        "  mixed_precision: fp8 is not offered; write bf16, or fp16.\n",
+        "  mixed_precision: fp8 is not supported; write bf16, or fp16.\n",
     ):
         assert words in told
 

@@ -123,18 +123,18 @@ def test_wrong_values(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("text, words", [
-    (FSDP, "conf.yaml: distributed_type: FSDP is not offered; parameters are divided by ZeRO: write distributed_type: DEEPSPE"),
-    (accelerates(distributed_type="MULTI_XPU"), "distributed_type: MULTI_XPU is not offered; there is no strategy for these"),
-    (accelerates(mixed_precision="fp8"), "mixed_precision: fp8 is not offered; write bf16, or fp16."),
-    (accelerates(deepspeed_config={"zero_stage": 0}), "deepspeed_config: zero_stage: 0 is not offered; without ZeRO it is DDP"),
+    (FSDP, "conf.yaml: distributed_type: FSDP is not supported; parameters are divided by ZeRO: write distributed_type: DEEP"),
+    (accelerates(distributed_type="MULTI_XPU"), "distributed_type: MULTI_XPU is not supported; there is no strategy for these"),
+    (accelerates(mixed_precision="fp8"), "mixed_precision: fp8 is not supported; write bf16, or fp16."),
+    (accelerates(deepspeed_config={"zero_stage": 0}), "deepspeed_config: zero_stage: 0 is not supported; without ZeRO it is"),
     (accelerates(deepspeed_config={"deepspeed_multinode_launcher": "openmpi"}), "start the script by mpirun, which is recogni"),
     (accelerates(deepspeed_config={"deepspeed_moe_layer_cls_names": "A"}), "tell DeepSpeed itself, before the model is prepar"),
-    (accelerates(dynamo_config={"dynamo_backend": "OFI"}), "dynamo_config: dynamo_backend: OFI is not offered; write inductor"),
+    (accelerates(dynamo_config={"dynamo_backend": "OFI"}), "dynamo_config: dynamo_backend: OFI is not supported; write induct"),
     (accelerates(dynamo_config={"dynamo_use_regional_compilation": True}), "compile the parts that repeat in the script"),
-    (accelerates(enable_cpu_affinity=True), "enable_cpu_affinity: True is not offered; start the script by numactl."),
+    (accelerates(enable_cpu_affinity=True), "enable_cpu_affinity: True is not supported; start the script by numactl."),
     (accelerates(tpu_use_cluster=True), "start each machine of a TPU slice by gcloud"),
     (accelerates(mpirun_config={"mpirun_hostfile": "x"}), "start the script by mpirun, which is recognised"),
-    (accelerates(rdzv_backend="etcd"), "rdzv_backend: 'etcd' is not offered; leave it out."),
+    (accelerates(rdzv_backend="etcd"), "rdzv_backend: 'etcd' is not supported; leave it out."),
     ("fp16: true", "fp16 is of an old version of Accelerate; write mixed_precision: fp16."),
     ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\nec2_instance_type: y", "compute_environment: 'AMAZON_SAGEMAKER"),
 ])  # fmt: skip

@@ -96,7 +96,7 @@ def test_one_that_is_there_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 def test_a_precision_that_is_none() -> None:
     with pytest.raises(ConfigurationError, match="mixed_precision must be one of no, fp16, bf16, not 'half'"):
         write_basic_config("half", "conf.yaml")
-    with pytest.raises(ConfigurationError, match="fp8 is not offered; write bf16"):
+    with pytest.raises(ConfigurationError, match="fp8 is not supported; write bf16"):
         write_basic_config("fp8", "conf.yaml")
     assert not Path("conf.yaml").exists()
 

@@ -54,8 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "trainkit verify-resume SCRIPT [--steps K] [--more M] [-- ARGS …]"
     parser.epilog = (
         "Runs the script three times, unchanged, until its first fit() ends: for K+M optimizer steps; again, killed with "
-        "SIGKILL after the checkpoint of step K; resumed up to step K+M. Compares the batches, losses and learning rates of each step "
-        "and the final state bit for bit. Checkpoints and logs go to a temporary folder. Exit code 0: all equal, 1: not."
+        "SIGKILL after the checkpoint of step K; resumed up to step K+M. Compares the batches, losses and learning rates of "
+        "each step and the final state bit for bit. Checkpoints and logs go to a temporary folder. Exit code 0: all equal, 1: "
+        "not."
     )
     _add_options(parser, steps=10, more=10)
     purpose = "a Python file that calls Trainer.fit; its own arguments come after --"

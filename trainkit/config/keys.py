@@ -214,7 +214,7 @@ def checked(name: str, value: Any, table: Mapping[str, Key], label: str) -> Any:
     """
     for known, fix in INSTEAD.get(name, {}).items():
         if str(value).strip().lower() == known.lower():
-            raise UnsupportedArgumentError(f"{label}: {value} is not offered; {fix}.")
+            raise UnsupportedArgumentError(f"{label}: {value} is not supported; {fix}.")
     try:
         return table[name].read(value)
     except ValueError as error:

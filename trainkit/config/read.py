@@ -40,7 +40,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
 
     Raises:
         ConfigurationError: it cannot be read, or a key is unknown or has a value that it may not have.
-        UnsupportedArgumentError: it asks for what is not offered; the message names what to write.
+        UnsupportedArgumentError: it asks for what is not supported; the message names what to write.
     """
     source = str(path)
     content = _content(Path(path), source)
@@ -110,4 +110,4 @@ def _values(
 
 def _check_unused(label: str, value: Any, allowed: tuple[Any, ...], fix: str) -> None:
     if allowed and not any(type(value) is type(one) and value == one for one in allowed):
-        raise UnsupportedArgumentError(f"{label}: {value!r} is not offered; {fix}.")
+        raise UnsupportedArgumentError(f"{label}: {value!r} is not supported; {fix}.")

@@ -85,7 +85,7 @@ def load_checkpoint_in_model(
         CorruptCheckpointError: it is damaged, or a pickle.
         StateMismatchError: it does not fit the model; the message lists all that does not.
         ConfigurationError: an argument that is wrong, or a model that is prepared under ZeRO.
-        UnsupportedArgumentError: what is not offered; the message names what to use.
+        UnsupportedArgumentError: An unsupported argument; the message says what to use instead.
     """
     _refuse_what_is_not_offered(offload_8bit_bnb, full_state_dict, broadcast_from_rank0)
     target, inner = _dtype(dtype), _unwrapped(model)

@@ -64,7 +64,7 @@ def _check(verb: str, given: Any, kind: Any) -> None:
 def _world(verb: str) -> World:
     """The processes, all of which have called the verb."""
     if runtime_is_loaded():
-        raise UnsupportedArgumentError(f"{verb} is not offered on XLA. Exchange tensors: accelerator.gather(tensor)")
+        raise UnsupportedArgumentError(f"{verb} is not supported on XLA. Exchange tensors: accelerator.gather(tensor)")
     world = joined()
     CollectiveChecks.of(world).wait(verb)
     return world

@@ -102,5 +102,5 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
         UnsupportedArgumentError: ``skip_keys``.
     """
     if skip_keys is not None:
-        raise UnsupportedArgumentError("send_to_device(skip_keys=...) is not offered. Take these out of the batch before.")
+        raise UnsupportedArgumentError("send_to_device(skip_keys=...) is not supported. Take these out of the batch before.")
     return move(tensor, torch.device(device), non_blocking)
