@@ -64,9 +64,9 @@ def test_one_that_is_there_is_replaced_and_that_is_said(
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--num_processes", "3", "--num_machines", "2"], "the command line: num_processes: 3 is of all machines together"),
+    (["--num_processes", "3", "--num_machines", "2"], "the command line: num_processes: 3 is the total of all machines"),
     (["--zero_stage", "9"], "--zero_stage must be a whole number from 1 to 3, not '9'."),
-    (["--zero_stage", "2"], "zero_stage is for DeepSpeed, and distributed_type is not given."),
+    (["--zero_stage", "2"], "zero_stage is for DeepSpeed, but distributed_type is not given."),
     (["--mixed", "bf16"], "unrecognized arguments: --mixed"),
     (["--zero_stege", "2"], "unrecognized arguments: --zero_stege 2. Did you mean '--zero_stage'?\n"),
     ([], "there is no terminal to ask on. Say what the file is to hold: trainkit config --num_processes 2"),
