@@ -90,7 +90,7 @@ def test_one_that_is_there_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     before = Path("default.yaml").read_text()
     assert write_basic_config("fp16") is False
     assert Path("default.yaml").read_text() == before
-    assert "default.yaml is there, and is left as it is." in caplog.text
+    assert "default.yaml exists and was not changed." in caplog.text
 
 
 def test_a_precision_that_is_none() -> None:
