@@ -16,7 +16,7 @@ from torch import nn
 
 from trainkit import TrainModule
 from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError, OptimizerError
-from trainkit.memory.inventory import parse_bytes, twin_of
+from trainkit.memory.inventory import parse_bytes, placeholder_of
 from trainkit.memory.report import MemoryPlan, Row
 from trainkit.strategies import DDPStrategy
 from trainkit.trainer.memory_plan import contents_of_module
@@ -89,7 +89,7 @@ def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     made = plan(device_memory="80G", host_memory="512G", processes=[1, 8])
     shown = capsys.readouterr().out
     assert shown == f"{made}\n"
-    assert "Not in it: activations" in shown
+    assert "Not included: activations" in shown
     assert "fits in 80.0 GiB a device and 512.0 GiB a machine: single, 1 process" in shown
 
 
@@ -156,7 +156,7 @@ def test_a_module_without_values() -> None:
 
 def test_tied_parameters_count_once() -> None:
     assert plan(Tied(), processes=[1]).trained == T
-    twin: Any = twin_of(Tied())
+    twin: Any = placeholder_of(Tied())
     assert twin.other.weight is twin.embedding.weight
 
 

@@ -13,7 +13,7 @@ __all__ = ["MonitoredRun", "how_to_log", "not_logged", "of_validation", "why_no_
 
 
 class MonitoredRun(Protocol):
-    """What a ``Trainer`` tells about its validation."""
+    """The attributes of a ``Trainer`` that these messages use."""
 
     _arguments: Any  # with limit_val_batches
 
@@ -23,7 +23,7 @@ class MonitoredRun(Protocol):
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader."""
+        """The number of batches of each validation loader."""
 
     @property
     def lightning_module(self) -> TrainModule:
@@ -31,23 +31,23 @@ class MonitoredRun(Protocol):
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """What the loggers got last."""
+        """The metrics that the loggers received last."""
 
 
 def not_logged(run: MonitoredRun, owner: str, monitor: str, logged: Iterable[str]) -> str:
-    """The first sentences of an error or warning about a monitor that was never logged.
+    """The first sentences of a message about a metric that was never logged.
 
     Args:
-        run: the Trainer.
-        owner: the class of the callback or scheduler.
-        monitor: the metric.
-        logged: the metrics that there are.
+        run: The Trainer.
+        owner: The class of the callback or scheduler.
+        monitor: The monitored metric.
+        logged: The logged metrics.
     """
     known = sorted(logged)
     near, reason = nearest(monitor, known), why_no_validation(run)
     if reason is not None:
         reason = f" This fit has no validation: {reason}."
-        near = "" if of_validation(monitor) else near  # of all names those of training are not what was meant
+        near = "" if of_validation(monitor) else near  # a metric of training was not meant
     elif monitor in run.logged_metrics:
         reason = f" Validation logs it by step only: use self.log({monitor!r}, value, on_epoch=True)."
     return (
@@ -57,13 +57,13 @@ def not_logged(run: MonitoredRun, owner: str, monitor: str, logged: Iterable[str
 
 
 def how_to_log(monitor: str, logged: Iterable[str]) -> str:
-    """The rest of that message: the fix, unless another name was likely meant."""
+    """The rest of that message: the fix."""
     log = "If not, log it" if nearest(monitor, sorted(logged)) else "Log it"
     return f"{log}, in validation_step or training_step: self.log({monitor!r}, value); or monitor another one"
 
 
 def why_no_validation(run: MonitoredRun) -> str | None:
-    """Why a fit validates nothing, and the fix; ``None`` if it does validate, or where none is running."""
+    """Why a fit has no validation, and the fix; ``None`` if it has one, or if no fit is running."""
     if run.stage != "fit" or any(count > 0 for count in run.num_val_batches):
         return None
     if run._arguments.limit_val_batches == 0:
@@ -74,5 +74,5 @@ def why_no_validation(run: MonitoredRun) -> str | None:
 
 
 def of_validation(monitor: str) -> bool:
-    """Whether the name of a metric says that it is one of validation."""
+    """Whether the name of a metric begins with "val"."""
     return monitor.lower().startswith("val")

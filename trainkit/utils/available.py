@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import Callable
 
 import torch
 
@@ -29,14 +29,18 @@ __all__ = [
 ]
 
 
-is_comet_ml_available = partial(is_installed, "comet_ml")
-is_datasets_available = partial(is_installed, "datasets")
-is_deepspeed_available = partial(is_installed, "deepspeed")
-is_mlflow_available = partial(is_installed, "mlflow")
-is_peft_available = partial(is_installed, "peft")
-is_tensorboard_available = partial(is_installed, "tensorboard")
-is_transformers_available = partial(is_installed, "transformers")
-is_wandb_available = partial(is_installed, "wandb")
+def _installed(package: str) -> Callable[[], bool]:
+    return lambda: is_installed(package)
+
+
+is_comet_ml_available = _installed("comet_ml")
+is_datasets_available = _installed("datasets")
+is_deepspeed_available = _installed("deepspeed")
+is_mlflow_available = _installed("mlflow")
+is_peft_available = _installed("peft")
+is_tensorboard_available = _installed("tensorboard")
+is_transformers_available = _installed("transformers")
+is_wandb_available = _installed("wandb")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
