@@ -7,7 +7,6 @@ import importlib.util
 import math
 import re
 import signal
-import sys
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -369,13 +368,6 @@ def test_a_missing_package_is_named_before_anything_is_done(
 def test_optional_packages_are_not_loaded_with_the_command() -> None:
     done = run_python("import sys, trainkit.cli.demo; print({'matplotlib', 'tensorboard'} & set(sys.modules))")
     assert done.stdout.strip() == "set()", done.stderr
-
-
-def test_the_command_line_is_what_it_was() -> None:
-    from trainkit.cli.main import options
-
-    assert options()["demo"] == ["--help", "--max-steps", "--root", "--seed", "--small", "-h"]
-    assert sys.modules["trainkit.cli.demo"].__doc__
 
 
 # ----------------------------------------------------------------------------------------------- stopped and started again

@@ -251,7 +251,7 @@ def test_flags_without_a_file(launch: Launch) -> None:
 def test_the_default_file(launch: Launch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     write(MULTI_CPU, "default.yaml")
     assert launch("script.py").per_node == 2
-    assert f"the settings are those of {tmp_path / 'default.yaml'}. Others: --config_file FILE; none: " in caplog.text
+    assert f"using the settings of {tmp_path / 'default.yaml'}. For others: --config_file FILE; for none: " in caplog.text
     caplog.clear()
     assert launch("--config_file", os.devnull, "script.py").environment == {}
     assert launch("--config_file", write("num_processes: 3"), "script.py").per_node == 3

@@ -273,7 +273,7 @@ def test_one_loader_of_several_gives_nothing() -> None:
 def test_a_step_must_tell_several_loaders_apart() -> None:
     module = TinyModule()
     message, _ = refused(HookError, lambda trainer: trainer.validate(module, [tiny_loader(), tiny_loader()]))
-    assert "TinyModule.validation_step must take dataloader_idx, because there are several loaders" in message
+    assert "TinyModule.validation_step must take dataloader_idx, as there are several loaders" in message
     assert "def validation_step(self, batch, batch_idx, dataloader_idx)" in message
 
 

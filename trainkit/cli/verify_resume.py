@@ -82,7 +82,7 @@ class _Command(argparse.Action):
         at = rest.index("--") if "--" in rest else len(rest)
         ours = argparse.ArgumentParser(prog=parser.prog, usage=parser.usage, allow_abbrev=False)
         _add_options(ours, steps=argparse.SUPPRESS, more=argparse.SUPPRESS)
-        _, unknown = ours.parse_known_args(rest[:at], namespace)
+        unknown = ours.parse_known_args(rest[:at], namespace)[1]
         if unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}; the script's own come after --")
         namespace.args = rest[at + 1 :]
