@@ -317,7 +317,7 @@ def test_the_demo_depends_on_the_seed_alone(finished: tuple[Path, str, str], run
         "-m", "trainkit", "demo", "--small", "--seed", "4", "--max-steps", "7", "--root", "elsewhere", cwd=run_dir
     )
     assert other.returncode == 0, other.stderr
-    assert "7 updates" in other.stdout
+    assert "7 optimizer steps" in other.stdout
     assert (run_dir / "elsewhere/logs/default/version_0/loss.png").is_file()
 
 

@@ -204,11 +204,11 @@ def test_a_configuration(text: str, arguments: list[str], expected: Any, monkeyp
 def test_configurations_that_are_not_tried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     Path("conf.yaml").write_text(TPU)
     assert main(["test", "--config-file", "conf.yaml"]) == 2
-    assert "conf.yaml: distributed_type: XLA is not tried by this command" in capsys.readouterr().err
+    assert "conf.yaml: distributed_type: XLA is not supported by this command" in capsys.readouterr().err
     monkeypatch.setenv("TRAINKIT_CONFIG_FILE", "default.yaml")
     Path("default.yaml").write_text(ONE_CPU)
     assert main(["test", "--nproc-per-node", "2"]) == 2
-    assert "default.yaml: distributed_type: NO is one process, and --nproc-per-node 2." in capsys.readouterr().err
+    assert "default.yaml: distributed_type: NO means one process, but --nproc-per-node is 2." in capsys.readouterr().err
 
 
 def settings_fail(folder: str) -> int:
@@ -240,7 +240,7 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.setattr(test, "_start", lambda *given: 1 / 0)
     assert main(["test", "--backend", "nccl"]) == 1
     said = capsys.readouterr().out
-    assert "FAILED  NCCL needs a GPU for each of 2 processes, and there are 1." in said
+    assert "FAILED  NCCL needs a GPU for each of 2 processes, but there are 1." in said
     assert "--nproc-per-node 1, or --backend gloo" in said
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert main(["test", "--backend", "nccl"]) == 1
