@@ -161,7 +161,7 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
         "  main_process_port cannot be 0: it must be known.\n",
         "  num_processes cannot be 3: it is the total of all 2 machines, with equally many on each.\n",
         "  the stage must be a whole number from 1 to 3, not '5'.\n",
-        "  no, 1, 2, 3 or a file, and there is no file 'nowhere.json'.\n",
+        "  expected no, 1, 2, 3 or a file, and there is no file 'nowhere.json'.\n",
         "  one of none, cpu, not 'nvme'.\n",
         "  gradient_accumulation_steps must be a whole number from 1 on, or auto, not '0'.\n",
         "  gradient_clipping must be a number ≥ 0, or auto, not 'x'.\n",
