@@ -92,7 +92,7 @@ def test_a_name_that_nobody_knows() -> None:
     ],
 )
 def test_strategies_that_are_not_there_yet(name: str) -> None:
-    with pytest.raises(UnsupportedArgumentError, match=rf"strategy='{name}' is not in this version: .*strategy='auto'"):
+    with pytest.raises(UnsupportedArgumentError, match=rf"strategy='{name}' is not supported: .*strategy='auto'"):
         load_strategy(name)
 
 

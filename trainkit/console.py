@@ -170,7 +170,7 @@ def counted(number: int, one: str, many: str = "") -> str:
         one: The singular, perhaps with a verb.
         many: The plural; default: ``one`` with "s" or "es".
     """
-    return f"{number} {one if number == 1 else many or one + ('es' if one.endswith(('tch', 's', 'sh', 'x')) else 's')}"
+    return f"{number:,} {one if number == 1 else many or one + ('es' if one.endswith(('tch', 's', 'sh', 'x')) else 's')}"
 
 
 def with_article(noun: str) -> str:

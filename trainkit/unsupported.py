@@ -158,7 +158,7 @@ _ACCELERATOR_ATTRIBUTES = {
     "tensor_parallel_rank": _SHARDED_BY_ZERO,
     "torch_device_mesh": _SHARDED_BY_ZERO,
     "torch_tp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
-    "trigger_sync_in_backward": "accelerator.accumulate(model), which synchronizes gradients in the last micro-batch of a window",
+    "trigger_sync_in_backward": "accelerator.accumulate(model), which synchronizes gradients once per accumulation window",
     "use_seedable_sampler": "nothing: the order is always a function of the seed and the epoch",
     "use_stateful_dataloader": "load_state(folder, resume_loaders=True), which resumes each prepared loader at its position",
     "verify_device_map": "nothing: a model is on one device in each process, or sharded by ZeRO-3",

@@ -112,14 +112,11 @@ def _torch() -> list[tuple[str, str]]:
         rows.append(("gpus", "MPS" if torch.backends.mps.is_available() else "none"))
     import torch.distributed as dist
 
-    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_available() and _has(dist, name)]
+    backends = [
+        name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_available() and getattr(dist, f"is_{name}_available")()
+    ]
     rows.append(("distributed", ", ".join(backends) or "not in this build of torch"))
     return rows
-
-
-def _has(dist: object, backend: str) -> bool:
-    asked = getattr(dist, f"is_{backend}_available", None)
-    return asked is not None and bool(asked())
 
 
 def _launcher(env: Mapping[str, str]) -> str:

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from trainkit.errors import nearest
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 
-__all__ = ["MonitoredRun", "how_to_log", "not_logged", "of_validation", "why_no_validation"]
+if TYPE_CHECKING:
+    from trainkit.trainer.trainer import Trainer
+
+__all__ = ["how_to_log", "not_logged", "of_validation", "why_no_validation"]
 
 
-class MonitoredRun(Protocol):
-    """The attributes of a ``Trainer`` that these messages use."""
-
-    _arguments: Any  # with limit_val_batches
-
-    @property
-    def stage(self) -> str | None:
-        """ "fit", "validate", "test" or "predict"; ``None`` outside a run."""
-
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        """The number of batches of each validation loader."""
-
-    @property
-    def lightning_module(self) -> TrainModule:
-        """The user's module."""
-
-    @property
-    def logged_metrics(self) -> dict[str, Any]:
-        """The metrics that the loggers received last."""
-
-
-def not_logged(run: MonitoredRun, owner: str, monitor: str, logged: Iterable[str]) -> str:
+def not_logged(run: Trainer, owner: str, monitor: str, logged: Iterable[str]) -> str:
     """The first sentences of a message about a metric that was never logged.
 
     Args:
@@ -62,7 +43,7 @@ def how_to_log(monitor: str, logged: Iterable[str]) -> str:
     return f"{log}, in validation_step or training_step: self.log({monitor!r}, value); or monitor another one"
 
 
-def why_no_validation(run: MonitoredRun) -> str | None:
+def why_no_validation(run: Trainer) -> str | None:
     """Why a fit has no validation, and the fix; ``None`` if it has one, or if no fit is running."""
     if run.stage != "fit" or any(count > 0 for count in run.num_val_batches):
         return None

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.cli.checkpoint.exported_module import aliases_of
-from trainkit.cli.checkpoint.text import count_text, say, short
+from trainkit.cli.checkpoint.text import say, short
+from trainkit.console import counted
 
 __all__ = ["CheckpointDifference", "compare_checkpoints", "compare_tensors", "compare_values", "run"]
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         skipped = "" if args.all else " (callbacks, loggers and logged metrics not compared: --all)"
         say(f"equal, bit for bit: {', '.join(first.stems)}{skipped}")
         return 0
-    say(f"{count_text(counts.total(), 'difference')}: " + ", ".join(f"{part} {n}" for part, n in counts.items()))
+    say(f"{counted(counts.total(), 'difference')}: " + ", ".join(f"{part} {n}" for part, n in counts.items()))
     return 1
 
 
@@ -128,7 +129,7 @@ def compare_tensors(first: Tensor | None, second: Tensor | None) -> str | None:
     index = tuple(int(i) for i in np.unravel_index(at, tuple(first.shape) or (1,))) if first.dim() else ()
     values = f"{one[at].item()!r} and {other[at].item()!r}"
     size = "not a number" if math.isnan(largest) else f"{largest:.3g}"
-    of = count_text(one.numel(), "element")
+    of = counted(one.numel(), "element")
     return f"{count:,} of {of} differ{'s' if count == 1 else ''}, by at most {size}; the first at {list(index)}: {values}"
 
 
@@ -169,7 +170,7 @@ def compare_values(first: Any, second: Any, path: str) -> Iterator[tuple[str, st
             yield from compare_values(first.get(key, _ABSENT), second.get(key, _ABSENT), f"{path}[{key!r}]")
     elif isinstance(first, (list, tuple)):
         if len(first) != len(second):
-            yield path, f"{count_text(len(first), 'item')} and {count_text(len(second), 'item')}"
+            yield path, f"{counted(len(first), 'item')} and {counted(len(second), 'item')}"
         for index, (one, other) in enumerate(zip(first, second, strict=False)):
             yield from compare_values(one, other, f"{path}[{index}]")
     elif not _same(first, second):

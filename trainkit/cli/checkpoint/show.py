@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.cli.checkpoint.headers import TensorHeader, tensor_headers
-from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, count_text, holds, say, short, table
+from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, holds, say, short, table
 from trainkit.console import counted
 
 __all__ = ["groups_of", "run"]
@@ -105,16 +105,16 @@ def _about(path: Path, manifest: Manifest) -> list[str]:
 def _files(manifest: Manifest, headers: _Headers) -> list[str]:
     counts = Counter(header.file for own in headers.values() for header in own.values())
     rows = [
-        (name, bytes_text(entry.size), count_text(counts[name], "tensor") if name in counts else "", entry.sha256[:16] + "…")
+        (name, bytes_text(entry.size), counted(counts[name], "tensor") if name in counts else "", entry.sha256[:16] + "…")
         for name, entry in sorted(manifest.files.items())
     ]
     total = bytes_text(sum(entry.size for entry in manifest.files.values()))
-    return [*table(("FILE", "SIZE", "HOLDS", "SHA-256"), rows, right="SIZE"), f"{count_text(len(rows), 'file')}, {total}"]
+    return [*table(("FILE", "SIZE", "HOLDS", "SHA-256"), rows, right="SIZE"), f"{counted(len(rows), 'file')}, {total}"]
 
 
 def _parts(headers: _Headers) -> list[str]:
     counts = ((stem, _count(own)) for stem, own in headers.items())
-    return [f"{stem}: {count_text(n['tensors'], 'tensor')}, {count_text(n['elements'], 'element')}" for stem, n in counts]
+    return [f"{stem}: {counted(n['tensors'], 'tensor')}, {counted(n['elements'], 'element')}" for stem, n in counts]
 
 
 def _optimizers(state: Mapping[str, Any]) -> list[str]:
@@ -122,7 +122,7 @@ def _optimizers(state: Mapping[str, Any]) -> list[str]:
     for index, kind, number, parameters, options in groups_of(state):
         names = sorted(options, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
         shown = ", ".join(f"{name}={short(options[name])}" for name in names)
-        lines.append(f"optimizer {index} ({kind}) group {number}: {count_text(len(parameters), 'parameter')}, {shown}")
+        lines.append(f"optimizer {index} ({kind}) group {number}: {counted(len(parameters), 'parameter')}, {shown}")
     return lines
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +19,9 @@ __all__ = [
     "about_manifest",
     "as_json",
     "bytes_text",
-    "count_text",
+    "escaped",
     "holds",
     "on_one_line",
-    "printable",
     "say",
     "short",
     "table",
@@ -32,16 +30,15 @@ __all__ = [
 _FEW = 8  # a tensor with more elements is shown without values
 
 
-def printable(text: str) -> str:
+def escaped(text: str) -> str:
     """The text with control characters escaped: a checkpoint may be from an untrusted source."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text)
 
 
 def say(*lines: str) -> None:
     """Print lines, with unprintable characters escaped."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     for line in lines:
-        print(printable(line).encode(encoding, "backslashreplace").decode(encoding))
+        print(escaped(line))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
@@ -52,7 +49,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "")
         rows: The cells.
         right: The titles of right-aligned columns, separated by spaces.
     """
-    cells = [list(header), *([printable(cell) for cell in row] for row in rows)]
+    cells = [list(header), *([escaped(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     sides = [">" if title in right.split() else "<" for title in header]
     return [
@@ -68,11 +65,6 @@ def bytes_text(size: int) -> str:
         value /= 1000
         units.pop(0)
     return f"{value:.3g} {units[0]}"
-
-
-def count_text(number: int, thing: str) -> str:
-    """``1 tensor``, ``2 tensors``."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def on_one_line(text: str, path: object) -> str:
