@@ -134,7 +134,7 @@ def register_strategy(info: StrategyInfo) -> None:
     twice = sorted(taken.intersection((*info.names, *info.aliases)))
     if twice:
         raise ConfigurationError(
-            f"register_strategy: the name {twice[0]!r} exists, and names of strategies must be unique. Choose another: "
+            f"register_strategy: the name {twice[0]!r} is taken, and names of strategies must be unique. Choose another: "
             f"StrategyInfo(names={{'my_{twice[0]}': {{}}}}, ...)"
         )
     _registered.append(info)

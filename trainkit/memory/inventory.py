@@ -59,7 +59,7 @@ def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], w
     Raises:
         OptimizerError: A step of an optimizer with tiny parameters fails, so that the size of its state is unknown.
     """
-    listed = list(modules)
+    together = nn.ModuleList(modules)  # whose parameters and buffers are unique
     state: dict[int, int] = {}
     slots = 0
     for optimizer in optimizers:
@@ -71,22 +71,20 @@ def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], w
                 f"The size of the state of {type(optimizer).__name__} is unknown: a step with tiny parameters on the CPU "
                 f"raised {type(error).__name__}: {error}. Plan with an optimizer that has as much state."
             ) from error
-    own = {id(p): p for module in listed for p in module.parameters()}
     weights = tuple(
-        Weight(whole_shape(p).numel(), p.element_size(), p.requires_grad, state.get(key, 0) if p.requires_grad else 0)
-        for key, p in own.items()
+        Weight(whole_shape(p).numel(), p.element_size(), p.requires_grad, state.get(id(p), 0) if p.requires_grad else 0)
+        for p in together.parameters()
     )
-    buffers = {id(b): b.nbytes for module in listed for b in module.buffers()}
-    parts = [part for module in listed for part in module.modules()]
-    passing = {id(part._buffers[name]) for part in parts for name in part._non_persistent_buffers_set}
+    buffers = list(together.buffers())
+    passing = {id(part._buffers[name]) for part in together.modules() for name in part._non_persistent_buffers_set}
     return Contents(
         weights,
         flat_slots=slots,
-        buffers=sum(buffers.values()),
-        stored_buffers=sum(size for key, size in buffers.items() if key not in passing),
+        buffers=sum(b.nbytes for b in buffers),
+        stored_buffers=sum(b.nbytes for b in buffers if id(b) not in passing),
         optimizers=tuple(optimizers),
         window=window,
-        stored_frozen=not any(has_adapters(module) for module in listed),
+        stored_frozen=not any(has_adapters(module) for module in together),
     )
 
 

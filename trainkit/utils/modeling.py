@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +112,9 @@ def load_checkpoint_in_model(
         kept = any(key == names[name] or f"{key}." in names[name] for key in keep_in_fp32_modules or ())
         return torch.float32 if target is not None and kept else target
 
-    before = [(module, name, tensor, tensor.data) for module, name, _, tensor in entries(inner) if not is_lazy(tensor)]
-    try:
+    with _restored_on_error(inner):
         place(inner, devices, dtype_of, {name for name, clean in names.items() if clean in sources})
         said = plan_model(inner, state, strict=strict, what=what)()
-    except BaseException:
-        for module, name, tensor, data in before:
-            tensor.data = data
-            setattr(module, name, tensor)
-        raise
     for text in said:
         notice(text)
     left = [name for _, _, name, tensor in entries(inner) if tensor.is_meta]
@@ -129,6 +124,18 @@ def load_checkpoint_in_model(
             f"values, as on the meta device: {_some(left)}. "
             "Initialize them before you use the model."
         )
+
+
+@contextmanager
+def _restored_on_error(model: nn.Module) -> Iterator[None]:
+    before = [(module, name, tensor, tensor.data) for module, name, _, tensor in entries(model) if not is_lazy(tensor)]
+    try:
+        yield
+    except BaseException:
+        for module, name, tensor, data in before:
+            tensor.data = data
+            setattr(module, name, tensor)
+        raise
 
 
 def _refuse_unsupported(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_from_rank0: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,17 +101,29 @@ def place(
     for module, own_name, name, tensor in entries(model):
         places.setdefault(id(tensor), (tensor, []))[1].append((module, own_name, name))
     for tensor, held in places.values():
-        names = [name for _, _, name in held]
-        is_filled = any(name in filled for name in names)
-        device, dtype = devices.get(names[0]), tensor.dtype
-        if is_filled and (tensor.is_floating_point() or tensor.is_complex()):
-            dtype = next((found for name in names if (found := dtype_of(name)) is not None), dtype)
-        if is_lazy(tensor) or (tensor.is_meta and not is_filled):
-            continue
-        if tensor.is_meta:
-            _replace(tensor, torch.empty_like(tensor, device=device or "cpu", dtype=dtype), held)
-        elif (device or tensor.device, dtype) != (tensor.device, tensor.dtype):
-            _replace(tensor, tensor.detach().to(device or tensor.device, dtype), held)
+        new = _moved(tensor, [name for _, _, name in held], devices, dtype_of, filled)
+        if new is not None:
+            _replace(tensor, new, held)
+
+
+def _moved(
+    tensor: Tensor,
+    names: Sequence[str],
+    devices: Mapping[str, torch.device],
+    dtype_of: Callable[[str], torch.dtype | None],
+    filled: Collection[str],
+) -> Tensor | None:
+    """A tensor on its new device and in its new dtype; ``None`` if neither changes."""
+    is_filled = any(name in filled for name in names)
+    here = torch.device("cpu") if tensor.is_meta else tensor.device
+    device, dtype = devices.get(names[0], here), tensor.dtype
+    if is_filled and (tensor.is_floating_point() or tensor.is_complex()):
+        dtype = next((found for name in names if (found := dtype_of(name)) is not None), dtype)
+    if is_lazy(tensor) or (tensor.is_meta and not is_filled) or (device, dtype) == (tensor.device, tensor.dtype):
+        return None
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device=device, dtype=dtype)
+    return tensor.detach().to(device, dtype)
 
 
 def _replace(old: Tensor, new: Tensor, places: list[tuple[nn.Module, str, str]]) -> None:

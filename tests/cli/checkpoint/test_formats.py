@@ -129,7 +129,7 @@ def test_the_whole_module_stays_plain_and_says_what_is_in_it(
     assert "net is a transformers model; to export it in that format: --attribute net" in shown
     assert "probe.weight" in load_file(tmp_path / "out" / "model.safetensors")
     assert export(save(Held(gpt2()), name="b"), tmp_path / "b-out", "--format", "transformers") == 2
-    assert "inside it there is net. Fix: --attribute net" in capsys.readouterr().err
+    assert "which contains net. Fix: --attribute net" in capsys.readouterr().err
 
 
 def test_ties_of_the_user(save: Any, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def compare_tensors(first: Tensor | None, second: Tensor | None) -> str | None:
         at = at if count else start + int(unequal.int().argmax())
         count += int(unequal.sum())
         gap = _largest_difference(_chosen(a, unequal), _chosen(b, unequal))
-        largest = math.nan if math.isnan(largest) or math.isnan(gap) else max(largest, gap)
+        largest = float(np.maximum(largest, gap))  # NaN if one of them is
     if not count:
         return None
     index = tuple(int(i) for i in np.unravel_index(at, tuple(first.shape) or (1,))) if first.dim() else ()
@@ -158,13 +158,13 @@ def compare_values(first: Any, second: Any, path: str) -> Iterator[tuple[str, st
     if first is _ABSENT or second is _ABSENT:
         where, value = ("second", second) if first is _ABSENT else ("first", first)
         yield path, f"only in the {where}: {short(value)}"
-    elif isinstance(first, Tensor) and isinstance(second, Tensor):
-        if (text := compare_tensors(first, second)) is not None:
-            yield path, text
-    elif isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        yield from compare_values(torch.from_numpy(first), torch.from_numpy(second), path)
     elif type(first) is not type(second):
         yield path, f"{short(first)} and {short(second)}"
+    elif isinstance(first, Tensor):
+        if (text := compare_tensors(first, second)) is not None:
+            yield path, text
+    elif isinstance(first, np.ndarray):
+        yield from compare_values(torch.from_numpy(first), torch.from_numpy(second), path)
     elif isinstance(first, Mapping):
         for key in {**first, **second}:
             yield from compare_values(first.get(key, _ABSENT), second.get(key, _ABSENT), f"{path}[{key!r}]")
