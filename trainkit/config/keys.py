@@ -120,27 +120,28 @@ def _gpus(value: Any) -> str:
     return text
 
 
-def _clipping(value: Any) -> float | str:
-    if str(value).strip() == "auto":
-        return "auto"
+def _norm(value: Any) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not 0.0 <= number < math.inf:
-        raise ValueError("a number ≥ 0, or auto")
+        raise ValueError("a number ≥ 0")
     return number
 
 
-def _steps(value: Any) -> int | str:
-    try:
-        return "auto" if str(value).strip() == "auto" else _whole(1)(value)
-    except ValueError as error:
-        raise ValueError(f"{error}, or auto") from None
+def _or_auto(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read_either(value: Any) -> Any:
+        try:
+            return "auto" if str(value).strip() == "auto" else read(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or auto") from None
+
+    return read_either
 
 
 _PLACES = _one_of("none", "cpu", "nvme")
-_STEPS = Key(_steps, "micro-batches per optimizer step; auto: as in the script")
+_STEPS = Key(_or_auto(_whole(1)), "micro-batches per optimizer step; auto: as in the script")
 _BACKEND = Key(_backend, "backend of torch.compile, such as inductor; or no", "NAME")
 
 KEYS: dict[str, Key] = {
@@ -168,7 +169,7 @@ BACKEND: dict[str, Key] = {
     "offload_optimizer_nvme_path": Key(_text, "a folder on a fast disk, for nvme", "FOLDER"),
     "offload_param_nvme_path": Key(_text, "a folder on a fast disk, for nvme", "FOLDER"),
     "gradient_accumulation_steps": _STEPS,
-    "gradient_clipping": Key(_clipping, "largest norm of the gradients; auto: as in the script", "NORM"),
+    "gradient_clipping": Key(_or_auto(_norm), "largest norm of the gradients; auto: as in the script", "NORM"),
     "zero3_init_flag": Key(_truth, "shard a transformers model while it is built (stage 3): true or false", "BOOL"),
     "zero3_save_16bit_model": Key(_truth, "save_model writes 16-bit parameters (stage 3): true or false", "BOOL"),
     CONFIG_FILE: Key(_text, "DeepSpeed's own configuration, in JSON, instead of the keys above", "FILE"),
