@@ -39,7 +39,7 @@ def test_a_set_up_that_works(capfd: pytest.CaptureFixture[str], run_dir: Path) -
     assert "trainkit test, on cpu, cpu" in said[1]
     assert "from those of one process by " in said[3]
     assert "written and read by 2" in said[5]
-    line = "2 updates by DDPStrategy(device='cpu', precision='bf16-mixed'), 3 micro-batches in an update"
+    line = "2 optimizer steps with DDPStrategy(device='cpu', precision='bf16-mixed'), 3 micro-batches each"
     assert said[6].split(maxsplit=2)[2] == line
     assert [path.name for path in run_dir.iterdir()] == ["conf.yaml"]
 
@@ -227,7 +227,7 @@ def spoil(rank: int, module: torch.nn.Module, loader: Any) -> None:
 
 def test_a_configuration_under_which_processes_drift_apart_fails(tmp_path: Path) -> None:
     assert run_world(2, settings_fail, str(tmp_path)) == [1, 1]
-    said = "WrongResultError: after 2 updates the processes have other parameters"
+    said = "WrongResultError: after 2 optimizer steps the parameters of the processes differ"
     assert [(tmp_path / f"error-{rank}.txt").read_text() for rank in range(2)] == [f"rank {rank}: {said}" for rank in range(2)]
 
 

@@ -163,7 +163,9 @@ class DeepSpeedPlugin:
     def _put(self, config: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
         """Write an argument into the configuration, which must not have another value for it."""
         value = getattr(self, name)
-        if value is None or (value in (False, "none") and name.endswith(("_device", "_model")) and not _found(config, keys)):
+        if value is None or (
+            value in (False, "none") and name.endswith(("_device", "_path", "_model")) and not _found(config, keys)
+        ):
             return
         section = config
         for key in keys[:-1]:

@@ -30,7 +30,11 @@ __all__ = [
 
 
 def _installed(package: str) -> Callable[[], bool]:
-    return lambda: is_installed(package)
+    def check() -> bool:
+        return is_installed(package)
+
+    check.__doc__ = f"Whether {package} is installed."
+    return check
 
 
 is_comet_ml_available = _installed("comet_ml")
