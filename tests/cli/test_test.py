@@ -155,10 +155,10 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     "ended, errors, code, last",
     [
-        ([], {}, 1, ["processes    FAILED  the processes have ended; what they wrote stands above.", "What to do: Start them"]),
+        ([], {}, 1, ["processes    FAILED  the processes exited; see their output above.", "What to do: Start them"]),
         (NAMES[:2], {0: "a\nb", 2: "a\nb"}, 1, ["training     FAILED  a", "b", "What to do: Try --backend gloo"]),
-        (NAMES[:4], {0: "x", 1: "y"}, 0, ["checkpoint   FAILED  x", "y", "What to do: All processes must see the same folder"]),
-        (NAMES, {}, 3, ["end          FAILED  the processes have ended with exit code 3"]),
+        (NAMES[:4], {0: "x", 1: "y"}, 0, ["checkpoint   FAILED  x", "y", "What to do: All processes need the same folder"]),
+        (NAMES, {}, 3, ["end          FAILED  the processes exited with code 3"]),
     ],
 )
 def test_what_is_said_of_a_failure(processes: Any, capsys: Any, ended: Any, errors: Any, code: int, last: list[str]) -> None:
@@ -177,7 +177,7 @@ def test_what_was_told_to_end_has_not_failed(processes: Any, capsys: Any, code: 
     assert main(["test", "--nproc-per-node", "3", "--backend", "gloo"]) == code
     said = capsys.readouterr()
     assert "FAILED" not in said.out
-    assert said.err == "interrupted before training was tried to the end\n"
+    assert said.err == "interrupted before the check training was complete\n"
 
 
 @pytest.mark.parametrize("text, arguments, expected", [
