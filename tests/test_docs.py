@@ -10,7 +10,7 @@ import pytest
 from helpers.support import ROOT
 
 from trainkit import Trainer
-from trainkit.hooks.names import HOOKS
+from trainkit.hooks.hook_names import HOOKS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [

@@ -22,7 +22,7 @@ import trainkit
 from trainkit import Accelerator, Callback, Trainer
 from trainkit.callbacks import LambdaCallback, NonFiniteGuard
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError
-from trainkit.hooks.names import HOOKS
+from trainkit.hooks.hook_names import HOOKS
 from trainkit.unsupported import ADVICE
 
 OURS = str(Path(trainkit.__file__).resolve().parents[1])

@@ -11,7 +11,7 @@ import torch
 from helpers.support import run_python
 
 from trainkit import Accelerator, Callback, Strategy, Trainer, registry
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.distributed.placement import whole_shape
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 from trainkit.launch.resolve import chosen_strategy, read_wanted
@@ -92,7 +92,7 @@ def test_a_name_that_nobody_knows() -> None:
     ],
 )
 def test_strategies_that_are_not_there_yet(name: str) -> None:
-    with pytest.raises(UnsupportedArgumentError, match=rf"strategy='{name}' is not in this version: .*strategy='auto'"):
+    with pytest.raises(UnsupportedArgumentError, match=rf"strategy='{name}' is not supported: .*strategy='auto'"):
         load_strategy(name)
 
 

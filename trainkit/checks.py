@@ -1,6 +1,6 @@
-"""Checks of arguments that many classes take: numbers, and one of several values.
+"""Checks of arguments: integers, numbers, one of several values, functions.
 
-``name`` is the argument as the message shows it: ``max_epochs``, or with its owner ``EarlyStopping(patience=)``.
+``name`` is the argument as in messages: ``max_epochs``, or with its class ``EarlyStopping(patience=)``.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from trainkit.errors import ConfigurationError, nearest
 
 __all__ = ["choice", "function", "is_number", "is_whole", "real_number", "whole_number"]
 
-Raised = type[Exception]
-"""The error of a check."""
-
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether this is an ``int``; ``True`` and ``False`` are none."""
+    """Whether this is an ``int``, other than ``True`` and ``False``."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether this is an integer or a float; ``True`` and ``False`` are none."""
+    """Whether this is an ``int`` or a ``float``, other than ``True`` and ``False``."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @overload
 def whole_number(
-    value: Any, name: str, least: int = 0, most: int | None = None, *, expected: str = "", fix: str = "", error: Raised = ...
+    value: Any,
+    name: str,
+    least: int = 0,
+    most: int | None = None,
+    *,
+    expected: str = "",
+    fix: str = "",
+    error: type[Exception] = ...,
 ) -> int:
     """Never None."""
 
@@ -49,22 +53,22 @@ def whole_number(
     optional: bool = False,
     expected: str = "",
     fix: str = "",
-    error: Raised = ConfigurationError,
+    error: type[Exception] = ConfigurationError,
 ) -> int | None:
-    """``value``, an integer from ``least`` to ``most``, as an ``int``; numpy's integers are taken too.
+    """``value`` as an ``int`` from ``least`` to ``most``; numpy's integers are accepted too.
 
     Args:
-        value: from the user.
-        name: of the argument.
-        least: the smallest that is allowed.
-        most: the largest that is allowed; None: there is none.
-        optional: None is allowed, and returned.
-        expected: instead of "an integer ≥ 1" in the message.
-        fix: code that works; default: the argument with the smallest number from 1 on.
-        error: to raise.
+        value: The value of the user.
+        name: The argument.
+        least: The smallest value.
+        most: The largest value; None: unlimited.
+        optional: Accept and return None.
+        expected: Replaces "an integer ≥ 1" in the message.
+        fix: Code that works; default: the argument with the smallest number from 1 on.
+        error: The class of the error.
 
     Raises:
-        ConfigurationError: it is none; or ``error``.
+        ConfigurationError: Another value; or ``error``.
     """
     if optional and value is None:
         return None
@@ -87,19 +91,19 @@ def real_number(
     example: float = 1.0,
     fix: str = "",
 ) -> Any:
-    """``value``, an integer or a float that is not NaN.
+    """``value``, an ``int`` or a ``float`` other than NaN.
 
     Args:
-        value: from the user.
-        name: of the argument.
-        least: the smallest that is allowed.
-        above: it must be larger than this.
-        optional: None is allowed, and returned.
-        example: a number that works.
-        fix: code that works; default: the argument with ``example``.
+        value: The value of the user.
+        name: The argument.
+        least: The smallest value.
+        above: The value must be larger than this.
+        optional: Accept and return None.
+        example: A number that works.
+        fix: Code that works; default: the argument with ``example``.
 
     Raises:
-        ConfigurationError: it is no such number.
+        ConfigurationError: Another value.
     """
     if optional and value is None:
         return None
@@ -122,7 +126,7 @@ def choice(value: Any, name: str, choices: Sequence[str], *, optional: bool = Fa
 
 
 def function(value: Any, name: str, example: str) -> Any:
-    """``value``, something that can be called, or None; else a ``ConfigurationError``."""
+    """``value``, a function or None; else a ``ConfigurationError``."""
     if value is None or callable(value):
         return value
     raise ConfigurationError(f"{name} must be a function or None, not {value!r}. For example: {_written(name, example)}")

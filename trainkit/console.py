@@ -1,8 +1,7 @@
-"""What trainkit says to the user: notices (facts worth knowing, on standard error) and warnings (something is likely wrong).
+"""Messages to the user: notices (useful facts, on standard error) and warnings (something is likely wrong).
 
-Notices go through ``logging.getLogger("trainkit")`` at level INFO; a program that configures logging gets them its way.
-Warnings name the line of the user's own code that led to them. Of several processes the main one speaks, so that nothing is
-said as often as there are processes. What a stream cannot show is replaced by characters that it can: no message ends a run.
+Notices go through ``logging.getLogger("trainkit")`` at level INFO, so that a program can configure them. Warnings name the line
+of the user's code that caused them. Only the main process prints. Characters that a stream cannot show are replaced.
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ __all__ = [
 ]
 
 _PLAIN = {"×": "x", "≥": ">=", "≤": "<=", "→": "->", "…": "...", "·": "*", "–": "-", "—": "-", "’": "'", "“": '"', "”": '"'}
-_LIBRARIES = ("trainkit", "torch", "contextlib", "functools", "importlib")  # a warning points to none of their lines
+_LIBRARIES = ("trainkit", "torch", "contextlib", "functools", "importlib")  # warnings do not name their lines
 _LOGGER = logging.getLogger("trainkit")
 
 
 class _Voice(threading.local):
-    """Of this process; or of a thread, where threads are what others are processes."""
+    """The state of a thread, where threads act as ranks."""
 
     main: bool | None = None
     prefix = ""
-    told: set[str] | None = None  # the notices of the run that is running
+    told: set[str] | None = None  # the notices of the current run
 
 
-_main = True  # this process speaks for all
-_prefix = ""  # of what each process says for itself
+_main = True  # whether this process prints
+_prefix = ""  # of messages that each process prints
 _voice = _Voice()
 
 
 class TrainkitWarning(UserWarning):
-    """Something that trainkit can go on with, but that the user most likely did not mean."""
+    """trainkit can continue, but the user most likely did not mean this."""
 
 
 class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to whatever ``sys.stderr`` is at the time, so that redirection and capture work."""
+    """Writes to the current ``sys.stderr``, so that redirection and capture work."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -70,12 +69,12 @@ _HANDLER.setFormatter(logging.Formatter("trainkit: %(message)s"))
 
 
 def speak(main: bool = True, rank: int | None = None, *, thread: bool = False) -> None:
-    """Say whether this process speaks for all; called when it has become one of several, or is alone again.
+    """Set whether this process prints; called when it has joined other processes, or is single again.
 
     Args:
-        main: it does: notices and warnings of the other processes are not shown.
-        rank: its number among several; ``None``: it is alone.
-        thread: of this thread.
+        main: It is the main process: notices and warnings of the others are not shown.
+        rank: Its rank; ``None``: a single process.
+        thread: Set it for this thread only.
     """
     global _main, _prefix
     prefix = "" if rank is None else f"[rank {rank}] "
@@ -86,7 +85,7 @@ def speak(main: bool = True, rank: int | None = None, *, thread: bool = False) -
 
 
 def speaks() -> bool:
-    """Whether this process speaks for all."""
+    """Whether this process prints for all."""
     return _main if _voice.main is None else _voice.main
 
 
@@ -94,8 +93,8 @@ def notice(text: str, everywhere: bool = False) -> None:
     """Print one line ``trainkit: …`` on standard error, unless the program has silenced the logger.
 
     Args:
-        text: the line.
-        everywhere: as of :func:`warn`.
+        text: The line.
+        everywhere: See :func:`warn`.
     """
     if everywhere:
         text = (_voice.prefix or _prefix) + text
@@ -106,7 +105,7 @@ def notice(text: str, everywhere: bool = False) -> None:
             return
         _voice.told.add(text)
     if logging.getLogger().handlers or any(handler is not _HANDLER for handler in _LOGGER.handlers):
-        _LOGGER.removeHandler(_HANDLER)  # the program has logging of its own by now: it must not say everything twice
+        _LOGGER.removeHandler(_HANDLER)  # the program configures logging: do not print twice
     else:
         _LOGGER.addHandler(_HANDLER)
     if _LOGGER.level == logging.NOTSET:
@@ -116,7 +115,7 @@ def notice(text: str, everywhere: bool = False) -> None:
 
 @contextmanager
 def each_once() -> Iterator[None]:
-    """Within it the same notice is printed once: loaders are made for the sanity check, for validation, perhaps each epoch."""
+    """In this context the same notice is printed once, even if loaders are created repeatedly."""
     outer, _voice.told = _voice.told, set()
     try:
         yield
@@ -128,8 +127,8 @@ def warn(text: str, everywhere: bool = False) -> None:
     """Warn with :class:`TrainkitWarning`.
 
     Args:
-        text: what is likely wrong.
-        everywhere: of several processes each warns, with its rank: for what is wrong with one of them.
+        text: What is likely wrong.
+        everywhere: Each process warns, with its rank: for a problem of a single rank.
     """
     if everywhere:
         text = (_voice.prefix or _prefix) + text
@@ -139,10 +138,9 @@ def warn(text: str, everywhere: bool = False) -> None:
 
 
 def _outside() -> int:
-    """The ``stacklevel``, for the caller, of the innermost line that is neither trainkit's nor torch's.
+    """The ``stacklevel``, for the caller, of the innermost line of the user's code.
 
-    Python 3.12 has ``skip_file_prefixes`` for that; this is the same for every Python. Without such a line, as in a thread of
-    ours, the caller of what warns.
+    Python 3.12 has ``skip_file_prefixes`` for this. Without such a line, as in a background thread, the caller of ``warn``.
     """
     frame, level = sys._getframe(1), 1
     while _is_inside(frame):
@@ -168,36 +166,31 @@ def counted(number: int, one: str, many: str = "") -> str:
     """A number with its noun: "1 epoch", "2 epochs", "2 batches".
 
     Args:
-        number: how many.
-        one: the noun, perhaps with its verb, for a single one.
-        many: for several; default: ``one`` with "s" or "es".
+        number: The number.
+        one: The singular, perhaps with a verb.
+        many: The plural; default: ``one`` with "s" or "es".
     """
-    return f"{number} {one if number == 1 else many or one + ('es' if one.endswith(('tch', 's', 'sh', 'x')) else 's')}"
+    return f"{number:,} {one if number == 1 else many or one + ('es' if one.endswith(('tch', 's', 'sh', 'x')) else 's')}"
 
 
 def with_article(noun: str) -> str:
     """A noun, or the name of a class, with "a" or "an": "an EarlyStopping", "an SGD", "a list"."""
-    spelled = noun[:2].isupper() and noun[:1] in "FHLMNRSX"  # letter by letter: an "ess"
+    spelled = noun[:2].isupper() and noun[:1] in "FHLMNRSX"  # pronounced letter by letter: an "ess"
     return f"{'an' if spelled or noun[:1].lower() in tuple('aeio') else 'a'} {noun}"
 
 
 def printable(text: str, stream: Any) -> str:
-    """A text with what a stream cannot show replaced: by similar characters ("->" for an arrow), else by "?".
-
-    Args:
-        text: what is to be written.
-        stream: such as ``sys.stdout``.
-    """
+    """A text for a stream such as ``sys.stdout``: replaces characters that it cannot show by similar ones or "?"."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         return text.encode(encoding, "trainkit-plain").decode(encoding)
-    except (LookupError, UnicodeError):  # an encoding that Python does not know by this name
+    except (LookupError, UnicodeError):  # an unknown encoding
         return text
 
 
 @contextmanager
 def only_printable() -> Iterator[None]:
-    """Within it all that this process prints is :func:`printable`; for a program that is ours, such as a subcommand."""
+    """In this context all output of this process is :func:`printable`; for subcommands."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
     before = [(stream, stream.errors) for stream in streams]
     for stream in streams:
@@ -219,7 +212,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 def _alike(character: str) -> str:
     if character in _PLAIN:
         return _PLAIN[character]
-    letters = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()  # an accent falls off
+    letters = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()  # removes accents
     return letters if letters.isprintable() and letters else "?"
 
 

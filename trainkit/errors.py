@@ -1,35 +1,35 @@
-"""Everything that trainkit raises on purpose.
+"""The errors that trainkit raises.
 
 ::
 
     TrainkitError
     ├── ConfigurationError (ValueError)      an argument is wrong, or contradicts another
-    │   ├── UnknownNameError                 a name nobody knows; the message has the nearest known one
-    │   └── UnsupportedArgumentError         an argument of Lightning's that we do not have; names the replacement
+    │   ├── UnknownNameError                 an unknown name; the message has the nearest known one
+    │   └── UnsupportedArgumentError         an argument of Lightning's or Accelerate's; names the replacement
     ├── ModuleError                          the user's TrainModule, DataModule or Callback
-    │   ├── MissingMethodError               a method that the run needs is not there
-    │   ├── HookError                        a hook that is misspelt, removed, or cannot be called
+    │   ├── MissingMethodError               a method that the run needs is missing
+    │   ├── HookError                        a hook that is misspelled, removed, or cannot be called
     │   ├── LossError                        what training_step returned cannot be trained on
     │   └── OptimizerError                   what configure_optimizers returned cannot be used
     ├── DataError                            a loader or a batch
     │   └── EmptyLoaderError
-    ├── MetricError (ValueError)             a value given to ``log`` that is no metric
+    ├── MetricError (ValueError)             a value passed to ``log`` that is not a metric
     │   └── MissingMetricError               a monitored metric that was never logged
     ├── NonFiniteError (ArithmeticError)     a loss or gradient that is not finite
     ├── CheckpointError                      a checkpoint that cannot be written, read or used
-    │   ├── CheckpointNotFoundError          there is none where one was asked for
-    │   ├── CorruptCheckpointError           its bytes are not those that were written, or are malformed
-    │   ├── StateMismatchError               it is sound, but does not fit the model, optimizer or data
+    │   ├── CheckpointNotFoundError          a checkpoint that does not exist
+    │   ├── CorruptCheckpointError           its bytes were changed, or are malformed
+    │   ├── StateMismatchError               it does not fit the model, optimizer or data
     │   ├── UnsavableError                   a value that cannot be stored; names the path to it
     │   ├── CheckpointWriteError             a full disk, a folder that cannot be written
     │   └── CheckpointLockedError            another live run writes to the same folder
-    ├── OffloadError (OSError)                the disk that tensors are offloaded to is full, or fails
-    ├── CollectiveError (RuntimeError)       the processes have not done the same, so that they would wait for each other
-    ├── ProcessFailedError (RuntimeError)    another process of the run has failed, has died, or cannot be reached
+    ├── OffloadError (OSError)                the disk for offloaded tensors is full, or fails
+    ├── CollectiveError (RuntimeError)       ranks made different calls, and would wait for each other
+    ├── ProcessFailedError (RuntimeError)    another process failed, died, or cannot be reached
     └── MissingPackageError (ImportError)    an optional package is not installed
-    Preempted (SystemExit)                   not one of them: the run was told to end by a signal and has saved; exit code 143
+    Preempted (SystemExit)                   not one of them: a signal stopped the run, which saved; exit code 143
 
-Every message says what was expected, what came, and the fix.
+Every message says what is wrong, what was expected, and the fix.
 """
 
 from __future__ import annotations
@@ -68,31 +68,31 @@ __all__ = [
 
 
 class TrainkitError(Exception):
-    """The root: ``except TrainkitError`` catches whatever trainkit raises on purpose."""
+    """The base class of all errors of trainkit."""
 
 
 class ConfigurationError(TrainkitError, ValueError):
-    """An argument is wrong by itself or contradicts another one."""
+    """A wrong argument, or one that contradicts another."""
 
 
 class UnknownNameError(ConfigurationError):
-    """A strategy, precision, hook or argument of a name that nobody knows."""
+    """An unknown name of a strategy, precision, hook or argument."""
 
 
 class UnsupportedArgumentError(ConfigurationError):
-    """An argument of Lightning's that trainkit does not have; the message names what to use."""
+    """An argument of Lightning's or Accelerate's that trainkit does not have; the message says what to use."""
 
 
 class ModuleError(TrainkitError):
-    """Something in the user's ``TrainModule``, ``DataModule`` or ``Callback`` cannot work."""
+    """The user's ``TrainModule``, ``DataModule`` or ``Callback`` cannot work."""
 
 
 class MissingMethodError(ModuleError):
-    """A method that this run needs is not defined."""
+    """A method that the run needs is not defined."""
 
 
 class HookError(ModuleError):
-    """A hook that is misspelt, that Lightning removed, or that cannot be called with its arguments."""
+    """A hook that is misspelled, that Lightning removed, or that cannot be called with its arguments."""
 
 
 class LossError(ModuleError):
@@ -108,15 +108,15 @@ class DataError(TrainkitError):
 
 
 class EmptyLoaderError(DataError):
-    """A loader that gives no batch."""
+    """A loader without batches."""
 
 
 class MetricError(TrainkitError, ValueError):
-    """A value given to ``log`` is not a metric, or is logged where that is not possible."""
+    """A value passed to ``log`` is not a metric, or is logged in a wrong place."""
 
 
 class MissingMetricError(MetricError):
-    """A metric that something monitors was never logged."""
+    """A monitored metric was never logged."""
 
 
 class NonFiniteError(TrainkitError, ArithmeticError):
@@ -124,19 +124,19 @@ class NonFiniteError(TrainkitError, ArithmeticError):
 
 
 class OffloadError(TrainkitError, OSError):
-    """The disk that tensors are offloaded to during a run is full, or fails."""
+    """The disk for offloaded tensors is full, or fails."""
 
 
 class CollectiveError(TrainkitError, RuntimeError):
-    """The processes have not done the same where all are needed; the message names who has done what, and where."""
+    """Ranks made different collective calls; the message names the rank, the call and the place."""
 
 
 class ProcessFailedError(TrainkitError, RuntimeError):
-    """Another process of the run has failed, has died, or cannot be reached; the message names it and says why."""
+    """Another process of the run failed, died, or cannot be reached; the message names it and the reason."""
 
 
 class MissingPackageError(TrainkitError, ImportError):
-    """A package that is optional for trainkit, but needed for what was asked, is not installed."""
+    """An optional package that is needed now is not installed."""
 
 
 class CheckpointError(TrainkitError):
@@ -144,15 +144,15 @@ class CheckpointError(TrainkitError):
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """There is no checkpoint where one was asked for."""
+    """The checkpoint does not exist."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint's bytes are not those that were written, or make no sense; the message names the file."""
+    """The bytes of a checkpoint were changed or are malformed; the message names the file."""
 
 
 class StateMismatchError(CheckpointError):
-    """A sound checkpoint does not fit what it is to be loaded into; the message lists every difference."""
+    """A checkpoint does not fit the model, optimizer or data; the message lists every difference."""
 
 
 class UnsavableError(CheckpointError):
@@ -160,18 +160,17 @@ class UnsavableError(CheckpointError):
 
 
 class CheckpointWriteError(CheckpointError):
-    """A checkpoint could not be written: a full disk, a folder that is read-only or gone."""
+    """A checkpoint could not be written: a full disk, a read-only or missing folder."""
 
 
 class CheckpointLockedError(CheckpointError):
-    """Another live run writes its checkpoints to the same folder."""
+    """Another running run writes its checkpoints to the same folder."""
 
 
 class Preempted(SystemExit):
-    """The run was told to end by a signal, and has saved what there was to save; the process leaves with code 143.
+    """A signal stopped the run, which saved a checkpoint; the process exits with code 143.
 
-    It is a ``SystemExit`` so that a script needs no code for it, and no ``TrainkitError``, so that no handler of errors
-    takes it for one.
+    A ``SystemExit``, so that a script needs no code for it, and not a ``TrainkitError``, which a handler might catch.
     """
 
     def __init__(self, *args: object) -> None:
@@ -190,7 +189,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def missing_package(package: str, extra: str, purpose: str) -> MissingPackageError:
-    """The error for an optional package that is needed now; ``extra`` is the one of ``trainkit-torch`` that brings it."""
+    """The error for a missing optional package; ``extra`` is the extra of ``trainkit-torch`` that installs it."""
     return MissingPackageError(
         f"{purpose} needs the package {package!r}, which is not installed. Install it with: pip install {package}"
         f"   (or the extra: pip install 'trainkit-torch[{extra}]')"

@@ -1,4 +1,4 @@
-"""What a strategy answers where a plan asks for memory: bytes on device, host and disk, by what they are for."""
+"""The memory of a strategy: bytes on device, host and disk, by purpose."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Weight:
     """A parameter, without its values.
 
     Attributes:
-        numel: its elements.
-        itemsize: bytes of one, in the precision of the run.
-        trained: it gets gradients.
-        state: bytes of the optimizer's state for it, where the parameter is stepped as it is.
+        numel: The number of elements.
+        itemsize: Bytes of an element in the precision of the run.
+        trained: Whether it gets gradients.
+        state: Bytes of the optimizer state for it, if the optimizer steps the parameter itself.
     """
 
     numel: int
@@ -28,22 +28,22 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Of the parameter."""
+        """Bytes of the parameter."""
         return self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a run has to keep, whichever strategy keeps it.
+    """The parameters, buffers and optimizer state of a run under any strategy.
 
     Attributes:
-        weights: the parameters, each once.
-        flat_slots: tensors that the optimizer keeps for each one, where it steps flat float32 parts of them.
-        buffers: bytes of the module's buffers.
-        stored_buffers: bytes of those that a checkpoint has.
-        optimizers: over parameters without values.
-        window: micro-batches in an update.
-        stored_frozen: a checkpoint has frozen parameters too, which it has not of a model with PEFT adapters.
+        weights: The parameters, each once.
+        flat_slots: Tensors of optimizer state per parameter, if the optimizer steps flat float32 parts of them.
+        buffers: Bytes of the module's buffers.
+        stored_buffers: Bytes of the buffers that a checkpoint contains.
+        optimizers: Optimizers of parameters without values.
+        window: Micro-batches per optimizer step.
+        stored_frozen: Whether a checkpoint contains frozen parameters, as it does for a model without PEFT adapters.
     """
 
     weights: tuple[Weight, ...]
@@ -68,14 +68,14 @@ class Contents:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes by what they are for.
+    """Bytes by purpose.
 
     Attributes:
-        parameters: and the module's buffers.
-        gradients: whatever they are in at that moment.
-        optimizer: the optimizer's state.
-        masters: float32 copies that are updated in the parameters' stead.
-        buffers: that gradients and parameters travel in.
+        parameters: Parameters and the module's buffers.
+        gradients: Gradients.
+        optimizer: Optimizer state.
+        masters: Float32 master weights.
+        buffers: Communication buffers for gradients and parameters.
     """
 
     parameters: int = 0
@@ -86,7 +86,7 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return sum(getattr(self, part.name) for part in fields(self))
 
     def __add__(self, other: Held) -> Held:
@@ -95,12 +95,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a process holds at one moment of an update.
+    """The memory of a process at one moment of an optimizer step.
 
     Attributes:
-        device: in the memory of its device.
-        host: in that of its machine. On the CPU the two are one memory.
-        reserved: some of it is not written to yet, which a GPU has to have all the same, and a host not.
+        device: In device memory.
+        host: In host memory. On the CPU the two are one memory.
+        reserved: Some of it is not written yet: it counts on a GPU, but not on the host.
     """
 
     device: Held
@@ -110,14 +110,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one process holds under a strategy.
+    """The memory of one process under a strategy.
 
     Attributes:
-        name: of the strategy, and of where it puts things.
-        moments: the moments of an update that can be the largest, by name. ``"update"`` is that of the optimizer's step.
-        checkpoint: bytes of tensors in a checkpoint, which all processes write together.
-        disk: bytes on NVMe.
-        divides_layers: what ``configure_model`` makes is divided as it is made.
+        name: The strategy, and what it offloads where.
+        moments: The moments of an optimizer step that can be the peak, by name; ``"update"`` is the step itself.
+        checkpoint: Bytes of tensors in a checkpoint, which all processes write together.
+        disk: Bytes on NVMe.
+        divides_layers: Whether layers are sharded while ``configure_model`` builds them.
     """
 
     name: str
@@ -128,33 +128,28 @@ class Footprint:
 
     @property
     def device(self) -> Held:
-        """The most on the device."""
+        """The peak on the device."""
         return max((moment.device for moment in self.moments.values()), key=lambda held: held.total)
 
     @property
     def host(self) -> Held:
-        """The most on the host, beside the device."""
+        """The peak on the host."""
         return max((moment.host for moment in self.moments.values()), key=lambda held: held.total)
 
     @property
     def together(self) -> Held:
-        """The most of both at a time, which is what there is on the CPU."""
+        """The peak of both together, for the CPU."""
         sums = (moment.device + moment.host for moment in self.moments.values() if not moment.reserved)
         return max(sums, key=lambda held: held.total)
 
 
 def undivided(name: str, contents: Contents) -> Footprint:
-    """What a process holds that has all of it on its device.
-
-    Args:
-        name: of the strategy.
-        contents: of the model and its optimizer.
-    """
+    """The memory of a process that has everything on its device: ``contents`` under the strategy ``name``."""
     state = sum(weight.state for weight in contents.weights)
     held = Held(
         parameters=sum(weight.nbytes for weight in contents.weights) + contents.buffers,
         gradients=sum(weight.nbytes for weight in contents.trained),
         optimizer=state,
     )
-    stored = held.gradients + state + contents.stored_bare  # gradients are as large as what is trained
+    stored = held.gradients + state + contents.stored_bare  # gradients are as large as the trained parameters
     return Footprint(name, {"update": Moment(held)}, checkpoint=stored)

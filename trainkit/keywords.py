@@ -1,4 +1,4 @@
-"""``KnownKeywords``: a base of classes that name the nearest argument where one is misspelt."""
+"""``KnownKeywords``: a base class that suggests the nearest argument for a misspelled one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ __all__ = ["KnownKeywords"]
 
 
 class KnownKeywords:
-    """Makes a keyword that ``__init__`` does not take an error that names the nearest one.
-
-    Only where ``__init__`` is trainkit's; that of a user's subclass is left to Python.
-    """
+    """Raises an error with the nearest name for a keyword that ``__init__`` of a trainkit class does not accept."""
 
     if not TYPE_CHECKING:  # for a type checker the arguments are those of __init__
 

@@ -1,4 +1,4 @@
-"""``lazily``: the names of a package, each of which is imported when it is first used."""
+"""``lazily``: import the names of a package when they are first used."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[
     """A package's ``__getattr__`` and ``__dir__`` (PEP 562).
 
     Args:
-        package: its ``globals()``.
-        files: of each public name the module of the package that has it; one that begins with a dot is a module
-            of the package around it.
+        package: The ``globals()`` of the package.
+        files: Public name → its module in the package; a module that begins with a dot is in the parent package.
     """
 
     def get(name: str) -> Any:
         if name not in files:
             raise absent(package["__name__"], name, files)
         value = getattr(import_module(f".{files[name]}", package["__name__"]), name)
-        package[name] = value  # the next look-up does not come here
+        package[name] = value  # __getattr__ is not called again
         return value
 
     def names() -> list[str]:
@@ -36,16 +35,15 @@ def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[
 
 
 def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
-    """The error for a name that a module does not have, with the nearest one; to be raised by the module's ``__getattr__``.
+    """The error for a missing name of a module, with the nearest name, for the module's ``__getattr__``.
 
-    ``from module import name`` replaces an ``AttributeError`` by an ``ImportError`` of its own, without the nearest name. So
-    there it is an ``ImportError``, and an ``AttributeError`` everywhere else: ``hasattr`` and ``getattr`` with a default count
-    on it.
+    ``from module import name`` would replace an ``AttributeError`` by an ``ImportError`` without the nearest name, so that in
+    this case it is an ``ImportError``. Otherwise it is an ``AttributeError``, as ``hasattr`` and ``getattr`` need.
 
     Args:
-        module: its full name.
-        name: what was asked for.
-        known: what there is.
+        module: The full name of the module.
+        name: The missing name.
+        known: The names that exist.
     """
     hint = nearest(name, known)
     frame = inspect.currentframe()

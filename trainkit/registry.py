@@ -1,7 +1,7 @@
-"""Short names → classes, imported on use, and what the core knows of each strategy: :class:`StrategyInfo`.
+"""Short names → classes, imported when used, and :class:`StrategyInfo`, the declaration of a strategy.
 
-A strategy's package declares its ``StrategyInfo`` in a module ``info`` of its own, which imports nothing of the backend. The
-core reads these declarations and never names a backend, so a new strategy needs no change here.
+The package of a strategy has a module ``info`` with its declaration, which does not import the backend. The core reads these
+declarations and never names a backend, so that a new strategy needs no change here.
 """
 
 from __future__ import annotations
@@ -36,38 +36,36 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StrategyInfo:
-    """What the core knows of a strategy without importing it. Paths are written ``"module:attribute"``.
+    """What the core needs to know of a strategy without importing it. Paths are written ``"module:attribute"``.
 
     Attributes:
-        path: path of the class.
-        names: short names, each with the options that it stands for.
-        aliases: Lightning's other names, each with the short name and the further options that it stands for.
-        refused: Lightning's names that are not supported, each with what to use instead. A name that continues one of them
-            after an underscore is refused the same way.
-        command_line: names whose options may come from the command line of the script, each with the path of a function that
-            gets its arguments and returns options, or ``None`` if they say nothing.
-        devices: types of torch devices that the strategy runs on.
-        auto: for which types of devices ``strategy="auto"`` chooses it, each with the short name; not for one device only.
-        one_device: it runs on one device in one process, and takes no options about processes.
-        one_process: one process drives all devices of a node.
-        process_group: the backend of torch's process group can be chosen, by the option ``process_group_backend``.
-        handlers: class names of Accelerate's ``kwargs_handlers`` whose ``strategy_options()`` its constructor takes.
-        distributed_type: Accelerate's ``DistributedType`` that it reports; ``None``: by device and number of processes.
-        file_types: values of ``distributed_type`` in Accelerate's configuration files that mean it, each with the short name.
-        file_aliases: other spellings of these values, in lower case, each with the value.
-        plugin: path of the function that reads their section for it, as ``(file, **options)``, into a
-            :class:`trainkit.config.values.Plugin`; ``None``: they have no section for it.
-        footprints: what ``trainer.plan`` compares, the fastest first: paths, each with the options to call it with. The
-            result has ``footprint`` and ``supported_precisions``.
-        packages: the backend's packages: ``trainkit env`` shows their versions, and their frames are not the user's.
-        variables: prefixes of environment variables that configure the backend, which ``trainkit env`` shows.
-        parameter_marks: attributes that the backend gives to parameters which it manages.
-        shape_attribute: attribute of a sharded parameter that holds the shape of the whole one.
-        swapped_devices: types of devices whose tensors cannot be put into a parameter, so that a module is moved to and from
-            them by swapping the tensors of its parameters.
-        adam_classes: class names of the backend's optimizers whose state is that of ``torch.optim.Adam``, each with the
-            attribute that says whether weight decay is decoupled, as in ``AdamW``.
-        host_optimizers: class names of the backend's optimizers that step on the CPU only.
+        path: Path of the class.
+        names: Short name → options.
+        aliases: Lightning's other names → (short name, further options).
+        refused: Lightning's names that are not supported → what to use instead. Also refuses names that continue one of them
+            after an underscore.
+        command_line: Name → path of a function that gets the arguments of the script and returns options, or ``None``.
+        devices: Types of torch devices that the strategy supports.
+        auto: Type of devices → the short name for ``strategy="auto"`` with several devices.
+        one_device: It uses one device in one process, and has no options about processes.
+        one_process: One process uses all devices of a node.
+        process_group: It has the option ``process_group_backend``.
+        handlers: Class names of Accelerate's ``kwargs_handlers`` whose ``strategy_options()`` its constructor accepts.
+        distributed_type: Accelerate's ``DistributedType``; ``None``: by device and number of processes.
+        file_types: Value of ``distributed_type`` in Accelerate's configuration files → short name.
+        file_aliases: Other spellings of these values, in lower case → the value.
+        plugin: Path of a function that converts its section of these files, as ``(file, **options)``, to a
+            :class:`trainkit.config.settings.Plugin`; ``None``: there is no section.
+        footprints: What ``trainer.plan`` compares, the fastest first: (path, options) of callables. Their results have
+            ``footprint`` and ``supported_precisions``.
+        packages: Packages of the backend: ``trainkit env`` shows their versions, and their frames are not the user's.
+        variables: Prefixes of environment variables of the backend, which ``trainkit env`` shows.
+        parameter_marks: Attributes of parameters that the backend manages.
+        shape_attribute: Attribute of a sharded parameter with the shape of the whole one.
+        swapped_devices: Types of devices for which a module is moved by swapping the tensors of its parameters.
+        adam_classes: Class name of an optimizer of the backend with the state of ``torch.optim.Adam`` → the attribute for
+            decoupled weight decay, as in ``AdamW``.
+        host_optimizers: Class names of optimizers of the backend that step on the CPU only.
     """
 
     path: str
@@ -118,19 +116,19 @@ CALLBACKS: dict[str, str] = {
     "timer": "trainkit.callbacks.timer:Timer",
 }
 
-# Lightning's strategies for which there is nothing here, by the beginning of their names.
+# Beginnings of the names of Lightning's strategies that trainkit does not have.
 _NOT_YET = ("hpu", "horovod", "bagua", "colossalai")
 
 _registered: list[StrategyInfo] = []
 
 
 def register_strategy(info: StrategyInfo) -> None:
-    """Make a strategy known by its short names: ``Trainer(strategy="mine")``.
+    """Register a strategy under its short names: ``Trainer(strategy="mine")``.
 
-    The strategies of ``trainkit.strategies`` need no call: that package lists them.
+    The strategies of ``trainkit.strategies`` are registered already.
 
     Raises:
-        ConfigurationError: one of its names is taken.
+        ConfigurationError: One of the names exists.
     """
     taken = {name for one in strategy_infos() for name in (*one.names, *one.aliases)}
     twice = sorted(taken.intersection((*info.names, *info.aliases)))
@@ -143,7 +141,7 @@ def register_strategy(info: StrategyInfo) -> None:
 
 
 def strategy_infos() -> tuple[StrategyInfo, ...]:
-    """What all strategies declare: one device, then those of ``trainkit.strategies``, then the registered ones."""
+    """All declarations: one device, then ``trainkit.strategies``, then the registered ones."""
     return (*_built_in(), *_registered)
 
 
@@ -154,26 +152,22 @@ def _built_in() -> tuple[StrategyInfo, ...]:
 
 
 def strategies() -> dict[str, str]:
-    """Short names of all strategies → paths of their classes, in alphabetical order."""
+    """Short names of all strategies → paths of their classes, sorted."""
     return dict(sorted((name, info.path) for info in strategy_infos() for name in info.names))
 
 
 def find_info(name: str) -> StrategyInfo | None:
-    """The declaration of the strategy with a short name or one of Lightning's; ``None`` if no strategy has that name."""
+    """The declaration of the strategy with this name, which may be Lightning's; ``None`` if there is none."""
     return next((info for info in strategy_infos() if name in info.names or name in info.aliases), None)
 
 
 def find_info_by_type(distributed_type: str | None) -> StrategyInfo | None:
-    """The declaration of the strategy that a ``distributed_type`` in a configuration file means, if it means one."""
+    """The declaration of the strategy of a ``distributed_type`` in a configuration file, if there is one."""
     return next((info for info in strategy_infos() if distributed_type in info.file_types), None)
 
 
 def automatic_info(device: str) -> StrategyInfo:
-    """The declaration of the strategy that ``strategy="auto"`` means on devices of a type.
-
-    Args:
-        device: a type of torch's devices, such as ``"cuda"``.
-    """
+    """The declaration of the strategy that ``strategy="auto"`` means on a type of devices, such as ``"cuda"``."""
     return next((info for info in strategy_infos() if device in info.auto), SINGLE)
 
 
@@ -183,28 +177,24 @@ def automatic_strategy(device: str) -> str:
 
 
 def load_callback(name: str) -> Any:
-    """The callback class of a short name, imported now.
-
-    Raises:
-        UnknownNameError: no callback has that name.
-    """
+    """Import the callback class with a short name; an ``UnknownNameError`` if there is none."""
     if name not in CALLBACKS:
         raise UnknownNameError(f"unknown callback {name!r}; known: {', '.join(CALLBACKS)}.{nearest(name, list(CALLBACKS))}")
     return load(CALLBACKS[name])
 
 
 def load_footprints() -> list[Any]:
-    """What a memory plan compares, the fastest strategies first."""
+    """The strategies that a memory plan compares, the fastest first."""
     return [load(path)(**options) for info in strategy_infos() for path, options in info.footprints]
 
 
 def load_strategy(name: str) -> Any:
-    """The strategy class of a short name, imported now.
+    """Import the strategy class with a short name.
 
     Raises:
-        ConfigurationError: no string.
-        UnsupportedArgumentError: a strategy of Lightning's that is not supported; the message says what to use.
-        UnknownNameError: no strategy has that name.
+        ConfigurationError: Not a string.
+        UnsupportedArgumentError: A strategy of Lightning's that is not supported; the message says what to use.
+        UnknownNameError: An unknown name.
     """
     known = strategies()
     if not isinstance(name, str):
@@ -218,29 +208,29 @@ def load_strategy(name: str) -> Any:
             raise UnsupportedArgumentError(f"strategy={name!r}: {advice}.")
     if name.lower().startswith(_NOT_YET):
         raise UnsupportedArgumentError(
-            f"strategy={name!r} is not in this version: use strategy='auto', or one of {', '.join(map(repr, known))}."
+            f"strategy={name!r} is not supported: use strategy='auto', or one of {', '.join(map(repr, known))}."
         )
     names = sorted({*known, *(alias for info in strategy_infos() for alias in info.aliases)})
     raise UnknownNameError(f"unknown strategy {name!r}; known: {', '.join(names)}.{nearest(name, names)}")
 
 
 def make_strategy(strategy: Any, **options: Any) -> Any:
-    """The strategy of a name, ``"auto"`` among them, or the object itself.
+    """The strategy with a name, including ``"auto"``, or the object itself.
 
     Args:
-        strategy: a name, or a :class:`trainkit.Strategy` object.
-        **options: arguments of the class, where a name was given.
+        strategy: A name, or a :class:`trainkit.Strategy` object.
+        **options: Arguments of the class, for a name.
 
     Raises:
-        ConfigurationError: neither of the two, or a name that :func:`load_strategy` refuses.
+        ConfigurationError: Another object, or a name that :func:`load_strategy` refuses.
     """
     if isinstance(strategy, str):
         info = find_info(strategy)
         if info is None:
             return load_strategy(strategy)(**options)  # which raises
         name, own = info.aliases.get(strategy, (strategy, {}))
-        if strategy in info.command_line and (told := load(info.command_line[strategy])(sys.argv[1:])) is not None:
-            return load(info.path)(**{**told, **options})
+        if strategy in info.command_line and (given := load(info.command_line[strategy])(sys.argv[1:])) is not None:
+            return load(info.path)(**{**given, **options})
         return load(info.path)(**{**info.names[name], **own, **options})
     if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
         raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
@@ -248,6 +238,6 @@ def make_strategy(strategy: Any, **options: Any) -> Any:
 
 
 def load(path: str) -> Any:
-    """Import what a path names: ``"module:attribute"``."""
+    """Import the object with a path ``"module:attribute"``."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)

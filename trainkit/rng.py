@@ -1,9 +1,9 @@
-"""Keyed randomness: every random number is a function of where in the run it is drawn, so nothing has to be carried.
+"""Keyed randomness: every random number is a function of its place in the run, so that there is no state to save.
 
 A key is a fixed 64-bit mix of (seed, stage, purpose, epoch, micro-batch). Before a micro-batch is fetched and before it is
-worked on, torch's CPU generator, the device's generator, ``numpy.random`` and ``random`` are seeded from its key. Hence a
+computed, torch's CPU generator, the device's generator, ``numpy.random`` and ``random`` are seeded from its key. So a
 resumed run, a run with other workers and a run on another number of processes draw the same augmentation and dropout, and
-prefetching cannot disturb it. The mix is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+prefetching does not change them. The mix is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
 OOPSLA 2014), chained over the parts; golden values freeze it as ``KEY_VERSION``.
 """
 
@@ -47,7 +47,7 @@ _NUMPY: np.random.RandomState = np.random.mtrand._rand
 
 
 class Stage(IntEnum):
-    """What is being run; an evaluation loader's index is mixed in with :meth:`of_loader`."""
+    """The stage of a run; :meth:`of_loader` adds the index of an evaluation loader."""
 
     TRAIN = 1
     VALIDATE = 2
@@ -61,7 +61,7 @@ class Stage(IntEnum):
 
 
 class Purpose(IntEnum):
-    """What the random numbers are for."""
+    """The purpose of random numbers."""
 
     INIT = 1
     ORDER = 2
@@ -99,7 +99,7 @@ class KeyStream:
 
     def __call__(self, m: int) -> int:
         """The key of global micro-batch ``m``."""
-        # _advance written out: this runs once per micro-batch, and a Python call costs as much as the arithmetic
+        # _advance inlined: this runs once per micro-batch, and a call costs as much as the arithmetic
         z = (self._prefix + (m + 1) * _GOLDEN) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
@@ -109,14 +109,13 @@ class KeyStream:
 def seed_generators(key: int, device_generators: Iterable[torch.Generator] = ()) -> None:
     """Seed torch's CPU generator, ``numpy.random``, ``random`` and the given device generators from an unsigned 64-bit key.
 
-    The generators are seeded directly. ``torch.manual_seed`` visits every backend, and ``random.seed`` and ``np.random.seed``
-    come to the same as what is called here after looking at what they were given: between two steps of a network, when none
-    of it is in the processor's cache, that look takes longer than the seeding (measured: 25 µs for both, 16 µs so).
+    Seeds the generators directly, because it runs twice per micro-batch: ``torch.manual_seed`` visits every backend, and the
+    argument checks of ``random.seed`` and ``np.random.seed`` take longer than the seeding (25 µs instead of 16 µs for both).
     """
     torch.default_generator.manual_seed(key)
     try:
         _NUMPY.seed(key >> 32)
-    except TypeError:  # the user has put another bit generator behind numpy.random
+    except TypeError:  # the user set another bit generator
         np.random.seed(key >> 32)
     _SEED_PYTHON(key)
     _PYTHON.gauss_next = None  # type: ignore[attr-defined]
@@ -125,9 +124,9 @@ def seed_generators(key: int, device_generators: Iterable[torch.Generator] = ())
 
 
 class RandomState:
-    """The state of the global generators at one moment, to be put back later.
+    """A snapshot of the global generators, to restore later.
 
-    ``fit`` seeds the global generators all the time; what the user draws after it must not depend on that.
+    ``fit`` seeds the global generators all the time; random numbers that the user draws after it must not depend on that.
     """
 
     def __init__(self, device_generators: Iterable[torch.Generator] = ()) -> None:
@@ -137,7 +136,7 @@ class RandomState:
         self._python = random.getstate()
 
     def restore(self) -> None:
-        """Put the captured state back."""
+        """Restore the snapshot."""
         for generator, state in zip(self._generators, self._torch, strict=True):
             generator.set_state(state)
         np.random.set_state(self._numpy)
@@ -145,7 +144,7 @@ class RandomState:
 
     @staticmethod
     def keyed(key: int, draw: Callable[[], Any]) -> Any:
-        """What ``draw()`` returns under the CPU generators seeded from ``key``, the state before it put back."""
+        """The result of ``draw()`` with the CPU generators seeded from ``key``; restores their state."""
         before = RandomState()
         seed_generators(key)
         try:
@@ -154,23 +153,23 @@ class RandomState:
             before.restore()
 
 
-# The seed given to seed_everything in this process: like the generators it seeds, it is global.
+# The seed of seed_everything, global like the generators.
 _process_seed: int | None = None
 
 
 def seed_everything(seed: int | None = None, *, workers: bool = True, verbose: bool = False) -> int:
-    """Seed torch, numpy and ``random``, and remember the seed for every ``Trainer`` and ``Accelerator`` without its own.
+    """Seed torch, numpy and ``random``, and use the seed for every ``Trainer`` and ``Accelerator`` without one.
 
     Args:
-        seed: any integer from 0 to 2**64 - 1; ``None`` draws one.
-        workers: only ``True``: loader workers are always seeded, by key.
-        verbose: print the seed.
+        seed: An integer from 0 to 2**64 - 1; ``None`` draws one.
+        workers: Only ``True``: loader workers are always seeded by key.
+        verbose: Print the seed.
 
     Returns:
         The seed.
 
     Raises:
-        ConfigurationError: the seed is out of range, or ``workers=False``.
+        ConfigurationError: A seed out of range, or ``workers=False``.
     """
     global _process_seed
     if not workers:
@@ -187,11 +186,7 @@ def seed_everything(seed: int | None = None, *, workers: bool = True, verbose: b
 
 
 def seed_process(seed: int) -> None:
-    """Seed the global generators of this process: those of torch, numpy and ``random``.
-
-    Args:
-        seed: 0 to 2**64 - 1; a larger one wraps around.
-    """
+    """Seed the global generators of torch, numpy and ``random``; ``seed`` is taken modulo 2**64."""
     seed &= _MASK
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
@@ -199,10 +194,9 @@ def seed_process(seed: int) -> None:
 
 
 def resolve_seed(seed: int | None) -> int:
-    """The seed of a run: the argument, else the one of :func:`seed_everything`, else torch's own.
+    """The seed of a run: the argument, else that of :func:`seed_everything`, else ``torch.initial_seed()``.
 
-    ``torch.initial_seed()`` is what the user gave to ``torch.manual_seed``, and without that call a number that torch drew
-    when the process started.
+    The latter is the argument of ``torch.manual_seed``, or without that call a number that torch drew at start.
     """
     if seed is not None:
         return _checked(seed)

@@ -1,7 +1,4 @@
-"""Names that Lightning and Accelerate have and trainkit does not, each with what to use instead.
-
-``ADVICE`` is the one table of them, and :func:`advice` its one reader: arguments, attributes and names to import.
-"""
+"""Names of Lightning and Accelerate that trainkit does not have, and what to use instead: the table ``ADVICE``."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from trainkit.errors import UnknownNameError, UnsupportedArgumentError, nearest
 
 __all__ = ["ADVICE", "advice", "refuse_import", "refuse_unknown"]
 
-# Arguments of Lightning's Trainer, of this and earlier versions.
+# Arguments of Lightning's Trainer, in this and earlier versions.
 _TRAINER: dict[str, str] = {
     "amp_backend": "use precision='16-mixed' or 'bf16-mixed'",
     "amp_level": "use precision='16-mixed' or 'bf16-mixed'",
@@ -20,7 +17,7 @@ _TRAINER: dict[str, str] = {
     "auto_scale_batch_size": "choose batch_size in the DataLoader",
     "auto_select_gpus": "use devices=[index]",
     "automatic_optimization": "set self.automatic_optimization in __init__ of the TrainModule",
-    "barebones": "leave it out: what is not attached costs nothing here; turn off the rest with logger=False, "
+    "barebones": "leave it out: unused features cost nothing here; turn off the rest with logger=False, "
     "enable_progress_bar=False, enable_model_summary=False",
     "checkpoint_callback": "use enable_checkpointing, or callbacks=[ModelCheckpoint(...)]",
     "distributed_backend": "use strategy= to choose it",
@@ -57,7 +54,7 @@ _TRAINER: dict[str, str] = {
     "weights_summary": "use enable_model_summary, or callbacks=[ModelSummary(max_depth=...)]",
 }
 
-# Lightning's defaults of these, of the versions that had them; ``None`` is that of all others.
+# Lightning's defaults of these; the default of all others is ``None``.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "auto_lr_find": (False,),
     "auto_scale_batch_size": (False,),
@@ -83,38 +80,39 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
 _TRAINER_VERBS: dict[str, str] = {
     "test_dataloaders": "use dataloaders=",
     "train_dataloader": "use train_dataloaders=",
-    "weights_only": "leave it out: a checkpoint holds no code. For weights alone: fit(..., ckpt_path=..., restore={'model'})",
+    "weights_only": "leave it out: a checkpoint contains no code. For weights only: fit(..., ckpt_path=..., restore={'model'})",
 }
 
-# Arguments of Accelerate's save_state and load_state, and of what they call.
+# Arguments of Accelerate's save_state and load_state, and of the functions that they call.
 _ACCELERATOR_STATE: dict[str, str] = {
-    "exclude_frozen_parameters": "leave it out: of a model with PEFT's adapters only what is trained is written",
-    "load_kwargs": "leave it out: nothing is unpickled, and parameters are read to where they are",
-    "load_lr_scheduler_states": "write load_state(folder, restore={'model', 'optimizer'}), and name what else is wanted",
+    "exclude_frozen_parameters": "leave it out: of a model with PEFT adapters only trainable parameters are saved",
+    "load_kwargs": "leave it out: nothing is unpickled, and parameters are loaded to their devices",
+    "load_lr_scheduler_states": "write load_state(folder, restore={'model', 'optimizer'}), and add what else to restore",
     "load_module_only": "write load_state(folder, restore={'model'})",
     "load_module_strict": "write load_state(folder, strict=False)",
-    "load_optimizer_states": "write load_state(folder, restore={'model'}), and name what else is wanted",
-    "map_location": "leave it out: parameters are read to where they are",
-    "max_shard_size": "is for save_model(model, folder, max_shard_size=...); a checkpoint of several GB is divided by itself",
+    "load_optimizer_states": "write load_state(folder, restore={'model'}), and add what else to restore",
+    "map_location": "leave it out: parameters are loaded to their devices",
+    "max_shard_size": "is for save_model(model, folder, max_shard_size=...); a checkpoint of several GB is split automatically",
     "save_latest": "leave it out: trainkit.checkpoint.list_checkpoints(folder) finds the newest",
     "tag": "leave it out: each checkpoint is a folder, load_state('checkpoints/step_100')",
 }
 
 # Arguments of Accelerate's Accelerator.
 _ACCELERATOR: dict[str, str] = {
-    "deepspeed_plugins": "is not offered. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
+    "deepspeed_plugins": "is not supported. An accelerator has one set of options: deepspeed_plugin=DeepSpeedPlugin(...)",
     "bf16": "write mixed_precision='bf16'",
     "dynamo_plugin": "write dynamo_backend='inductor', or compile the model yourself: torch.compile(model, mode=...)",
     "fp16": "write mixed_precision='fp16'",
     "logging_dir": "write project_config=ProjectConfiguration(project_dir=..., logging_dir=...)",
-    "parallelism_config": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
-    "torch_tp_plugin": "is not offered. Parameters are divided by ZeRO: strategy='zero3'",
+    "parallelism_config": "is not supported. ZeRO shards parameters: strategy='zero3'",
+    "torch_tp_plugin": "is not supported. ZeRO shards parameters: strategy='zero3'",
 }
 
-_SHARDED_BY_ZERO = "ZeRO-3: Accelerator(strategy='zero3'); parameters are divided in no other way, and sequences are not"
-_USE_BF16 = "mixed_precision='bf16': FP8 is not offered"
-_ITS_OPTIONS = "accelerator.options, which has what the accelerator was made with"
-_YOUR_HANDLER = "the object that you have given in kwargs_handlers"
+_SEEDED = "nothing: all generators are seeded for each micro-batch, by a key that is equal on all ranks"
+_SHARDED_BY_ZERO = "ZeRO-3: Accelerator(strategy='zero3'), the only way to shard parameters; sequences are not sharded"
+_USE_BF16 = "mixed_precision='bf16': FP8 is not supported"
+_ITS_OPTIONS = "accelerator.options, the arguments of the accelerator"
+_YOUR_HANDLER = "the object that you passed in kwargs_handlers"
 
 # Attributes of Accelerate's Accelerator.
 _ACCELERATOR_ATTRIBUTES = {
@@ -123,12 +121,12 @@ _ACCELERATOR_ATTRIBUTES = {
     "context_parallel_rank": _SHARDED_BY_ZERO,
     "data_parallel_rank": "accelerator.process_index",
     "data_parallel_shard_rank": "accelerator.process_index",
-    "dataloader_config": "accelerator.even_batches, accelerator.split_batches, or the object that you have given",
+    "dataloader_config": "accelerator.even_batches, accelerator.split_batches, or the object that you passed",
     "ddp_handler": _YOUR_HANDLER,
     "deepspeed_ulysses_dl_adapter": _SHARDED_BY_ZERO,
     "delayed_fp8_autocast": _USE_BF16,
     "device_placement": _ITS_OPTIONS,
-    "dispatch_batches": "nothing: each process reads what it works on, which is dispatch_batches=False",
+    "dispatch_batches": "nothing: each process reads its own batches, as with dispatch_batches=False",
     "flag_tensor": "accelerator.check_trigger()",
     "fp8_backend": _USE_BF16,
     "fp8_enabled": _USE_BF16,
@@ -139,19 +137,19 @@ _ACCELERATOR_ATTRIBUTES = {
     "has_lomo_optimizer": "an optimizer of torch's",
     "init_handler": _YOUR_HANDLER,
     "is_composable_parallelism_enabled": "accelerator.distributed_type",
-    "is_fsdp2": "accelerator.distributed_type, which never is FSDP",
+    "is_fsdp2": "accelerator.distributed_type, which is never FSDP",
     "log_with": "accelerator.trackers",
     "lomo_backward": "accelerator.backward(loss) and an optimizer of torch's",
     "maybe_context_parallel": _SHARDED_BY_ZERO,
     "msamp_recipe_handler": _USE_BF16,
     "multi_device": "accelerator.num_processes > 1",
-    "non_blocking": "nothing: copies out of pinned memory never wait",
+    "non_blocking": "nothing: copies from pinned memory never block",
     "parallelism_config": _SHARDED_BY_ZERO,
     "pipeline_parallel_rank": _SHARDED_BY_ZERO,
     "profile_handler": _YOUR_HANDLER,
     "register_load_state_pre_hook": "accelerator.register_for_checkpointing(object), or load_state(folder, restore={'model'})",
     "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object), or save_model(model, folder)",
-    "rng_types": "nothing: all generators are seeded, for each micro-batch by a key, on all processes",
+    "rng_types": _SEEDED,
     "scaler": "accelerator.strategy.precision.scaler",
     "scaler_handler": _YOUR_HANDLER,
     "should_save_model": "nothing: save_state always writes the model",
@@ -160,29 +158,28 @@ _ACCELERATOR_ATTRIBUTES = {
     "tensor_parallel_rank": _SHARDED_BY_ZERO,
     "torch_device_mesh": _SHARDED_BY_ZERO,
     "torch_tp_plugin": "ZeRO-3: Accelerator(strategy='zero3')",
-    "trigger_sync_in_backward": "accelerator.accumulate(model), where the last micro-batch of a window lets gradients travel",
-    "use_seedable_sampler": "nothing: the order of an epoch always is a function of the seed and its number",
-    "use_stateful_dataloader": "load_state(folder, resume_loaders=True), which continues each prepared loader where it was",
-    "verify_device_map": "nothing: a model is on one device in each process, or divided by ZeRO-3",
+    "trigger_sync_in_backward": "accelerator.accumulate(model), which synchronizes gradients once per accumulation window",
+    "use_seedable_sampler": "nothing: the order is always a function of the seed and the epoch",
+    "use_stateful_dataloader": "load_state(folder, resume_loaders=True), which resumes each prepared loader at its position",
+    "verify_device_map": "nothing: a model is on one device in each process, or sharded by ZeRO-3",
 }
 
 # Names that scripts import from Accelerate.
-_ZERO = "parameters are divided by ZeRO: Accelerator(strategy='zero3')"
-_FP8 = "FP8 is not offered: Accelerator(mixed_precision='bf16')"
+_ZERO = "ZeRO shards parameters: Accelerator(strategy='zero3')"
+_FP8 = "FP8 is not supported: Accelerator(mixed_precision='bf16')"
 _STATE = "an Accelerator has num_processes, process_index, device, is_main_process, wait_for_everyone, print"
-_DIVIDE = "a model that is larger than one device is divided by ZeRO: Accelerator(strategy='zero3')"
+_DIVIDE = "ZeRO shards a model that is larger than one device: Accelerator(strategy='zero3')"
 _OFFLOAD = "ZeROStrategy(stage=3, offload_params='cpu')"
 _COPY = "load_checkpoint_in_model(model, folder, device_map={'': 'cuda:0'})"
-_TREE = "go through the batch yourself: {name: f(tensor) for name, tensor in batch.items()}"
-_SEEDED = "nothing is to be synchronised: all generators are seeded, for each micro-batch by a key, on all processes"
+_TREE = "map the tensors of the batch yourself: {name: f(tensor) for name, tensor in batch.items()}"
 _DEVICE = "leave it out: trainkit runs on CPUs, CUDA, MPS and XLA"
 _INSTALLED = "importlib.util.find_spec('the_package') is not None"
-_NO_TRACKER = "leave it out: log_with takes tensorboard, wandb, mlflow, comet_ml, csv, jsonl and trackers of your own"
-_FILES = "a checkpoint has files of its own: trainkit.checkpoint.open_checkpoint(folder); save_model writes model.safetensors"
+_NO_TRACKER = "leave it out: log_with accepts tensorboard, wandb, mlflow, comet_ml, csv, jsonl and your own trackers"
+_FILES = "a checkpoint has other files: trainkit.checkpoint.open_checkpoint(folder); save_model writes model.safetensors"
 _ENVIRONMENT = "os.environ"
 _LAUNCH = "trainkit launch, which reads Accelerate's configuration files; in Python trainkit.notebook_launcher"
-_ENGINE = "the objects that Accelerator.prepare returns, which work alike under ZeRO"
-_QUANTIZED = "quantize by transformers, from_pretrained(..., quantization_config=...), and train adapters (peft)"
+_ENGINE = "the objects that Accelerator.prepare returns, also under ZeRO"
+_QUANTIZED = "quantize with transformers, from_pretrained(..., quantization_config=...), and train adapters (peft)"
 _COMPILE = "Accelerator(dynamo_backend='inductor'), or torch.compile(model) before prepare"
 
 _FAMILIES = {
@@ -246,27 +243,27 @@ _FAMILIES = {
 }
 
 _IMPORTS = {name: use for use, names in _FAMILIES.items() for name in names.split()} | {
-    "DummyOptim": "make the optimizer itself; Trainer(strategy=ZeROStrategy(config=...)) makes that of a configuration",
-    "DummyScheduler": "make the scheduler itself; Trainer(strategy=ZeROStrategy(config=...)) makes that of a configuration",
+    "DummyOptim": "create the optimizer; Trainer(strategy=ZeROStrategy(config=...)) creates that of a configuration",
+    "DummyScheduler": "create the scheduler; Trainer(strategy=ZeROStrategy(config=...)) creates that of a configuration",
     "GatheredParameters": "accelerator.get_state_dict(model), which is whole under ZeRO too",
     "GradientState": "accelerator.sync_gradients",
-    "HfDeepSpeedConfig": "DeepSpeedPlugin(zero3_init_flag=True), which divides models of transformers as they are made",
-    "KwargsHandler": "the handlers of trainkit.utils, such as GradScalerKwargs, which have no common class",
+    "HfDeepSpeedConfig": "DeepSpeedPlugin(zero3_init_flag=True), which shards models of transformers while they are built",
+    "KwargsHandler": "the handlers of trainkit.utils, such as GradScalerKwargs",
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION": _DEVICE,
     "PROFILE_PATTERN_NAME": "profile_{rank}.json in ProfileKwargs(output_trace_dir=...)",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION": _DEVICE,
-    "check_tied_parameters_in_config": "nothing: weights that are tied stay tied",
+    "check_tied_parameters_in_config": "nothing: tied weights stay tied",
     "clean_state_dict_for_safetensors": "accelerator.save(state_dict, file), which stores tied weights once",
     "compare_versions": "packaging.version.parse(torch.__version__) >= packaging.version.parse('2.4')",
     "concatenate": "torch.cat(tensors)",
     "convert_bytes": "f'{count / 2**30:.2f} GiB'",
-    "convert_file_size_to_int": "save_model(model, folder, max_shard_size='5GB'), which takes texts",
+    "convert_file_size_to_int": "save_model(model, folder, max_shard_size='5GB'), which accepts strings",
     "convert_outputs_to_fp32": "nothing: outputs of a prepared model are float32",
     "convert_to_fp32": "tensor.float(); outputs of a prepared model are float32",
     "debug_launcher": "notebook_launcher(function, args, num_processes=2)",
     "disk_offload": "ZeROStrategy(stage=3, offload_params='nvme', nvme_path=...)",
     "find_batch_size": "len(batch['labels']), of a tensor of the batch",
-    "find_tied_parameters": "nothing: weights that are tied stay tied, and are stored once",
+    "find_tied_parameters": "nothing: tied weights stay tied, and are stored once",
     "get_active_deepspeed_plugin": "accelerator.deepspeed_plugin",
     "get_grad_scaler": "accelerator.strategy.precision.scaler",
     "get_max_memory": "torch.cuda.mem_get_info()",
@@ -286,7 +283,7 @@ _IMPORTS = {name: use for use, names in _FAMILIES.items() for name in names.spli
     "merge_dicts": "{**first, **second}",
     "named_module_tensors": "model.named_parameters(), model.named_buffers()",
     "recursive_getattr": "operator.attrgetter('a.b')(x)",
-    "retie_parameters": "nothing: weights that are tied stay tied",
+    "retie_parameters": "nothing: tied weights stay tied",
     "save": "accelerator.save(obj, file)",
     "set_module_tensor_to_device": "parameter.data = value.to(device)",
 }
@@ -300,33 +297,27 @@ ADVICE: dict[str, dict[str, str]] = {
     "accelerator": _ACCELERATOR_ATTRIBUTES,
     "trainkit": _IMPORTS,
 }
-"""Where a name is used → name → what to use. A class stands for its arguments, "accelerator" for the attributes of one,
-"trainkit" for what is imported."""
+"""Place → name → what to use. A class means its arguments, "accelerator" the attributes of an object, "trainkit" imports."""
 
 
 def advice(where: str, name: str) -> str | None:
-    """What to use instead of a name, or ``None`` if neither Lightning nor Accelerate has it there.
-
-    Args:
-        where: a key of :data:`ADVICE`.
-        name: the argument, attribute or import.
-    """
+    """What to use instead of a name in a place of :data:`ADVICE`; ``None`` if Lightning and Accelerate do not have it."""
     return ADVICE.get(where, {}).get(name)
 
 
 def refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse arguments that a function does not have.
+    """Refuse unknown arguments of a function.
 
-    A Trainer and its verbs accept an unsupported argument at Lightning's default, because it asks for nothing.
+    A Trainer and its methods accept an unsupported argument with Lightning's default value, which has no effect.
 
     Args:
-        where: "Trainer", one of its verbs ("Trainer.fit"), "Accelerator", or one of its verbs.
-        given: the unknown arguments.
-        known: the arguments that there are.
+        where: "Trainer", "Accelerator", or one of their methods ("Trainer.fit").
+        given: The unknown arguments.
+        known: The names of the known arguments.
 
     Raises:
         UnsupportedArgumentError: Lightning or Accelerate has it; the message names the replacement.
-        UnknownNameError: with the nearest name.
+        UnknownNameError: Another name; the message has the nearest one.
     """
     for name, value in given.items():
         fix = advice(where, name)
@@ -342,10 +333,9 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def refuse_import(name: str) -> None:
-    """Refuse to import a name that Accelerate has and trainkit does not.
+    """Raise an ``ImportError`` for a name that Accelerate has and trainkit does not.
 
-    Raises:
-        ImportError: it is one; not an ``AttributeError``, whose message ``from … import`` hides.
+    Not an ``AttributeError``, whose message ``from … import`` hides.
     """
     fix = advice("trainkit", name)
     if fix is not None:

@@ -33,7 +33,7 @@ INFO = StrategyInfo(
     command_line={"deepspeed": "trainkit.strategies.zero.command_line:options"},
     distributed_type="DEEPSPEED",
     file_types={"DEEPSPEED": "zero2"},
-    plugin="trainkit.config.deepspeed_plugin:plugin_of_file",
+    plugin="trainkit.config.deepspeed_plugin:DeepSpeedPlugin",
     footprints=(
         *((_MEMORY, {"stage": stage}) for stage in (1, 2, 3)),
         *((_MEMORY, {"stage": stage, "offload_optimizer": "cpu"}) for stage in (1, 2, 3)),

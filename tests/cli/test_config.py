@@ -59,17 +59,17 @@ def test_one_that_is_there_is_replaced_and_that_is_said(
     assert main(["config", "--cpu"]) == 0
     assert capsys.readouterr().out == "written: cache/default.yaml\nused by: trainkit launch script.py\n"
     assert main(["config", "--mixed_precision", "bf16"]) == 0
-    assert "written: cache/default.yaml, in the place of the one that was there\n" in capsys.readouterr().out
+    assert "written: cache/default.yaml, which replaces the old one\n" in capsys.readouterr().out
     assert content("cache/default.yaml") == {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16"}
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--num_processes", "3", "--num_machines", "2"], "the command line: num_processes: 3 is of all machines together"),
+    (["--num_processes", "3", "--num_machines", "2"], "the command line: num_processes: 3 is the total of all machines"),
     (["--zero_stage", "9"], "--zero_stage must be a whole number from 1 to 3, not '9'."),
-    (["--zero_stage", "2"], "zero_stage is for DeepSpeed, and distributed_type is not given."),
+    (["--zero_stage", "2"], "zero_stage is for DeepSpeed, but distributed_type is not given."),
     (["--mixed", "bf16"], "unrecognized arguments: --mixed"),
     (["--zero_stege", "2"], "unrecognized arguments: --zero_stege 2. Did you mean '--zero_stage'?\n"),
-    ([], "there is no terminal to ask on. Say what the file is to hold: trainkit config --num_processes 2"),
+    ([], "There is no terminal to ask questions on. Pass flags: trainkit config --num_processes 2"),
 ])  # fmt: skip
 def test_what_is_refused_leaves_the_file(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("conf.yaml").write_text("num_processes: 1\n")
@@ -115,7 +115,7 @@ def test_nothing_but_enter(say: Said) -> None:
         "Run on cpu, gpu or tpu [cpu]: ",
         "Machines [1]: ",
         "Processes of all machines together [1]: ",
-        "Divide by DeepSpeed's ZeRO: no, stage 1, 2 or 3, or the path of a DeepSpeed configuration [no]: ",
+        "Shard with DeepSpeed's ZeRO: no, stage 1, 2 or 3, or the path of a DeepSpeed configuration [no]: ",
         "Precision: no (float32), fp16 or bf16 [no]: ",
         "Compile the model: no, or a backend of torch.compile such as inductor [no]: ",
     ]
@@ -159,13 +159,13 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
         "  machine_rank cannot be 2: the numbers go from 0 to 1.\n",
         "  main_process_ip must be text, not ''.\n",
         "  main_process_port cannot be 0: it must be known.\n",
-        "  num_processes cannot be 3: it is of all 2 machines together, as many on each.\n",
+        "  num_processes cannot be 3: it is the total of all 2 machines, with equally many on each.\n",
         "  the stage must be a whole number from 1 to 3, not '5'.\n",
-        "  no, 1, 2, 3 or a file, and there is no file 'nowhere.json'.\n",
+        "  expected no, 1, 2, 3 or a file, and there is no file 'nowhere.json'.\n",
         "  one of none, cpu, not 'nvme'.\n",
         "  gradient_accumulation_steps must be a whole number from 1 on, or auto, not '0'.\n",
         "  gradient_clipping must be a number ≥ 0, or auto, not 'x'.\n",
-        "  mixed_precision: fp8 is not offered; write bf16, or fp16.\n",
+        "  mixed_precision: fp8 is not supported; write bf16, or fp16.\n",
     ):
         assert words in told
 
@@ -173,7 +173,7 @@ def test_wrong_answers_are_asked_again(say: Said, capsys: pytest.CaptureFixture[
 def test_zero(say: Said) -> None:
     asked = say("", "", "2", "3", "nvme", "/disk", "cpu", "4", "1.0", "", "yes", "")
     assert asked[10:12] == [
-        "Divide a transformers model as it is made (yes or no) [yes]: ",
+        "Shard a transformers model while it is built (yes or no) [yes]: ",
         "Let save_model write 16-bit parameters (yes or no) [no]: ",
     ]
     assert content() == {
@@ -211,7 +211,7 @@ def test_a_tpu(say: Said, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("end, code, words", [
-    (EOFError, "2", "trainkit: the input has ended before all was answered. Nothing was written.\n"),
+    (EOFError, "2", "trainkit: The input ended before the last answer. Nothing was written.\n"),
     (KeyboardInterrupt, "130", "interrupted\n"),
 ])  # fmt: skip
 def test_an_end_before_the_last_answer_writes_nothing(
@@ -220,7 +220,7 @@ def test_an_end_before_the_last_answer_writes_nothing(
     Path("conf.yaml").write_text("num_processes: 1\n")
     assert say("", "", end)[0] == code
     shown = capsys.readouterr()
-    assert shown.out.startswith("conf.yaml is there, and is replaced when all is answered. Ctrl-C leaves it as it is.\n")
+    assert shown.out.startswith("conf.yaml exists, and is replaced after the last answer. Ctrl-C keeps it.\n")
     assert shown.err == words
     assert content() == {"num_processes": 1}
     assert [path.name for path in run_dir.iterdir()] == ["conf.yaml"]

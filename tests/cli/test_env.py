@@ -44,14 +44,14 @@ def test_versions_and_machine(report: Report) -> None:
     for name in ("platform", "cpu", "memory", "cuda", "numpy", "safetensors"):
         assert value(lines, name)
     assert "gloo" in value(lines, "distributed")
-    assert value(lines, "started by") == "nobody: a process of its own"
+    assert value(lines, "started by") == "no launcher: a single process"
     assert lines[-1] == "variables"
 
 
 def test_the_launcher(report: Report) -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     lines = report(TORCHELASTIC_RUN_ID="x", LOCAL_WORLD_SIZE="2", **torchrun)
-    assert value(lines, "started by") == "torchrun: process 1 of 2, 1 machine (TORCHELASTIC_RUN_ID is set)"
+    assert value(lines, "started by") == "torchrun: rank 1 of 2, 1 node (TORCHELASTIC_RUN_ID is set)"
     assert lines[-7:] == [
         "  LOCAL_RANK='1'",
         "  LOCAL_WORLD_SIZE='2'",
@@ -61,7 +61,7 @@ def test_the_launcher(report: Report) -> None:
         "  TORCHELASTIC_RUN_ID='x'",
         "  WORLD_SIZE='2'",
     ]
-    assert value(report(RANK="1"), "started by").startswith("a contradiction: RANK=1 is set, but WORLD_SIZE is not")
+    assert value(report(RANK="1"), "started by").startswith("contradictory variables: RANK=1 is set, but WORLD_SIZE is not")
 
 
 def test_no_secret_is_shown(report: Report) -> None:

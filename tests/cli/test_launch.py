@@ -251,7 +251,7 @@ def test_flags_without_a_file(launch: Launch) -> None:
 def test_the_default_file(launch: Launch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     write(MULTI_CPU, "default.yaml")
     assert launch("script.py").per_node == 2
-    assert f"the settings are those of {tmp_path / 'default.yaml'}. Others: --config_file FILE; none: " in caplog.text
+    assert f"using the settings of {tmp_path / 'default.yaml'}. For others: --config_file FILE; for none: " in caplog.text
     caplog.clear()
     assert launch("--config_file", os.devnull, "script.py").environment == {}
     assert launch("--config_file", write("num_processes: 3"), "script.py").per_node == 3
@@ -315,10 +315,10 @@ def test_gpus_of_a_configuration(launch: Launch, monkeypatch: pytest.MonkeyPatch
     (MULTI_CPU, ["--cpu", "--no-use_cpu"], "--no-use_cpu and --cpu contradict each other. Give one of them."),
     (MULTI_CPU, ["--multi_gpu", "--use_deepspeed"], "--multi_gpu and --use_deepspeed contradict each other."),
     (MULTI_CPU, ["--multi_gpu", "--distributed_type", "NO"], "--distributed_type NO and --multi_gpu contradict each other."),
-    (MULTI_CPU, ["--zero_stage", "2"], "the command line and conf.yaml: zero_stage is for DeepSpeed, and distributed_type is "),
+    (MULTI_CPU, ["--zero_stage", "2"], "the command line and conf.yaml: zero_stage is for DeepSpeed, but distributed_type is "),
     (MULTI_CPU, ["--mixed_precision", "fp17"], "--mixed_precision must be one of no, fp16, bf16, not 'fp17'. Did you mean 'fp"),
     (MULTI_CPU, ["--nnodes", "1:2", "--master-addr", "h"], "num_processes: 2 counts all nodes, and there may be 1 to 2. Give "),
-    (MULTI_CPU, ["--nnodes", "4", "--master-addr", "h"], "num_processes: 2 is of all machines together, and cannot be divided"),
+    (MULTI_CPU, ["--nnodes", "4", "--master-addr", "h"], "num_processes: 2 is the total of all machines, and is not divisible"),
     (ONE_CPU, ["--nproc-per-node", "2"], "conf.yaml: distributed_type: NO is one process, not 2. Give --distributed_"),
     (MULTI_GPU, [], "conf.yaml: distributed_type: MULTI_GPU, but torch finds no GPU here. Write MULTI_CPU, or give --cpu."),
     ("distributed_type: MULTI_CPU", [], "conf.yaml: distributed_type: MULTI_CPU needs a number of processes."),

@@ -16,7 +16,7 @@ from helpers.support import run_python
 
 from trainkit._version import __version__
 from trainkit.cli import main as command
-from trainkit.cli.main import _SUBCOMMANDS, main, options
+from trainkit.cli.main import _SUBCOMMANDS, _parser, _subparser, main
 from trainkit.errors import ConfigurationError
 
 
@@ -32,6 +32,27 @@ def subcommand(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.
         monkeypatch.setitem(command._SUBCOMMANDS, "try", ("tried", "try it"))
 
     return add
+
+
+def options() -> dict[str, list[str]]:
+    """Every subcommand with its options and positional arguments, sorted; "" is ``trainkit`` itself."""
+    found: dict[str, list[str]] = {}
+
+    def add(name: str, parser: argparse.ArgumentParser) -> None:
+        found[name] = sorted(string for action in parser._actions for string in action.option_strings or [_metavar(action)])
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner, subparser in action.choices.items():
+                    add(f"{name} {inner}", subparser)
+
+    add("", _parser())
+    for name in _SUBCOMMANDS:
+        add(name, _subparser(name))
+    return found
+
+
+def _metavar(action: argparse.Action) -> str:
+    return action.metavar if isinstance(action.metavar, str) else action.dest
 
 
 def test_options_are_frozen() -> None:
@@ -52,6 +73,7 @@ def test_options_are_frozen() -> None:
     assert found["plan"] == planning
     assert found["verify-resume"] == ["--help", "--more", "--steps", "-h", "SCRIPT"]
     assert found["env"] == ["--help", "-h"]
+    assert found["demo"] == ["--help", "--max-steps", "--root", "--seed", "--small", "-h"]
     settings = [
         "--config_file", "--cpu", "--debug", "--deepspeed_config_file", "--deepspeed_hostfile",
         "--deepspeed_multinode_launcher", "--distributed_type", "--dynamo_backend", "--dynamo_mode", "--dynamo_use_dynamic",
@@ -156,8 +178,8 @@ def test_ctrl_c(subcommand: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["plto", "x"], "trainkit: Unknown subcommand 'plto'. Did you mean 'plot'? There are: checkpoint, config, demo, env"),
-    (["zzz"], "trainkit: Unknown subcommand 'zzz'. There are: checkpoint, config, demo, env, launch, plan, plot, "),
+    (["plto", "x"], "trainkit: Unknown subcommand 'plto'. Did you mean 'plot'? Subcommands: checkpoint, config, demo, env"),
+    (["zzz"], "trainkit: Unknown subcommand 'zzz'. Subcommands: checkpoint, config, demo, env, launch, plan, plot, "),
     ([], "usage: trainkit [-h] [--version] <subcommand>"),
     (["--vers"], "unrecognized arguments: --vers"),
     (["plot"], "the following arguments are required: RUN_DIR"),

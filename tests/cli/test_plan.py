@@ -156,7 +156,7 @@ def test_the_exit_code_of_a_script_is_kept(run: Run) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["nowhere.py"], "Expected a Python file, got 'nowhere.py', which is not there"),
+        (["nowhere.py"], "Expected a Python file, got 'nowhere.py', which does not exist"),
         (["."], "which is a folder"),
         (["--processes", "1,x", "train.py"], "expected whole numbers ≥ 1 such as 1,2,4,8, got '1,x'"),
         (["--processes", "0", "train.py"], "expected whole numbers"),

@@ -99,7 +99,7 @@ def test_the_sample_is_named() -> None:
     assert text([X], [other]).endswith("[0], sample 1 and 1 more of 3")
     assert text([X], [X[:2]]).endswith("[0] has 3 and 2 samples")
     assert text(["a", "b"], ["a", "c"]).endswith("batch, sample 1 of 2")
-    assert text([X], [X, X]).endswith("[1] is in one of them only")
+    assert text([X], [X, X]).endswith("[1] is in only one of them")
     assert text([X], [X.long()]).endswith("[0], sample 0 and 2 more of 3")
 
 

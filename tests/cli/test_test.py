@@ -18,7 +18,7 @@ from helpers.worlds.worlds import run_world
 
 from trainkit.cli import setup_checks, setup_child, test
 from trainkit.cli.main import main
-from trainkit.cli.setup_checks import CHECKS, Check, Setup
+from trainkit.cli.setup_checks import CHECKS, Check, CheckContext
 from trainkit.config.carried import Settings, carried, carry
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
@@ -39,7 +39,7 @@ def test_a_set_up_that_works(capfd: pytest.CaptureFixture[str], run_dir: Path) -
     assert "trainkit test, on cpu, cpu" in said[1]
     assert "from those of one process by " in said[3]
     assert "written and read by 2" in said[5]
-    line = "2 updates by DDPStrategy(device='cpu', precision='bf16-mixed'), 3 micro-batches in an update"
+    line = "2 optimizer steps with DDPStrategy(device='cpu', precision='bf16-mixed'), 3 micro-batches each"
     assert said[6].split(maxsplit=2)[2] == line
     assert [path.name for path in run_dir.iterdir()] == ["conf.yaml"]
 
@@ -68,7 +68,7 @@ def found_wrong(folder: str) -> list[str]:
     make = partial(make_strategy, "ddp", device="cpu")
     strategy = make()
     strategy.join(RequestedDevices(accelerator="cpu"))
-    setup = Setup(strategy, make, Path(folder))
+    context = CheckContext(strategy, make, Path(folder))
     said = []
     broken_parts: list[tuple[str, Any, str, Any]] = [
         ("processes", strategy.world, "exchange", other_versions),
@@ -85,7 +85,7 @@ def found_wrong(folder: str) -> list[str]:
                 patch.setattr(target, place, broken)
             (check,) = (check for check in CHECKS if check.name == name)
             with pytest.raises(setup_checks.WrongResultError) as caught:
-                check.run(setup)
+                check.run(context)
         said.append(str(caught.value))
     return said
 
@@ -115,8 +115,8 @@ def test_differences_are_measured() -> None:
 def one_fails(folder: str) -> int:
     """The second check fails on one process."""
 
-    def fails(setup: Setup) -> str:
-        if setup.strategy.world.rank:
+    def fails(context: CheckContext) -> str:
+        if context.strategy.world.rank:
             raise OSError("no such wire")
         return "all is well"
 
@@ -155,10 +155,10 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     "ended, errors, code, last",
     [
-        ([], {}, 1, ["processes    FAILED  the processes have ended; what they wrote stands above.", "What to do: Start them"]),
+        ([], {}, 1, ["processes    FAILED  the processes exited; see their output above.", "What to do: Start them"]),
         (NAMES[:2], {0: "a\nb", 2: "a\nb"}, 1, ["training     FAILED  a", "b", "What to do: Try --backend gloo"]),
-        (NAMES[:4], {0: "x", 1: "y"}, 0, ["checkpoint   FAILED  x", "y", "What to do: All processes must see the same folder"]),
-        (NAMES, {}, 3, ["end          FAILED  the processes have ended with exit code 3"]),
+        (NAMES[:4], {0: "x", 1: "y"}, 0, ["checkpoint   FAILED  x", "y", "What to do: All processes need the same folder"]),
+        (NAMES, {}, 3, ["end          FAILED  the processes exited with code 3"]),
     ],
 )
 def test_what_is_said_of_a_failure(processes: Any, capsys: Any, ended: Any, errors: Any, code: int, last: list[str]) -> None:
@@ -177,7 +177,7 @@ def test_what_was_told_to_end_has_not_failed(processes: Any, capsys: Any, code: 
     assert main(["test", "--nproc-per-node", "3", "--backend", "gloo"]) == code
     said = capsys.readouterr()
     assert "FAILED" not in said.out
-    assert said.err == "interrupted before training was tried to the end\n"
+    assert said.err == "interrupted before the check training was complete\n"
 
 
 @pytest.mark.parametrize("text, arguments, expected", [
@@ -204,11 +204,11 @@ def test_a_configuration(text: str, arguments: list[str], expected: Any, monkeyp
 def test_configurations_that_are_not_tried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     Path("conf.yaml").write_text(TPU)
     assert main(["test", "--config-file", "conf.yaml"]) == 2
-    assert "conf.yaml: distributed_type: XLA is not tried by this command" in capsys.readouterr().err
+    assert "conf.yaml: distributed_type: XLA is not supported by this command" in capsys.readouterr().err
     monkeypatch.setenv("TRAINKIT_CONFIG_FILE", "default.yaml")
     Path("default.yaml").write_text(ONE_CPU)
     assert main(["test", "--nproc-per-node", "2"]) == 2
-    assert "default.yaml: distributed_type: NO is one process, and --nproc-per-node 2." in capsys.readouterr().err
+    assert "default.yaml: distributed_type: NO means one process, but --nproc-per-node is 2." in capsys.readouterr().err
 
 
 def settings_fail(folder: str) -> int:
@@ -227,7 +227,7 @@ def spoil(rank: int, module: torch.nn.Module, loader: Any) -> None:
 
 def test_a_configuration_under_which_processes_drift_apart_fails(tmp_path: Path) -> None:
     assert run_world(2, settings_fail, str(tmp_path)) == [1, 1]
-    said = "WrongResultError: after 2 updates the processes have other parameters"
+    said = "WrongResultError: after 2 optimizer steps the parameters of the processes differ"
     assert [(tmp_path / f"error-{rank}.txt").read_text() for rank in range(2)] == [f"rank {rank}: {said}" for rank in range(2)]
 
 
@@ -240,7 +240,7 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.setattr(test, "_start", lambda *given: 1 / 0)
     assert main(["test", "--backend", "nccl"]) == 1
     said = capsys.readouterr().out
-    assert "FAILED  NCCL needs a GPU for each of 2 processes, and there are 1." in said
+    assert "FAILED  NCCL needs a GPU for each of 2 processes, but there are 1." in said
     assert "--nproc-per-node 1, or --backend gloo" in said
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert main(["test", "--backend", "nccl"]) == 1

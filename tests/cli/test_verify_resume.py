@@ -110,8 +110,8 @@ def processes_of(script: Path) -> list[str]:
 
 
 SAME = (
-    "All bit-identical: batches, losses and learning rates of the 3 updates after the resume, and at the end every parameter, "
-    "buffer and optimizer slot."
+    "All bit-identical: batches, losses and learning rates of the 3 optimizer steps after the resume, and at the end every "
+    "parameter, buffer and optimizer slot."
 )
 
 
@@ -119,7 +119,7 @@ def test_a_script_that_resumes_exactly(verify: Verify, tmp_path: Path) -> None:
     code, lines, _ = verify("workers")
     assert (code, lines[-1]) == (0, SAME)
     assert [line.split(" … ")[0] for line in lines[:-1]] == [
-        "7 updates without interruption",
+        "7 optimizer steps without interruption",
         "again, saved at step 4, killed with SIGKILL at step 6",
         "resumed at step 4, to step 7",
     ]
@@ -129,7 +129,7 @@ def test_a_script_that_resumes_exactly(verify: Verify, tmp_path: Path) -> None:
 def test_hidden_state_shows_in_the_first_loss(verify: Verify) -> None:
     code, lines, _ = verify("hidden")
     assert code == 1
-    # 3 updates an epoch of 6 micro-batches: the update after the 4th begins with batch 2 of epoch 1
+    # 3 optimizer steps an epoch of 6 micro-batches: the step after the 4th begins with batch 2 of epoch 1
     assert lines[3].startswith("DIFFERENT at step 5 (epoch 1, batch 2): the loss is ")
     assert lines[4].startswith("The batch and the learning rates are the same. Something that the loss depends on is not in")
 
@@ -139,7 +139,7 @@ def test_an_unkeyed_generator_shows_in_the_batch(verify: Verify) -> None:
     code, lines, _ = verify("unkeyed")
     assert code == 1
     assert lines[2] == "DIFFERENT at step 1 (epoch 0, batch 0): the batch differs: ['x'], sample 0 and 3 more of 4"
-    assert lines[3].startswith("This was before the kill: two runs of the script differ by themselves")
+    assert lines[3].startswith("This was before the kill: two runs of the script differ even without a resume")
     assert "numpy.random.default_rng()" in lines[4]
 
 
@@ -188,11 +188,11 @@ def test_a_script_that_fails_shows_its_traceback(verify: Verify) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first, fit, words", [
-    ("sys.exit(0)", "", "The script ended without a Trainer.fit that came to its end."),
+    ("sys.exit(0)", "", "The script ended without a complete Trainer.fit."),
     ("", ", ckpt_path='last'", "the script calls fit(ckpt_path='last'), and so does not begin at step 0."),
     ("print('so far'); os._exit(3)", "", "so far\ntrainkit: The script failed by itself, with exit code 3"),
     ("real = Trainer; Trainer = lambda **given: real(**{**given, 'fast_dev_run': True, 'logger': False})", "", "fast_dev_run"),
-    ("real = Trainer; Trainer = lambda **given: real(**{**given, 'max_steps': 5})", "", "fit ends after 5 updates (max_"),
+    ("real = Trainer; Trainer = lambda **given: real(**{**given, 'max_steps': 5})", "", "after 5 optimizer steps (max_"),
 ])  # fmt: skip
 def test_what_cannot_be_verified(verify: Verify, first: str, fit: str, words: str) -> None:
     code, _, err = verify(first=first, fit=fit)
@@ -207,11 +207,11 @@ def test_auto_begins_anew_and_a_resume_that_fails_is_a_difference(verify: Verify
     code, lines, err = verify(first="Net.on_load_checkpoint = lambda self, checkpoint: checkpoint['gone']")
     assert code == 1
     assert "KeyError: 'gone'" in err
-    assert lines[-1].startswith("DIFFERENT at step 4, where it was to go on: The script failed by itself")
+    assert lines[-1].startswith("DIFFERENT at step 4, where it should resume: The script failed by itself")
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["nowhere.py"], "Expected a Python file, got 'nowhere.py', which is not there."),
+    (["nowhere.py"], "Expected a Python file, got 'nowhere.py', which does not exist."),
     (["."], "Expected a Python file, got '.', which is a folder."),
     (["x.py", "--steps", "0"], "--steps and --more must be at least 1, not 0 and 10."),
     (["x.py", "--lr", "1"], "unrecognized arguments: --lr 1; the script's own come after --"),

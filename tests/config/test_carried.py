@@ -72,6 +72,6 @@ def test_accelerates_launcher_is_not_taken_for_ours() -> None:
     quiet = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_DEEPSPEED": "false"}
     assert carried(quiet) == Settings()
     with pytest.warns(
-        TrainkitWarning, match="ACCELERATE_MIXED_PRECISION, which are not read. Start the script with: trainkit l"
+        TrainkitWarning, match="ACCELERATE_MIXED_PRECISION, which trainkit ignores. Start the script with: trainkit l"
     ):
         assert carried({"ACCELERATE_MIXED_PRECISION": "bf16"}) == Settings()

@@ -32,7 +32,7 @@ def test_the_number_of_steps() -> None:
     [
         (lambda: ProjectConfiguration(total_limit=0), ConfigurationError, r"total_limit=\) must be an integer ≥ 1, not 0"),
         (lambda: ProjectConfiguration(iteration=-1), ConfigurationError, r"iteration=\) must be an integer ≥ 0, not -1"),
-        (lambda: ProjectConfiguration(save_on_each_node=True), UnsupportedArgumentError, "let project_dir be on a shared disk"),
+        (lambda: ProjectConfiguration(save_on_each_node=True), UnsupportedArgumentError, "put project_dir on a shared disk"),
         (lambda: GradientAccumulationPlugin(0), ConfigurationError, r"num_steps=\) must be an integer ≥ 1, not 0"),
         (lambda: GradientAccumulationPlugin(True), ConfigurationError, "must be an integer"),
         (lambda: GradientAccumulationPlugin(2, sync_with_dataloader=False), UnsupportedArgumentError, "Leave it out"),

@@ -117,7 +117,7 @@ def test_a_profile_without_a_schedule() -> None:
         (
             lambda: DistributedDataParallelKwargs(comm_hook="power_sgd", comm_wrapper=DDPCommunicationHookType.FP16),
             UnsupportedArgumentError,
-            r"comm_wrapper='fp16'\) is not offered",
+            r"comm_wrapper='fp16'\) is not supported",
         ),
         (lambda: DistributedDataParallelKwargs(comm_state_option={"a": 1}), ConfigurationError, "not for 'no'. Leave it out"),
         (lambda: GradScalerKwargs(growth_factor=1.0), ConfigurationError, r"growth_factor=1.0\): expected a number > 1"),

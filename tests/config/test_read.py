@@ -21,7 +21,7 @@ from helpers.launch.configurations import (
 )
 
 from trainkit.config.read import default_file, read_settings
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 
 MACHINE = {"debug": False, "machine_rank": 0, "num_machines": 1}
@@ -109,8 +109,8 @@ def test_unknown_keys(text: str, words: str) -> None:
     ("deepspeed_config: {gradient_clipping: -1}", "gradient_clipping must be a number ≥ 0, or auto, not -1."),
     ("deepspeed_config: {gradient_clipping: .inf}", "gradient_clipping must be a number ≥ 0, or auto, not inf."),
     ("deepspeed_config: {offload_param_device: disk}", "offload_param_device must be one of none, cpu, nvme, not 'disk'."),
-    ("deepspeed_config: 3", "conf.yaml: deepspeed_config must hold keys and values, not 3."),
-    ("[1, 2]", "conf.yaml must hold keys and values, such as num_processes: 2, not '[1, 2]'."),
+    ("deepspeed_config: 3", "conf.yaml: deepspeed_config must contain keys and values, not 3."),
+    ("[1, 2]", "conf.yaml must contain keys and values, such as num_processes: 2, not '[1, 2]'."),
     ("a: b: c", "conf.yaml is no YAML: mapping values are not allowed here"),
     ("gradient_accumulation_steps: 2\ndeepspeed_config: {gradient_accumulation_steps: 4}",
      "conf.yaml has gradient_accumulation_steps twice, 2 and 4. Give one of them."),
@@ -123,19 +123,19 @@ def test_wrong_values(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("text, words", [
-    (FSDP, "conf.yaml: distributed_type: FSDP is not offered; parameters are divided by ZeRO: write distributed_type: DEEPSPE"),
-    (accelerates(distributed_type="MULTI_XPU"), "distributed_type: MULTI_XPU is not offered; there is no strategy for these"),
-    (accelerates(mixed_precision="fp8"), "mixed_precision: fp8 is not offered; write bf16, or fp16."),
-    (accelerates(deepspeed_config={"zero_stage": 0}), "deepspeed_config: zero_stage: 0 is not offered; without ZeRO it is DDP"),
+    (FSDP, "conf.yaml: distributed_type: FSDP is not supported; ZeRO shards parameters: write distributed_type: DEEP"),
+    (accelerates(distributed_type="MULTI_XPU"), "distributed_type: MULTI_XPU is not supported; there is no strategy for these"),
+    (accelerates(mixed_precision="fp8"), "mixed_precision: fp8 is not supported; write bf16, or fp16."),
+    (accelerates(deepspeed_config={"zero_stage": 0}), "deepspeed_config: zero_stage: 0 is not supported; without ZeRO it is"),
     (accelerates(deepspeed_config={"deepspeed_multinode_launcher": "openmpi"}), "start the script by mpirun, which is recogni"),
-    (accelerates(deepspeed_config={"deepspeed_moe_layer_cls_names": "A"}), "tell DeepSpeed itself, before the model is prepar"),
-    (accelerates(dynamo_config={"dynamo_backend": "OFI"}), "dynamo_config: dynamo_backend: OFI is not offered; write inductor"),
+    (accelerates(deepspeed_config={"deepspeed_moe_layer_cls_names": "A"}), "call DeepSpeed yourself, before the model is prep"),
+    (accelerates(dynamo_config={"dynamo_backend": "OFI"}), "dynamo_config: dynamo_backend: OFI is not supported; write induct"),
     (accelerates(dynamo_config={"dynamo_use_regional_compilation": True}), "compile the parts that repeat in the script"),
-    (accelerates(enable_cpu_affinity=True), "enable_cpu_affinity: True is not offered; start the script by numactl."),
+    (accelerates(enable_cpu_affinity=True), "enable_cpu_affinity: True is not supported; start the script by numactl."),
     (accelerates(tpu_use_cluster=True), "start each machine of a TPU slice by gcloud"),
-    (accelerates(mpirun_config={"mpirun_hostfile": "x"}), "start the script by mpirun, which is recognised"),
-    (accelerates(rdzv_backend="etcd"), "rdzv_backend: 'etcd' is not offered; leave it out."),
-    ("fp16: true", "fp16 is of an old version of Accelerate; write mixed_precision: fp16."),
+    (accelerates(mpirun_config={"mpirun_hostfile": "x"}), "start the script by mpirun, which is recognized"),
+    (accelerates(rdzv_backend="etcd"), "rdzv_backend: 'etcd' is not supported; leave it out."),
+    ("fp16: true", "fp16 is from an old version of Accelerate; write mixed_precision: fp16."),
     ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\nec2_instance_type: y", "compute_environment: 'AMAZON_SAGEMAKER"),
 ])  # fmt: skip
 def test_what_accelerate_has_and_we_have_not(text: str, words: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainkit.config.read import read_settings
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.config.write import write_settings
 from trainkit.errors import ConfigurationError
 from trainkit.utils.basic_config import write_basic_config
@@ -51,7 +51,7 @@ def test_one_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> Non
         write_settings(SETTINGS, "file/conf.yaml")
     for name in ("conf.yaml", os.devnull):
         Path("conf.yaml").mkdir(exist_ok=True)
-        with pytest.raises(ConfigurationError, match=f"{name} is there and is no file. Name another one."):
+        with pytest.raises(ConfigurationError, match=f"{name} exists and is not a file. Name another one."):
             write_settings(SETTINGS, name)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "conf.yaml"}
     assert not Path(os.devnull).is_file()
@@ -90,13 +90,13 @@ def test_one_that_is_there_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     before = Path("default.yaml").read_text()
     assert write_basic_config("fp16") is False
     assert Path("default.yaml").read_text() == before
-    assert "default.yaml is there, and is left as it is." in caplog.text
+    assert "default.yaml exists and was not changed." in caplog.text
 
 
 def test_a_precision_that_is_none() -> None:
     with pytest.raises(ConfigurationError, match="mixed_precision must be one of no, fp16, bf16, not 'half'"):
         write_basic_config("half", "conf.yaml")
-    with pytest.raises(ConfigurationError, match="fp8 is not offered; write bf16"):
+    with pytest.raises(ConfigurationError, match="fp8 is not supported; write bf16"):
         write_basic_config("fp8", "conf.yaml")
     assert not Path("conf.yaml").exists()
 

@@ -11,7 +11,7 @@ from helpers.runs.trainers import make_trainer
 
 from trainkit import Callback
 from trainkit.errors import HookError
-from trainkit.hooks.names import HOOKS
+from trainkit.hooks.hook_names import HOOKS
 
 
 def test_an_idle_callback_is_in_no_tuple() -> None:

@@ -11,7 +11,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 
 from trainkit import Callback, TrainModule
-from trainkit.hooks.names import HOOKS
+from trainkit.hooks.hook_names import HOOKS
 
 # A new hook, or another argument, is a decision: it needs a line in the changelog, one in the docs and one here.
 FROZEN = {

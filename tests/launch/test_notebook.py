@@ -67,7 +67,7 @@ def test_the_parameters_are_those_of_accelerate() -> None:
     ({"args": "ab"}, ConfigurationError, "args must be a tuple"),
     ({"num_processes": 0}, ConfigurationError, r"\(num_processes=\) must be an integer ≥ 1 or None, not 0"),
     ({"num_processes": True}, ConfigurationError, r"\(num_processes=\) must be an integer ≥ 1 or None, not True"),
-    ({"mixed_precision": "fp8"}, UnsupportedArgumentError, "mixed_precision: fp8 is not offered; write bf16, or fp16"),
+    ({"mixed_precision": "fp8"}, UnsupportedArgumentError, "mixed_precision: fp8 is not supported; write bf16, or fp16"),
     ({"mixed_precision": "half"}, ConfigurationError, "mixed_precision must be one of no, fp16, bf16"),
     ({"max_restarts": -1}, ConfigurationError, r"\(max_restarts=\) must be an integer ≥ 0"),
     ({"num_nodes": 2}, ConfigurationError, r"num_nodes=2 needs the address of the first node.*master_addr='host0'"),

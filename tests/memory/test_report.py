@@ -16,7 +16,7 @@ from torch import nn
 
 from trainkit import TrainModule
 from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError, OptimizerError
-from trainkit.memory.inventory import parse_bytes, twin_of
+from trainkit.memory.inventory import parse_bytes, placeholder_of
 from trainkit.memory.report import MemoryPlan, Row
 from trainkit.strategies import DDPStrategy
 from trainkit.trainer.memory_plan import contents_of_module
@@ -89,7 +89,7 @@ def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     made = plan(device_memory="80G", host_memory="512G", processes=[1, 8])
     shown = capsys.readouterr().out
     assert shown == f"{made}\n"
-    assert "Not in it: activations" in shown
+    assert "Not included: activations" in shown
     assert "fits in 80.0 GiB a device and 512.0 GiB a machine: single, 1 process" in shown
 
 
@@ -131,7 +131,7 @@ def test_each_process_builds_the_module_first() -> None:
     made = plan(late, processes=[4], device_memory="1G", host_memory="50M")
     assert row(made, "zero3", 4).fits
     assert not row(made, "zero2", 4).fits
-    assert "Each process but those of stage 3" in str(made)
+    assert "Each process except in stage 3" in str(made)
     assert made.trained == T
     assert not [*late.parameters()]
 
@@ -156,7 +156,7 @@ def test_a_module_without_values() -> None:
 
 def test_tied_parameters_count_once() -> None:
     assert plan(Tied(), processes=[1]).trained == T
-    twin: Any = twin_of(Tied())
+    twin: Any = placeholder_of(Tied())
     assert twin.other.weight is twin.embedding.weight
 
 
@@ -236,7 +236,9 @@ def test_a_large_model_takes_no_memory() -> None:
     assert kilobytes < 100_000 * (1024 if sys.platform == "darwin" else 1)
 
 
-@pytest.mark.parametrize("text, size", [("80G", 80 * 2**30), ("1.5TiB", 3 * 2**39), ("512 MB", 2**29), ("7", 7), ("2k", 2048)])
+@pytest.mark.parametrize(
+    "text, size", [("80G", 80 * 2**30), ("1.5TiB", 3 * 2**39), ("512 MB", 2**29), ("7", 7), ("2k", 2048), ("8e9", 8 * 10**9)]
+)
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
@@ -279,7 +281,7 @@ class Needy(torch.optim.SGD):
     [
         (Empty(), ModuleError, "has no parameters"),
         (Without(), MissingMethodError, "has no configure_optimizers"),
-        (Odd(), OptimizerError, "how much Needy keeps .* a closure is needed"),
+        (Odd(), OptimizerError, "state of Needy is unknown: .* a closure is needed"),
         (nn.Linear(2, 2), ModuleError, "expected a TrainModule, received Linear"),
         (Without, ModuleError, r"make an instance: Without\(\)"),
     ],

@@ -58,7 +58,7 @@ def test_arguments_that_were_not_saved() -> None:
 
     trainer = saved(Needs(nn.Identity(), 0.5))
     path = trainer.checkpoint_callback.last_model_path
-    with pytest.raises(CheckpointError, match=r"does not hold the arguments backbone, rate of Needs\. Give them"):
+    with pytest.raises(CheckpointError, match=r"does not contain the arguments backbone, rate of Needs\. Pass them"):
         Needs.load_from_checkpoint(path)
     assert same(parameters_of(Needs.load_from_checkpoint(path, backbone=nn.Identity(), rate=1.0)), parameters_of(trainer.model))
 

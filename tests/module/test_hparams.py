@@ -225,7 +225,7 @@ def test_a_name_that_is_no_argument() -> None:
     "args", [(5,), (None,), (["lr"],), (Config,), ({"a": 1}, {"b": 1}), ("lr", {"b": 1}), (SimpleNamespace(),)]
 )
 def test_what_holds_no_hyper_parameters(args: tuple[Any, ...]) -> None:
-    with pytest.raises(ConfigurationError, match="takes names of arguments, or one dict, Namespace or dataclass, not"):
+    with pytest.raises(ConfigurationError, match="accepts names of arguments, or one dict, Namespace or dataclass, not"):
         Given(*args)
 
 

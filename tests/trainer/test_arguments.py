@@ -187,7 +187,7 @@ def test_the_verbs_take_lightnings_keywords(verb: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="ckpt_path='last': there is no checkpoint in .*trainkit_runs"):
         run(model=TinyModule(), ckpt_path="last", **loaders)
     with pytest.raises(
-        UnsupportedArgumentError, match=rf"Trainer\.{verb}\(weights_only=\.\.\.\): .*a checkpoint holds no code"
+        UnsupportedArgumentError, match=rf"Trainer\.{verb}\(weights_only=\.\.\.\): .*a checkpoint contains no code"
     ):
         run(model=TinyModule(), weights_only=True, **loaders)
     with pytest.raises(UnknownNameError, match=rf"Trainer\.{verb} has no argument 'datamodul'. Did you mean 'datamodule'"):

@@ -29,7 +29,7 @@ from trainkit.errors import (
     OptimizerError,
     TrainkitError,
 )
-from trainkit.hooks.names import REMOVED, WARNED
+from trainkit.hooks.hook_names import REMOVED, WARNED
 from trainkit.loggers import CSVLogger
 
 
@@ -125,7 +125,7 @@ MODULES: dict[str, tuple[Callable[[], Any], type[TrainkitError], list[str]]] = {
     "dataloader_iter": (
         lambda: made(training_step=lambda self, dataloader_iter: None),
         HookError,
-        ["Mine.training_step takes dataloader_iter, which is not offered", "def training_step(self, batch, batch_idx)"],
+        ["Mine.training_step takes dataloader_iter, which is not supported", "def training_step(self, batch, batch_idx)"],
     ),
     "a step that takes nothing": (
         lambda: made(validation_step=lambda self: None),

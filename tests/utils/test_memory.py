@@ -25,7 +25,7 @@ def test_sizes_are_tried_until_one_fits(caplog: pytest.LogCaptureFixture) -> Non
 
     assert train("a", scale=2) == ("a", 162)
     assert tried == [100, 90, 81]
-    assert "train: a batch size of 90 does not fit into the memory (CUDA out of memory. Tried" in caplog.text
+    assert "train: a batch size of 90 does not fit into memory (CUDA out of memory. Tried" in caplog.text
     assert train(name="b") == ("b", 81), "what has fitted is kept"
     assert tried[3:] == [81]
 
@@ -74,7 +74,7 @@ def test_nothing_fits() -> None:
     def train(batch_size: int) -> None:
         raise MemoryError
 
-    with pytest.raises(ConfigurationError, match="train: no batch size fits into the memory, not even 1"):
+    with pytest.raises(ConfigurationError, match="train: no batch size fits into memory, not even 1"):
         train()
 
     @find_executable_batch_size(starting_batch_size=3, reduce_batch_size_fn=lambda: 3)
@@ -91,7 +91,7 @@ def test_a_call_with_a_batch_size(arguments: tuple[Any, ...], options: dict[str,
     def train(batch_size: int, name: str) -> None:
         raise AssertionError("called")
 
-    with pytest.raises(ConfigurationError, match="train gets the batch size as its first argument"):
+    with pytest.raises(ConfigurationError, match="passes the batch size as the first argument of train"):
         train(*arguments, **options)
 
 

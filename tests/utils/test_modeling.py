@@ -108,7 +108,7 @@ def test_what_is_left_without_values() -> None:
     save_file({"0.weight": torch.ones(2, 2)}, "half.safetensors")
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="3 tensors of the model still have no values.*: 0.bias, 1.bias, 1.weight. Give them"):
+    with pytest.warns(UserWarning, match="3 tensors of the model still have no values.*: 0.bias, 1.bias, 1.weight. Init"):
         load_checkpoint_in_model(model, "half.safetensors")
     assert torch.equal(model[0].weight, torch.ones(2, 2))
     assert model[1].weight.is_meta
@@ -149,7 +149,7 @@ def test_a_device_for_each_module(folder: Path) -> None:
 @pytest.mark.parametrize(
     "device_map, kind, said",
     [
-        ("auto", UnsupportedArgumentError, r"device_map='auto'\): models are not divided by themselves.*strategy='zero3'"),
+        ("auto", UnsupportedArgumentError, r"device_map='auto'\): models are not split automatically.*strategy='zero3'"),
         ({"": "disk"}, UnsupportedArgumentError, "weights are not offloaded here"),
         ({"": "auto"}, UnsupportedArgumentError, "name the device"),
         ({"": None}, ConfigurationError, "expected a device"),
@@ -157,7 +157,7 @@ def test_a_device_for_each_module(folder: Path) -> None:
         ({"": 99}, ConfigurationError, "cuda"),
         (["cpu"], ConfigurationError, "must be a dict of names to devices"),
         ({"": "cpu", "bdy": "cpu"}, UnknownNameError, "Net has no 'bdy'. Did you mean 'body'?"),
-        ({"body": "cpu"}, ConfigurationError, "says nothing of '(scale|embedding.weight)'"),
+        ({"body": "cpu"}, ConfigurationError, "no device for '(scale|embedding.weight)'"),
     ],
 )
 def test_device_maps_that_are_refused(device_map: Any, kind: type[Exception], said: str, folder: Path) -> None:
@@ -169,7 +169,7 @@ def test_device_maps_that_are_refused(device_map: Any, kind: type[Exception], sa
 
 def test_tied_tensors_on_two_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.utils.placing.find_device", torch.device)  # as if there were a GPU
-    with pytest.raises(ConfigurationError, match=r"'embedding.weight' and 'head.weight' are one tensor.*on cpu and on cuda:0"):
+    with pytest.raises(ConfigurationError, match=r"'embedding.weight' and 'head.weight' are one tensor.*to cpu and cuda:0"):
         load_checkpoint_in_model(net(), folder, device_map={"": 0, "embedding": "cpu"})
 
 
@@ -221,7 +221,7 @@ def test_checkpoints_of_trainkit() -> None:
     accelerator = Accelerator()
     model, _ = accelerator.prepare(net(), nn.Linear(1, 1))
     accelerator.save_state("two")
-    with pytest.raises(CheckpointError, match=r"two holds 2 models \(model, model_1\).*load_state\('two', restore="):
+    with pytest.raises(CheckpointError, match=r"two contains 2 models \(model, model_1\).*load_state\('two', restore="):
         load_checkpoint_in_model(net(), "two")
     load_checkpoint_in_model(other := net(2), "two/model.safetensors", strict=True)
     assert same(state(other), state(model))
@@ -288,13 +288,17 @@ def another_index(**places: str) -> Callable[[Path], Any]:
 @pytest.mark.parametrize(
     "change, kind, said",
     [
-        (another_index(x="../secret.safetensors"), CorruptCheckpointError, "'../secret.safetensors' is no name of a file"),
+        (another_index(x="../secret.safetensors"), CorruptCheckpointError, "'../secret.safetensors' is not the name of a file"),
         (
             another_index(x="nowhere.safetensors"),
             CheckpointNotFoundError,
             "nowhere.safetensors cannot be read: there is no such",
         ),
-        (another_index(x="model-00001-of-00008.safetensors"), CorruptCheckpointError, "the index says that 'x' is in it"),
+        (
+            another_index(x="model-00001-of-00008.safetensors"),
+            CorruptCheckpointError,
+            "'x' is in the index, but not in the file",
+        ),
         (another_index(x="pytorch_model-1.bin"), CheckpointError, "pytorch_model-1.bin is a pickle"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{}"), CorruptCheckpointError, "it has no weight_map"),
         (lambda f: (f / "other.safetensors.index.json").write_text("{}"), CheckpointError, "has several indices: model"),
@@ -311,7 +315,7 @@ def test_damage(change: Callable[[Path], Any], kind: type[Exception], said: str,
 
 def test_nothing_to_read() -> None:
     os.mkdir("empty")
-    with pytest.raises(CheckpointNotFoundError, match="it holds nothing"):
+    with pytest.raises(CheckpointNotFoundError, match="it contains nothing"):
         load_checkpoint_in_model(net(), "empty")
     with pytest.raises(CheckpointNotFoundError, match="nowhere cannot be read: there is no such file"):
         load_checkpoint_in_model(net(), "nowhere")
@@ -336,11 +340,11 @@ def test_nothing_to_read() -> None:
     "options, kind, said",
     [
         ({"offload_8bit_bnb": True}, UnsupportedArgumentError, "BitsAndBytesConfig"),
-        ({"full_state_dict": False}, UnsupportedArgumentError, "weights are whole tensors"),
+        ({"full_state_dict": False}, UnsupportedArgumentError, "tensors are not sharded"),
         ({"broadcast_from_rank0": True}, UnsupportedArgumentError, "each process reads the files"),
-        ({"dtype": "int8"}, UnknownNameError, "floating-point numbers, not 'int8'"),
+        ({"dtype": "int8"}, UnknownNameError, "floating-point dtype, not 'int8'"),
         ({"dtype": "bfloat"}, UnknownNameError, "Did you mean 'bfloat16'"),
-        ({"dtype": torch.int64}, UnknownNameError, "floating-point numbers"),
+        ({"dtype": torch.int64}, UnknownNameError, "floating-point dtype"),
     ],
 )
 def test_arguments_that_are_refused(options: dict[str, Any], kind: type[Exception], said: str, folder: Path) -> None:

@@ -24,7 +24,7 @@ def on_several() -> list[Any]:
     assert received is given
     with pytest.raises(ConfigurationError, match="the same length and process on all processes; rank 0: 0 from 0, rank 1: 1"):
         broadcast_object_list([None] * rank)
-    with pytest.raises(ConfigurationError, match=r"from_process=7\): there are 0 to 2"):
+    with pytest.raises(ConfigurationError, match=r"from_process=7\): expected a rank from 0 to 2"):
         broadcast_object_list([], from_process=7)
     shown = []
     for everywhere in (False, True):

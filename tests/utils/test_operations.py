@@ -86,7 +86,7 @@ def on_two(folder: str) -> dict[str, Any]:
         broadcast(torch.ones(rank + 1))
     with pytest.raises(ConfigurationError, match="from_process must be the same on all processes; rank 0: 0, rank 1: 1"):
         broadcast(mine, from_process=rank)
-    with pytest.raises(ConfigurationError, match=r"from_process=2\): there are 0 to 1"):
+    with pytest.raises(ConfigurationError, match=r"from_process=2\): expected a rank from 0 to 1"):
         broadcast(mine, from_process=2)
 
     ordered = Appending(Path(folder, "ordered"))
@@ -164,7 +164,7 @@ def test_a_process_that_is_alone_needs_no_accelerator(monkeypatch: pytest.Monkey
     wait_for_everyone()
     with pytest.raises(ConfigurationError, match="reduction must be one of"):
         reduce(x, "median")
-    with pytest.raises(ConfigurationError, match=r"from_process=1\): there are 0 to 0"):
+    with pytest.raises(ConfigurationError, match=r"from_process=1\): expected a rank from 0 to 0"):
         broadcast(x, from_process=1)
 
 
@@ -203,5 +203,5 @@ def test_send_to_device() -> None:
     assert sent["x"].device.type == sent["more"][0].device.type == "meta"
     assert sent["names"] == ["a"]
     assert batch["x"].device.type == "cpu"
-    with pytest.raises(UnsupportedArgumentError, match="Take these out of the batch before"):
+    with pytest.raises(UnsupportedArgumentError, match="Remove these keys from the batch first"):
         send_to_device(batch, "cpu", skip_keys="x")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from trainkit.accelerator.options import mixed_name
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType, distributed_type
-from trainkit.config.values import Plugin
+from trainkit.config.settings import Plugin
 from trainkit.console import notice
 from trainkit.errors import nearest
 from trainkit.strategy import Strategy

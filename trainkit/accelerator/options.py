@@ -20,7 +20,7 @@ from trainkit.config.kwargs_handlers import (
     ProfileKwargs,
     sorted_handlers,
 )
-from trainkit.config.values import Plugin
+from trainkit.config.settings import Plugin
 from trainkit.distributed.device import find_device
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError

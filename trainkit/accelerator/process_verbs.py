@@ -17,7 +17,7 @@ from trainkit.accelerator.options import mixed_name
 from trainkit.accelerator.processes import Processes, only_where
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.distributed_type import DistributedType, distributed_type
-from trainkit.config.values import Plugin
+from trainkit.config.settings import Plugin
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.strategy import Strategy

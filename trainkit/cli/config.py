@@ -1,4 +1,4 @@
-"""``trainkit config``: writes the file that says where and how scripts run, out of answers or out of flags."""
+"""``trainkit config``: write a configuration file from flags or from answers to questions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, with_nearest
 from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, KEYS, Key, checked
+from trainkit.config.settings import Settings
 from trainkit.config.settled import settled
-from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
 from trainkit.launch.tpu import DEVICE
 from trainkit.registry import automatic_info
@@ -23,8 +23,8 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``trainkit config``."""
     parser.epilog = (
-        "Without a flag it asks, on a terminal. The file has Accelerate's form, and one that is there is replaced. trainkit "
-        "launch and trainkit test read the default file by themselves."
+        "Without flags it asks questions on a terminal. The file has Accelerate's format; an existing file is replaced. "
+        "trainkit launch and trainkit test read the default file."
     )
     add_config_file(parser, "the file; default: trainkit/default_config.yaml in the cache folder ($TRAINKIT_CONFIG_FILE)")
     add_flags(parser)
@@ -42,31 +42,31 @@ def run(args: argparse.Namespace) -> int:
     if not settings:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise ConfigurationError(
-                "there is no terminal to ask on. Say what the file is to hold: trainkit config --num_processes 2 "
-                "--mixed_precision bf16 ..."
+                "There is no terminal to ask questions on. Pass flags: trainkit config --num_processes 2 --mixed_precision "
+                "bf16 ..."
             )
         if path.exists():
-            print(f"{path} is there, and is replaced when all is answered. Ctrl-C leaves it as it is.")
+            print(f"{path} exists, and is replaced after the last answer. Ctrl-C keeps it.")
         settings = _asked()
-    settled(settings)  # what contradicts itself is not written
+    settled(settings)  # raises for contradictions before anything is written
     replaced = path.exists()
     write_settings(settings, path)
-    print(f"written: {path}" + (", in the place of the one that was there" if replaced else ""))
+    print(f"written: {path}" + (", which replaces the old one" if replaced else ""))
     print("used by: trainkit launch " + ("" if path == default else f"--config_file {path} ") + "script.py")
     return 0
 
 
 def _asked() -> Settings:
-    """What the user answers."""
+    """The settings from the answers of the user."""
     try:
         return _Questions().all()
     except EOFError:
         print()
-        raise ConfigurationError("the input has ended before all was answered. Nothing was written.") from None
+        raise ConfigurationError("The input ended before the last answer. Nothing was written.") from None
 
 
 class _Questions:
-    """What is asked, one question after the other, and the answers."""
+    """Asks one question after the other, and keeps the answers."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -88,7 +88,7 @@ class _Questions:
         )
         self._values["distributed_type"] = "DEEPSPEED" if self._backend else several
         self._values["use_cpu"] = kind == "cpu"
-        if CONFIG_FILE not in self._backend:  # which says it
+        if CONFIG_FILE not in self._backend:  # it has the precision
             self._keep("mixed_precision", "Precision: no (float32), fp16 or bf16", "no")
         if kind != "tpu" and not self._backend:
             question = "Compile the model: no, or a backend of torch.compile such as inductor"
@@ -106,18 +106,18 @@ class _Questions:
                 return None if rank <= last else f"the numbers go from 0 to {last}"
 
             self._keep("machine_rank", "The number of this machine, from 0", 0, fits=below)
-            self._keep("main_process_ip", "Name or address of machine 0, as the others can reach it", None)
+            self._keep("main_process_ip", "Name or address of machine 0, reachable from the others", None)
             self._keep("main_process_port", "A free port there", 29500, fits=lambda port: None if port else "it must be known")
         return machines
 
     def _processes(self, machines: int, gpus: int) -> int:
         def divisible(number: int) -> str | None:
-            return None if number % machines == 0 else f"it is of all {machines} machines together, as many on each"
+            return None if number % machines == 0 else f"it is the total of all {machines} machines, with equally many on each"
 
         return int(self._keep("num_processes", "Processes of all machines together", machines * max(1, gpus), fits=divisible))
 
     def _zero(self) -> None:
-        question = "Divide by DeepSpeed's ZeRO: no, stage 1, 2 or 3, or the path of a DeepSpeed configuration"
+        question = "Shard with DeepSpeed's ZeRO: no, stage 1, 2 or 3, or the path of a DeepSpeed configuration"
         stage = self._ask(question, "no", _stage)
         if stage == "no":
             return
@@ -133,10 +133,10 @@ class _Questions:
             self._backend[f"offload_{part}_device"] = place
             if place == "nvme":
                 self._keep(f"offload_{part}_nvme_path", "A folder on a fast disk", None, BACKEND)
-        self._keep("gradient_accumulation_steps", "Micro-batches in an update; auto: as the script says", "auto")
-        self._keep("gradient_clipping", "Largest norm of the gradients; auto: as the script says", "auto", BACKEND)
+        self._keep("gradient_accumulation_steps", "Micro-batches per optimizer step; auto: as in the script", "auto")
+        self._keep("gradient_clipping", "Largest norm of the gradients; auto: as in the script", "auto", BACKEND)
         if stage == 3:
-            self._keep("zero3_init_flag", "Divide a transformers model as it is made (yes or no)", True, BACKEND)
+            self._keep("zero3_init_flag", "Shard a transformers model while it is built (yes or no)", True, BACKEND)
             self._keep("zero3_save_16bit_model", "Let save_model write 16-bit parameters (yes or no)", False, BACKEND)
 
     def _keep(
@@ -147,7 +147,7 @@ class _Questions:
         table: Mapping[str, Key] = KEYS,
         fits: Callable[[Any], str | None] = lambda value: None,
     ) -> Any:
-        """Ask for a key, and keep the answer."""
+        """Ask for the value of a key, and keep the answer."""
 
         def read(text: str) -> Any:
             value = checked(name, text, table, name)
@@ -188,7 +188,7 @@ def _stage(text: str) -> int | str:
     if not text.isdigit():
         if os.path.isfile(text):
             return text
-        raise ConfigurationError(f"no, 1, 2, 3 or a file, and there is no file {text!r}.")
+        raise ConfigurationError(f"expected no, 1, 2, 3 or a file, and there is no file {text!r}.")
     return int(checked("zero_stage", text, BACKEND, "the stage"))
 
 
@@ -201,7 +201,7 @@ def _at_least(processes: int) -> Callable[[str], str | None]:
 
 
 def _devices() -> tuple[int, str]:
-    """The GPUs of this machine, and what to run on if nothing is said."""
+    """The number of GPUs of this machine, and the default kind of device."""
     import torch
 
     from trainkit.launch.tpu import tpu_is_chosen

@@ -1,4 +1,4 @@
-"""``trainkit env``: what a bug report should say of the versions, the machine, and how the process was started. No secrets."""
+"""``trainkit env``: versions, hardware and environment variables for a bug report, without secrets."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainkit._version import __version__
+from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_place
 from trainkit.registry import strategy_infos
@@ -24,21 +26,19 @@ _PACKAGES = (
 _OTHERS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "peft", "matplotlib")
 _REQUIRED = {"torch", "numpy", "safetensors", "tqdm", "PyYAML"}
 
-# Variables whose values say how a run was set up.
+# Variables to print with their values.
 _SHOWN = (
     "CUDA_", "CUBLAS_", "GLOO_", "KMP_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_VISIBLE", "OMP_", "PET_",
     "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTORCH_", "TORCH", "TRAINKIT_",
 )  # fmt: skip
-_PLACES = {
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "SLURM_PROCID",
-    "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NNODES", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE",
-    "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_RANK",
-    "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE",
-}  # fmt: skip
+# So are ranks and sizes under the names of the launchers.
+_PLACES = re.compile(
+    r"((LOCAL_|GROUP_|NODE_|CROSS_|OMPI_COMM_WORLD_(LOCAL_)?|PMI_|MV2_COMM_WORLD_|JSM_NAMESPACE_(LOCAL_)?)?(RANK|SIZE|WORLD_SIZE)"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NNODES|PTY_PORT|STEP_ID|(STEP_)?(NUM_TASKS|NTASKS|TASKS_PER_NODE|NTASKS_PER_NODE))"
+    r"|MPI_LOCAL(RANKID|NRANKS))"
+)
 
-# Of these the names are told: the values are of the cluster's and the user's business.
+# Variables to print by name only: their values may be private.
 _NAMED = (
     "COMET_", "JSM_", "KUBERNETES_", "LSB_", "LSF_", "MLFLOW_", "MPI_", "MV2_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "WANDB_",
 )  # fmt: skip
@@ -48,7 +48,7 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommand has no arguments."""
+    """No arguments."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _version(name: str) -> str | None:
-    """Of a package; ``None`` if it is optional and not there."""
+    """The version of a package; ``None`` for an optional one that is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -98,7 +98,7 @@ def _memory() -> str:
 def _torch() -> list[tuple[str, str]]:
     try:
         import torch
-    except Exception as error:  # a report is needed most where something is broken
+    except Exception as error:  # the report must work for a broken installation
         return [("torch", f"{_version('torch')}, cannot be imported: {type(error).__name__}: {error}")]
     rows = [("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")]
     built = torch.version.cuda or torch.version.hip
@@ -112,32 +112,29 @@ def _torch() -> list[tuple[str, str]]:
         rows.append(("gpus", "MPS" if torch.backends.mps.is_available() else "none"))
     import torch.distributed as dist
 
-    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_available() and _has(dist, name)]
+    backends = [
+        name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_available() and getattr(dist, f"is_{name}_available")()
+    ]
     rows.append(("distributed", ", ".join(backends) or "not in this build of torch"))
     return rows
-
-
-def _has(dist: object, backend: str) -> bool:
-    asked = getattr(dist, f"is_{backend}_available", None)
-    return asked is not None and bool(asked())
 
 
 def _launcher(env: Mapping[str, str]) -> str:
     try:
         place = read_place(env)
     except ConfigurationError as error:
-        return f"a contradiction: {error}"
+        return f"contradictory variables: {error}"
     if place is None:
-        return f"nobody: a process of its own{' (interactive)' if sys.flags.interactive else ''}"
-    machines = f", {place.nodes} machine{'s' if place.nodes != 1 else ''}" if place.nodes is not None else ""
-    return f"{place.launcher}: process {place.rank} of {place.size}{machines} ({place.reason})"
+        return f"no launcher: a single process{' (interactive)' if sys.flags.interactive else ''}"
+    nodes = "" if place.nodes is None else f", {counted(place.nodes, 'node')}"
+    return f"{place.launcher}: rank {place.rank} of {place.size}{nodes} ({place.reason})"
 
 
 def _variables(env: Mapping[str, str]) -> Iterator[str]:
-    """The variables that matter here; values only where they cannot be secret."""
+    """The relevant variables; values only if they are not secret."""
     prefixes = (*_SHOWN, *(prefix for info in strategy_infos() for prefix in info.variables))
     for name in sorted(env):
-        shown = name in _PLACES or name.startswith(prefixes)
+        shown = _PLACES.fullmatch(name) is not None or name.startswith(prefixes)
         if not shown and not name.startswith(_NAMED):
             continue
         secret = any(part in name.upper() for part in _SECRET)

@@ -21,7 +21,7 @@ from trainkit.cli.launch_nodes import (
 )
 from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, of_file, with_nearest
 from trainkit.config.carried import VARIABLE, with_environment
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.launch.hostfile import read_hostfile
 from trainkit.launch.nodes import grace, join_timeout, quietly

@@ -9,8 +9,8 @@ from dataclasses import replace
 from trainkit.checks import whole_number
 from trainkit.config.carried import carry
 from trainkit.config.keys import HOSTFILE, MULTINODE_LAUNCHER
+from trainkit.config.settings import Settings
 from trainkit.config.settled import settled
-from trainkit.config.values import Settings
 from trainkit.errors import ConfigurationError
 from trainkit.launch.hostfile import Host
 from trainkit.launch.nodes import Nodes, node_range, read_nodes

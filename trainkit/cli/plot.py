@@ -1,4 +1,4 @@
-"""``trainkit plot RUN_DIR``: the metrics of a run as a picture, one panel for metrics that belong together."""
+"""``trainkit plot RUN_DIR``: draw the metrics of a run, with related metrics in one panel."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ __all__ = ["add_arguments", "draw", "run"]
 _STAGE = re.compile(r"^(train|training|val|valid|validation|test|eval)[_/.-]+", re.IGNORECASE)
 _FORK = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")
 _PANEL = (5.2, 3.4)  # inches
-_LARGEST = 1e100  # matplotlib's own arithmetic overflows near the largest float64; a loss of that size has none
-_FEW = 40  # points that are still marked one by one
-_MANY = 20_000  # points from which on the best place for a legend is slow to find
+_LARGEST = 1e100  # matplotlib overflows near the largest float64
+_FEW = 40  # up to this number, points have markers
+_MANY = 20_000  # from this number, the best place for a legend is slow to find
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``trainkit plot``."""
     parser.add_argument(
-        "run_dir", metavar="RUN_DIR", help="a run's folder (…/version_3), or a folder above it: the newest run is taken"
+        "run_dir", metavar="RUN_DIR", help="a run's folder (…/version_3), or a folder above it, for the newest run"
     )
     parser.add_argument("--out", metavar="FILE", help="the PNG file (default: metrics.png in the run's folder)")
-    parser.add_argument("--metrics", metavar="A,B", help="draw only these; 'loss' means train_loss and val_loss too")
-    parser.add_argument("--x", choices=("step", "epoch"), default="step", help="the axis (default: step)")
+    parser.add_argument("--metrics", metavar="A,B", help="draw only these; 'loss' includes train_loss and val_loss")
+    parser.add_argument("--x", choices=("step", "epoch"), default="step", help="the x-axis (default: step)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw the run that the arguments name; prints which one and where the picture is."""
+    """Draw a run; print its folder and the file of the picture."""
     folder = find_run(args.run_dir)
     print(f"Reading {folder}")
     metrics = read_metrics(folder)
@@ -50,21 +50,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw(metrics: Mapping[str, Series], out: str | os.PathLike[str], *, x: str = "step", title: str | None = None) -> Path:
-    """Draw metrics to a PNG file, one panel for those that belong together: train_loss and val_loss share one.
+    """Draw metrics to a PNG file, with related metrics in one panel: train_loss and val_loss share one.
 
-    Values that are not finite are left out as gaps, and counted in the legend.
+    Values that are not finite are gaps, counted in the legend.
 
     Args:
-        metrics: Name → [(step, value), …], as ``read_metrics`` gives them.
-        out: The file to write, ending in ``.png``; its folder is made.
-        x: "step", or "epoch": then a point is the mean of a metric over an epoch, told by the metric "epoch".
-        title: Written above the panels.
+        metrics: Name → [(step, value), …], as ``read_metrics`` returns them.
+        out: The file to write, ending in ``.png``; its folder is created.
+        x: "step", or "epoch": each point is then the mean over an epoch, which the metric "epoch" defines.
+        title: The title above the panels.
 
     Returns:
         The path of the file.
 
     Raises:
-        ConfigurationError: Nothing to draw, another kind of file, or no epochs to draw over.
+        ConfigurationError: Nothing to draw, not a PNG file, or no metric "epoch".
         MissingPackageError: matplotlib is not installed.
     """
     try:
@@ -89,7 +89,7 @@ def draw(metrics: Mapping[str, Series], out: str | os.PathLike[str], *, x: str =
     columns = 1 if len(groups) == 1 else 2 if len(groups) <= 4 else 3
     rows = math.ceil(len(groups) / columns)
     figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)  # no window and no global state of pyplot
+    FigureCanvasAgg(figure)  # without the global state of pyplot
     for position, (group, names) in enumerate(groups.items(), start=1):
         axes = figure.add_subplot(rows, columns, position)
         _draw_panel(axes, {name: series[name] for name in names})
@@ -113,7 +113,7 @@ def _draw_panel(axes: Axes, series: Mapping[str, Series]) -> None:
         missing = len(points) - sum(finite)
         label = f"{name} ({missing} of {len(points)} not finite)" if missing else name
         values = [value if kept else math.nan for (_, value), kept in zip(points, finite, strict=True)]
-        # A line shows nothing of a point that has gaps on both sides, so those get a mark.
+        # A line does not show a point between two gaps, but a marker does.
         marker = "." if len(points) <= _FEW or missing else None
         axes.plot([step for step, _ in points], values, label=_literal(label), marker=marker, linewidth=1.2)
         anything = anything or any(finite)
@@ -125,12 +125,12 @@ def _draw_panel(axes: Axes, series: Mapping[str, Series]) -> None:
 
 
 def _literal(text: str) -> str:
-    text = text.replace("$", r"\$")  # no formula, whatever the metric is called
-    return f" {text}" if text.startswith("_") else text  # matplotlib leaves such labels out of the legend
+    text = text.replace("$", r"\$")  # not a formula
+    return f" {text}" if text.startswith("_") else text  # matplotlib hides labels that begin with an underscore
 
 
 def _group(name: str) -> str:
-    """The name without the stage it was logged in and without Lightning's endings: val_loss_epoch → loss."""
+    """The name without its stage and Lightning's endings: val_loss_epoch → loss."""
     return _STAGE.sub("", _FORK.sub("", name)) or name
 
 

@@ -1,4 +1,4 @@
-"""What ``verify-resume`` notes of each micro-batch, in lines that survive a SIGKILL, and how two runs are compared by it."""
+"""The records of ``verify-resume``: what a run notes of each micro-batch, and how two runs are compared."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Difference", "fingerprint", "first_difference", "loss_of", "read_records"]
+__all__ = ["RunDifference", "fingerprint", "first_difference", "loss_of", "read_records"]
 
 _DEEPEST = 12
-_MOST_ROWS = 4096  # samples of a batch that are told apart
+_MOST_ROWS = 4096  # larger batches are compared as a whole
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _NOT_COMPARED = "not compared"
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """The first thing in which two runs differ.
+class RunDifference:
+    """The first difference between two runs.
 
     Attributes:
         kind: "order", "batch", "rate", "loss" or "length".
-        step: the update that it was on the way to, from 1.
-        text: where and what.
+        step: The optimizer step, from 1.
+        text: The place and the values.
     """
 
     kind: str
@@ -36,18 +36,15 @@ class Difference:
     text: str
 
 
-# ------------------------------------------------------------------------------------------------------------- taking
+# ---------------------------------------------------------------------------------------------------------- recording
 
 
 def fingerprint(batch: Any) -> dict[str, list[str]]:
-    """Path of each tensor, array or value in a batch → a digest of all of it, then one of each row along dimension 0.
+    """Path of each tensor, array or value in a batch → a digest of it, then one of each sample along dimension 0.
 
-    Where something cannot be looked into, the digest is that of its type, after a mark.
+    Of an unknown type there is only a text: "not compared" and the type.
     """
-    found: dict[str, list[str]] = {}
-    for path, value in _leaves(batch, "", 0):
-        found[path or "batch"] = _digests(value)
-    return found
+    return {path or "batch": _digests(value) for path, value in _leaves(batch, "", 0)}
 
 
 def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -60,7 +57,7 @@ def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]] | None:
-    """The parts of a container or an object, each with its path from there; ``None`` for a value that is compared whole."""
+    """The items of a container or an object, each with its relative path; ``None`` for a value without items."""
     if isinstance(value, Mapping):
         return ((f"[{key!r}]", item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -76,7 +73,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any]] | None:
 def _digests(value: Any) -> list[str]:
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
         own = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # as bytes, of which each row has the same number: numpy has not all of torch's dtypes
+        # as bytes: numpy does not have all of torch's dtypes
         raw = own.reshape(-1).view(torch.uint8).numpy()
         return _digests_of_rows(f"{own.dtype} {tuple(own.shape)}", raw, len(own) if own.dim() else 0)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -104,7 +101,7 @@ def _digest(data: Any) -> str:
 
 
 def loss_of(outputs: Any) -> dict[str, str] | None:
-    """The loss in what a hook got from ``training_step``: its value, and its dtype and bits."""
+    """The loss that ``training_step`` returned: its value, and its dtype and bits; ``None`` without a loss."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
@@ -116,7 +113,7 @@ def loss_of(outputs: Any) -> dict[str, str] | None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines that a run has written; one that a kill has cut off is left out."""
+    """The records of a run, without a last line that a kill cut off."""
     try:
         lines = path.read_text("utf-8").split("\n")
     except FileNotFoundError:
@@ -126,13 +123,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def first_difference(
     first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]], *, name: str, killed: bool
-) -> Difference | None:
+) -> RunDifference | None:
     """The first micro-batch in which two runs differ.
 
     Args:
-        first: of the uninterrupted run, from the step on that ``second`` begins with.
-        second: of the other.
-        name: what the other is called, such as "resumed".
+        first: Records of the uninterrupted run, from the first step of ``second``.
+        second: Records of the other run.
+        name: The name of the other run, such as "resumed".
         killed: ``second`` may end earlier.
     """
     for one, other in zip(first, second, strict=False):
@@ -140,34 +137,34 @@ def first_difference(
             return difference
     if len(second) > len(first) or (len(second) < len(first) and not killed):
         step = (first if len(first) > len(second) else second)[min(len(first), len(second))]["step"]
-        text = f"the uninterrupted run made {len(first)} micro-batches from there on, {name} {len(second)}"
-        return Difference("length", step, f"step {step}: {text}")
+        text = f"the uninterrupted run had {len(first)} micro-batches from there, {name} {len(second)}"
+        return RunDifference("length", step, f"step {step}: {text}")
     return None
 
 
-def _compare(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Difference | None:
+def _compare(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> RunDifference | None:
     step = one["step"]
     place = f"step {step} (epoch {one['epoch']}, batch {one['batch']})"
     for key in ("step", "epoch", "batch"):
         if one[key] != other[key]:
             there = f"step {other['step']} (epoch {other['epoch']}, batch {other['batch']})"
-            return Difference("order", step, f"{place}: {name} at {there}")
+            return RunDifference("order", step, f"{place}: {name} at {there}")
     if (text := _compare_batches(one["leaves"], other["leaves"])) is not None:
-        return Difference("batch", step, f"{place}: the batch differs: {text}")
+        return RunDifference("batch", step, f"{place}: the batch differs: {text}")
     if one["rates"] != other["rates"]:
-        return Difference("rate", step, f"{place}: the learning rates are {one['rates']}, {name} {other['rates']}")
+        return RunDifference("rate", step, f"{place}: the learning rates are {one['rates']}, {name} {other['rates']}")
     if one["loss"] != other["loss"]:
         values = [record["loss"]["value"] if record["loss"] else "none" for record in (one, other)]
-        return Difference("loss", step, f"{place}: the loss is {values[0]}, {name} {values[1]}")
+        return RunDifference("loss", step, f"{place}: the loss is {values[0]}, {name} {values[1]}")
     if one["parameters"] != other["parameters"]:
-        return Difference("loss", step, f"{place}: the parameters differ after it")
+        return RunDifference("loss", step, f"{place}: the parameters differ after it")
     return None
 
 
 def _compare_batches(one: Mapping[str, list[str]], other: Mapping[str, list[str]]) -> str | None:
     for path in {**one, **other}:
         if path not in one or path not in other:
-            return f"{path} is in one of them only"
+            return f"{path} is in only one of them"
         if one[path] == other[path]:
             continue
         here, there = one[path][1:], other[path][1:]

@@ -1,4 +1,4 @@
-"""The settings of a command: its flags, one for each key of a configuration file, over that file."""
+"""The settings of a command: a configuration file, and a flag for each of its keys."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 from trainkit.config.carried import VARIABLE, carried
 from trainkit.config.foreign import FLAGS
 from trainkit.config.keys import BACKEND, DYNAMO, KEYS, checked
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, nearest
 
 __all__ = ["add_config_file", "add_flags", "flagged", "in_either_spelling", "of_file", "with_nearest"]
 
 _ALL = {**BACKEND, **DYNAMO, **KEYS}
-_SHORT = {  # of Accelerate's
+_SHORT = {  # Accelerate's short flags
     "cpu": ("use_cpu", True),
     "multi_gpu": ("distributed_type", "MULTI_GPU"),
     "tpu": ("distributed_type", "XLA"),
@@ -26,12 +26,12 @@ _SHORT = {  # of Accelerate's
 
 
 def add_config_file(parser: argparse.ArgumentParser, help: str) -> None:
-    """``--config_file``."""
+    """Add ``--config_file``."""
     parser.add_argument("--config_file", metavar="FILE", help=help)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for each key, and Accelerate's short ones."""
+    """Add a flag for each key, and Accelerate's short flags."""
     seen = set()
     for title, table in {"settings": KEYS, "settings for DeepSpeed": BACKEND, "settings for torch.compile": DYNAMO}.items():
         group = parser.add_argument_group(title)
@@ -44,16 +44,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 group.add_argument(f"--no-{name}", dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
             else:
                 group.add_argument(f"--{name}", metavar=key.metavar, help=key.help)
-    short = parser.add_argument_group("the same, shorter")
+    short = parser.add_argument_group("short flags")
     for flag, (name, value) in _SHORT.items():
         short.add_argument(f"--{flag}", action="store_true", help=_written(name, value))
 
 
 def flagged(args: argparse.Namespace) -> Settings:
-    """What the flags say.
+    """The settings given by flags.
 
     Raises:
-        ConfigurationError: a value that a key may not have, or two flags that contradict each other.
+        ConfigurationError: A wrong value, or contradictory flags.
     """
     parts: dict[str, dict[str, Any]] = {"values": {}, "backend": {}, "dynamo": {}}
     short = {name: (f"--{flag}", value) for flag, (name, value) in _SHORT.items() if getattr(args, flag, False)}
@@ -77,12 +77,12 @@ def _written(name: str, value: Any) -> str:
 
 
 def of_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
-    """What the configuration file says; without ``--config_file`` the default one, if it is there.
+    """The settings of ``--config_file`` or of the default file, if it exists.
 
-    On a machine that another one has told to start its part of a job: what that one says.
+    On a node that another node started by ssh: the settings of the launch there.
 
     Raises:
-        ConfigurationError: the file cannot be read, or something in it is wrong.
+        ConfigurationError: The file cannot be read, or has a wrong value.
     """
     from trainkit.config.read import default_file, read_settings
 
@@ -93,12 +93,12 @@ def of_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     default = default_file()
     settings = read_settings(default) if default.exists() else Settings()
     if settings:
-        notice(f"the settings are those of {default}. Others: --config_file FILE; none: --config_file {os.devnull}")
+        notice(f"using the settings of {default}. For others: --config_file FILE; for none: --config_file {os.devnull}")
     return settings
 
 
 def in_either_spelling(parser: argparse.ArgumentParser) -> None:
-    """Let every option be written with underscores or with hyphens; ``--help`` shows one of them."""
+    """Accept every option with underscores or hyphens; ``--help`` shows one spelling."""
     known = parser._option_string_actions
     for option, action in list(known.items()):
         if option.startswith("--"):
@@ -109,7 +109,7 @@ def in_either_spelling(parser: argparse.ArgumentParser) -> None:
 def with_nearest(
     parser: argparse.ArgumentParser, error: Callable[[str], NoReturn], more: str = ""
 ) -> Callable[[str], NoReturn]:
-    """argparse's way to complain about an option, with what to write for it, or the name of the one that is nearest."""
+    """argparse's function for errors; for an unknown option with what to write instead, or the nearest name."""
 
     def complain(message: str) -> NoReturn:
         words = message.removeprefix("unrecognized arguments: ").split()

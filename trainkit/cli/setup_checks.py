@@ -1,4 +1,4 @@
-"""What ``trainkit test`` tries on each of its processes: small things whose results are known, from the connection upwards."""
+"""The checks of ``trainkit test``, which each of its processes runs: small computations with known results."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit._version import __version__
 from trainkit.checkpoint import open_checkpoint
+from trainkit.console import counted
 from trainkit.errors import TrainkitError
 from trainkit.module.train_module import TrainModule
 from trainkit.strategy import Strategy
 from trainkit.trainer.trainer import Trainer
 
-__all__ = ["CHECKS", "SETTINGS", "Check", "Setup", "WrongResultError"]
+__all__ = ["CHECKS", "SETTINGS", "Check", "CheckContext", "WrongResultError"]
 
 _SAMPLES, _BATCH, _ACCUMULATION = 21, 2, 2
 _STEPS, _SAVED_AT = 6, 3
-_LARGEST = 1e-11  # relative difference in float64 that another order of summation makes, at most
+_LARGEST = 1e-11  # relative difference of float64 sums in another order
 
 
 class WrongResultError(TrainkitError):
-    """A check went through and its result is wrong."""
+    """A check completed with a wrong result."""
 
 
 @dataclass
-class Setup:
-    """What the checks share.
+class CheckContext:
+    """What all checks use.
 
     Attributes:
-        strategy: joined.
-        make: a new strategy of that kind, for one run.
-        folder: that all processes of the machine see.
+        strategy: A strategy that has joined its processes.
+        make: Creates a new strategy of that kind for one run.
+        folder: A folder that all processes of the node can access.
     """
 
     strategy: Strategy
@@ -50,7 +51,7 @@ class Setup:
 
     @property
     def alone(self) -> Strategy:
-        """A strategy that runs in this process alone, on its device."""
+        """A strategy for this process only, on its device."""
         return Strategy(self.strategy.device)
 
 
@@ -58,13 +59,13 @@ class Check(NamedTuple):
     """One line of the report.
 
     Attributes:
-        name: what it is about.
-        run: does it, on all processes; returns what there is to say, raises if it fails.
-        advice: what to do if it fails.
+        name: The subject.
+        run: Runs it on all processes; returns a text, raises if the check fails.
+        advice: What to do if it fails.
     """
 
     name: str
-    run: Callable[[Setup], str]
+    run: Callable[[CheckContext], str]
     advice: str
 
 
@@ -76,11 +77,11 @@ def _require(condition: bool, text: str) -> None:
 # --------------------------------------------------------------------------------------------------------- the processes
 
 
-def _processes(setup: Setup) -> str:
-    """That they are different ones, of the same versions."""
-    world = setup.strategy.world
+def _processes(context: CheckContext) -> str:
+    """They are different processes with the same versions."""
+    world = context.strategy.world
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "torch": torch.__version__, "trainkit": __version__}
-    found = world.exchange({**mine, "rank": world.rank, "device": str(setup.strategy.device)})
+    found = world.exchange({**mine, "rank": world.rank, "device": str(context.strategy.device)})
     _require([one["rank"] for one in found] == list(range(world.size)), f"the ranks are {[one['rank'] for one in found]}")
     places = {(one["host"], one["pid"]) for one in found}
     _require(len(places) == world.size, f"{world.size} ranks, but {len(places)} processes")
@@ -96,9 +97,9 @@ def _processes(setup: Setup) -> str:
 # ------------------------------------------------------------------------------------------------------- the collectives
 
 
-def _collectives(setup: Setup) -> str:
+def _collectives(context: CheckContext) -> str:
     """Tensors on the device over the backend; numbers and objects over the control group."""
-    world, device = setup.strategy.world, setup.strategy.device
+    world, device = context.strategy.world, context.strategy.device
     began = time.monotonic()
     everyone = sum(range(1, world.size + 1))
     if world.size > 1:
@@ -113,10 +114,12 @@ def _collectives(setup: Setup) -> str:
         _require(last.item() == world.size - 1, f"the last rank broadcast {last.item()}")
     objects = world.exchange_state({"rank": world.rank, "tensor": torch.arange(world.rank)})
     _require([len(one["tensor"]) for one in objects] == list(range(world.size)), f"exchanged {objects}")
-    _require(world.begin_largest([world.rank, -world.rank]).wait() == [world.size - 1, 0], "the control word is wrong")
+    _require(
+        world.begin_largest([world.rank, -world.rank]).wait() == [world.size - 1, 0], "the largest of several numbers is wrong"
+    )
     _require(world.sums([world.rank + 0.5]) == [everyone - 0.5 * world.size], "the sum of numbers is wrong")
     if world.size == 1:
-        return "one process has nothing to send"
+        return "one process has nothing to exchange"
     seconds = time.monotonic() - began
     return f"sum, gather, broadcast over {dist.get_backend()}, objects over the control group, in {seconds:.2f} s"
 
@@ -125,7 +128,7 @@ def _collectives(setup: Setup) -> str:
 
 
 class _Probe(TrainModule):
-    """Two layers and dropout in float64, on data that is a formula."""
+    """Two layers and dropout in float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,17 +165,11 @@ def _loader(shuffle: bool = False) -> DataLoader[Any]:
 
 
 def _trainer(strategy: Strategy, folder: Path, **arguments: Any) -> Trainer:
-    return Trainer(
-        strategy=strategy,
-        precision="64-true",
-        seed=1,
-        **_quiet(folder),
-        **arguments,
-    )
+    return Trainer(strategy=strategy, precision="64-true", seed=1, **_quiet(folder), **arguments)
 
 
 def _quiet(folder: Path) -> dict[str, Any]:
-    """The arguments of a Trainer that prints and keeps nothing."""
+    """The arguments of a Trainer without output or files."""
     switches = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     return {**dict.fromkeys(switches, False), "default_root_dir": folder}
 
@@ -190,27 +187,26 @@ def _difference(first: nn.Module, second: nn.Module) -> float:
     return max(float((one.detach() - other.detach()).abs().max()) for one, other in pairs) / largest
 
 
-def _training(setup: Setup) -> str:
-    """The same global batches on all processes and on one."""
-    world = setup.strategy.world
-    _, module = _fit(setup.make(), setup.folder, _ACCUMULATION)
-    _, reference = _fit(setup.alone, setup.folder / f"alone-{world.rank}", _ACCUMULATION * world.size)
+def _training(context: CheckContext) -> str:
+    """Train with the same global batches on all processes and on one."""
+    world = context.strategy.world
+    _, module = _fit(context.make(), context.folder, _ACCUMULATION)
+    _, reference = _fit(context.alone, context.folder / f"alone-{world.rank}", _ACCUMULATION * world.size)
     apart = max(world.exchange(_difference(reference, module)))
-    _require(
-        apart <= _LARGEST, f"after {_STEPS} updates the parameters differ from those of one process by {apart:.1e}, relatively"
-    )
-    return f"parameters after {_STEPS} updates differ from those of one process by {apart:.1e} (at most {_LARGEST:.0e})"
+    text = f"parameters after {_STEPS} optimizer steps differ from those of one process by {apart:.1e} (relative)"
+    _require(apart <= _LARGEST, text)
+    return f"{text}, at most {_LARGEST:.0e}"
 
 
 # ------------------------------------------------------------------------------------------------------------ evaluation
 
 
-def _evaluation(setup: Setup) -> str:
-    """Every sample once, the mean exact, predictions in order."""
-    module, trainer = _Probe(), _trainer(setup.make(), setup.folder)
+def _evaluation(context: CheckContext) -> str:
+    """Every sample once, an exact mean, predictions in order."""
+    module, trainer = _Probe(), _trainer(context.make(), context.folder)
     (result,) = trainer.validate(module, _loader(), verbose=False)
     module.eval()
-    inputs, targets = (part.to(setup.strategy.device) for part in _data().tensors)
+    inputs, targets = (part.to(context.strategy.device) for part in _data().tensors)
     with torch.no_grad():
         outputs = module.net(inputs)
         exact = float(((outputs - targets) ** 2).mean())
@@ -221,28 +217,25 @@ def _evaluation(setup: Setup) -> str:
     joined = torch.cat(predictions)
     _require(len(joined) == _SAMPLES, f"{len(joined)} predictions for {_SAMPLES} samples")
     _require(torch.allclose(joined, outputs, rtol=1e-12, atol=1e-14), "the predictions are not in the order of the data")
-    return f"{_SAMPLES} samples seen once, the mean exact ({apart:.1e}), predictions in order"
+    return f"{_SAMPLES} samples evaluated once, the mean exact ({apart:.1e}), predictions in order"
 
 
 # ------------------------------------------------------------------------------------------------------------ checkpoint
 
 
-def _checkpoint(setup: Setup) -> str:
-    """Written by all processes, read by all of them; the run goes on as if it had not been interrupted."""
-    world, path = setup.strategy.world, setup.folder / "checkpoint"
-    _, whole = _fit(setup.make(), setup.folder, _ACCUMULATION)
-    trainer, _ = _fit(setup.make(), setup.folder, _ACCUMULATION, steps=_SAVED_AT)
+def _checkpoint(context: CheckContext) -> str:
+    """All processes write and read a checkpoint; the resumed run equals an uninterrupted one."""
+    world, path = context.strategy.world, context.folder / "checkpoint"
+    _, whole = _fit(context.make(), context.folder, _ACCUMULATION)
+    trainer, _ = _fit(context.make(), context.folder, _ACCUMULATION, steps=_SAVED_AT)
     trainer.save_checkpoint(path)
     open_checkpoint(path).verify()
     size = sum(file.stat().st_size for file in path.iterdir())
-    _, resumed = _fit(setup.make(), setup.folder, _ACCUMULATION, ckpt_path=path)
+    _, resumed = _fit(context.make(), context.folder, _ACCUMULATION, ckpt_path=path)
     apart = max(world.exchange(_difference(whole, resumed)))
-    _require(
-        apart <= _LARGEST,
-        f"a run that goes on from it differs from one that was not interrupted by {apart:.1e}, relatively",
-    )
+    _require(apart <= _LARGEST, f"a resumed run differs from an uninterrupted one by {apart:.1e} (relative)")
     how = "bit for bit" if apart == 0 else f"within {apart:.1e}"
-    return f"written and read by {world.size} ({size / 1024:.0f} KiB); the run goes on {how} as without it"
+    return f"written and read by {world.size} ({size / 1024:.0f} KiB); the resumed run equals an uninterrupted one {how}"
 
 
 CHECKS = (
@@ -250,33 +243,32 @@ CHECKS = (
     Check(
         "collectives",
         _collectives,
-        "Look at the network between the processes: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface, "
-        "NCCL_DEBUG=INFO tells what NCCL does. Try --backend gloo.",
+        "Check the network between the processes: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set the interface, "
+        "NCCL_DEBUG=INFO prints what NCCL does. Try --backend gloo.",
     ),
-    Check("training", _training, "Try --backend gloo: if that is right, look at the other backend and its driver."),
-    Check("evaluation", _evaluation, "Look at the lines above: this needs nothing but what they tried."),
-    Check("checkpoint", _checkpoint, "All processes must see the same folder, and it must be one file system: set TMPDIR."),
+    Check("training", _training, "Try --backend gloo: if it works, check the other backend and its driver."),
+    Check("evaluation", _evaluation, "See the lines above: this check needs nothing else."),
+    Check("checkpoint", _checkpoint, "All processes need the same folder, on one file system: set TMPDIR."),
 )
 
 
 # ---------------------------------------------------------------------------------------------------------- the settings
 
 
-def _settings(setup: Setup) -> str:
-    """A Trainer that is told nothing but by the configuration file trains, and the processes stay alike."""
-    world = setup.strategy.world
-    trainer, module = Trainer(max_steps=2, seed=1, **_quiet(setup.folder)), _Probe().float()
+def _settings(context: CheckContext) -> str:
+    """A Trainer with the settings of the configuration file trains, and all processes have equal parameters."""
+    world = context.strategy.world
+    trainer, module = Trainer(max_steps=2, seed=1, **_quiet(context.folder)), _Probe().float()
     trainer.fit(module, DataLoader(TensorDataset(*(part.float() for part in _data().tensors)), batch_size=_BATCH))
+    done = counted(trainer.global_step, "optimizer step")
     sums = world.exchange([float(parameter.detach().double().sum()) for parameter in module.parameters()])
-    _require(all(math.isfinite(value) for value in sums[0]), f"after {trainer.global_step} updates parameters are {sums[0]}")
-    _require(all(one == sums[0] for one in sums), f"after {trainer.global_step} updates the processes have other parameters")
+    _require(all(math.isfinite(value) for value in sums[0]), f"after {done} parameters are {sums[0]}")
+    _require(all(one == sums[0] for one in sums), f"after {done} the parameters of the processes differ")
     clip, window = trainer._arguments.gradient_clip_val, trainer.accumulate_grad_batches
-    more = f", {window} micro-batches in an update" if window > 1 else ""
+    more = f", {window} micro-batches each" if window > 1 else ""
     more += "" if clip is None else f", clipped at {clip}"
-    return f"{trainer.global_step} updates by {trainer.strategy!r}{more}"
+    return f"{done} with {trainer.strategy!r}{more}"
 
 
-SETTINGS = Check(
-    "settings", _settings, "Compare the configuration file with docs/launching.md, or write it anew: trainkit config"
-)
-"""The last check, where there is a configuration file."""
+SETTINGS = Check("settings", _settings, "Compare the configuration file with docs/launching.md, or rewrite it: trainkit config")
+"""The last check, if there is a configuration file."""

@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from trainkit.cli.setup_checks import CHECKS, SETTINGS, Setup
+from trainkit.cli.setup_checks import CHECKS, SETTINGS, CheckContext
 from trainkit.cli.test import print_line
 from trainkit.config.carried import VARIABLE
 from trainkit.distributed.requested_devices import RequestedDevices
@@ -19,33 +19,33 @@ from trainkit.registry import make_strategy
 
 __all__ = ["main"]
 
-_PATIENCE = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=60)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Go through the checks until one fails; 0 if none does."""
+    """Run the checks until one fails; 0 if all pass."""
     folder, name, backend = Path(arguments[0]), arguments[1], arguments[2]
-    logging.getLogger("trainkit").setLevel(logging.WARNING)  # of the runs within the checks nothing is to be said
+    logging.getLogger("trainkit").setLevel(logging.WARNING)  # no notices of the runs in the checks
     device = "cuda" if backend == "nccl" else "cpu"
-    make = partial(make_strategy, name, device=device, process_group_backend=backend, timeout=_PATIENCE)
+    make = partial(make_strategy, name, device=device, process_group_backend=backend, timeout=_TIMEOUT)
     strategy = make()
     strategy.join(RequestedDevices(accelerator=device))
     world = strategy.world
-    setup = Setup(strategy, make, folder)
-    settings = os.environ.pop(VARIABLE, None)  # which the other checks are not about
+    context = CheckContext(strategy, make, folder)
+    settings = os.environ.pop(VARIABLE, None)  # only for the check of settings
     for check in CHECKS if settings is None else (*CHECKS, SETTINGS):
         if check is SETTINGS and settings is not None:
             os.environ[VARIABLE] = settings
         error: Exception | None = None
         said = ""
         try:
-            said = check.run(setup)
+            said = check.run(context)
         except Exception as caught:
             error = caught
             text = f"{type(caught).__name__}: {caught}"
             if os.environ.get("TRAINKIT_TRACEBACK") == "1":
                 text = "".join(traceback.format_exception(caught)).rstrip()
-            # before the others are asked: if they hang, it is the last thing that this process can do
+            # before the collective call below, which may hang
             (folder / f"error-{world.rank}.txt").write_text(f"rank {world.rank}: {text}", "utf-8")
         if world.agree(error) is not None:
             return 1

@@ -1,4 +1,4 @@
-"""``trainkit test``: tries a set-up from end to end on several processes, one line for each thing that was tried."""
+"""``trainkit test``: test a setup from end to end on several processes, with one line of output per check."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from trainkit.cli.launch_nodes import process_variables
 from trainkit.cli.settings_flags import add_config_file, in_either_spelling, of_file
 from trainkit.config.carried import VARIABLE, with_environment
+from trainkit.config.settings import Settings
 from trainkit.config.settled import settled
-from trainkit.config.values import Settings
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
@@ -28,21 +28,21 @@ _WIDTH = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``trainkit test``."""
     parser.epilog = (
-        "Tried are: the environment, the processes, collectives, training and evaluation against one process, a checkpoint "
-        "that all write and read, and the end. It takes about ten seconds and writes to a temporary folder. Exit code 0: all "
-        "is well, 1: not."
+        "Checks the environment, the processes, collectives, training and evaluation compared with one process, a checkpoint "
+        "that all processes write and read, and the exit. Takes about ten seconds and writes to a temporary folder. Exit code "
+        "0: all checks passed, 1: not."
     )
-    add_config_file(parser, "a file of trainkit config, or of Accelerate, that is tried too. Default: that of trainkit config")
-    parser.add_argument("--nproc-per-node", metavar="N", type=int, help="processes (default: those of the file, or 2)")
+    add_config_file(parser, "a file of trainkit config or Accelerate to test too (default: that of trainkit config)")
+    parser.add_argument("--nproc-per-node", metavar="N", type=int, help="number of processes (default: that of the file, or 2)")
     several = automatic_strategy("cpu")
-    parser.add_argument("--strategy", choices=(several,), default=several, help=f"what they run under (default: {several})")
-    backend = "what they exchange tensors by (default: nccl if there are as many GPUs as processes, else gloo on the CPU)"
+    parser.add_argument("--strategy", choices=(several,), default=several, help=f"strategy (default: {several})")
+    backend = "communication backend (default: nccl if there is a GPU per process, else gloo on the CPU)"
     parser.add_argument("--backend", choices=("gloo", "nccl"), help=backend)
     in_either_spelling(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Try everything; 0 if all is well, 1 if not, 130 or 143 if it was told to end before that was known."""
+    """Run all checks; 0 if all pass, 1 if one fails, 130 or 143 if interrupted or preempted before that."""
     settings = settled(of_file(args, os.environ))
     processes = _processes(args.nproc_per_node, settings)
     from trainkit.cli.setup_checks import CHECKS, SETTINGS
@@ -60,17 +60,17 @@ def run(args: argparse.Namespace) -> int:
         checks = (*CHECKS, SETTINGS) if settings else CHECKS
         left = [check for check in checks if check.name not in ended]
         if left and code in (INTERRUPTED, PREEMPTED):
-            print(f"interrupted before {left[0].name} was tried to the end", file=sys.stderr)
+            print(f"interrupted before the check {left[0].name} was complete", file=sys.stderr)
             return code
         if left:
             print_line(left[0].name, False, f"{_errors(folder)}\nWhat to do: {left[0].advice}")
             return 1
-    print_line("end", code == 0, "all processes have ended" if code == 0 else f"the processes have ended with exit code {code}")
+    print_line("end", code == 0, "all processes exited" if code == 0 else f"the processes exited with code {code}")
     return int(code != 0)
 
 
 def print_line(name: str, fine: bool, text: str) -> None:
-    """One line of the report; further lines of ``text`` stand below it."""
+    """Print a line of the report, with further lines of ``text`` below."""
     first, *more = text.splitlines()
     print(f"{name:<{_WIDTH}} {'ok    ' if fine else 'FAILED'}  {first}")
     for line in more:
@@ -79,23 +79,23 @@ def print_line(name: str, fine: bool, text: str) -> None:
 
 
 def _processes(given: int | None, settings: Settings) -> int:
-    """How many are to be started: those of this machine."""
+    """The number of processes to start on this node."""
     if settings.info is not None and settings.info.one_process:
         raise ConfigurationError(
-            f"{settings.source}: distributed_type: XLA is not tried by this command, which is about several processes. Try "
+            f"{settings.source}: distributed_type: XLA is not supported by this command, which tests several processes. Use "
             "another file, or none: --config_file " + os.devnull
         )
     if given is not None and given < 1:
         raise ConfigurationError(f"--nproc-per-node must be at least 1, not {given}.")
     single = settings.get("distributed_type") == "NO"
     if given is not None and single and given > 1:
-        raise ConfigurationError(f"{settings.source}: distributed_type: NO is one process, and --nproc-per-node {given}.")
+        raise ConfigurationError(f"{settings.source}: distributed_type: NO means one process, but --nproc-per-node is {given}.")
     alone = 1 if single else 2
     return given or settings.get("num_processes", alone) // settings.get("num_machines", 1)
 
 
 def _environment(processes: int, backend: str | None) -> tuple[str, str, str | None]:
-    """What there is, the backend to be used, and what is missing, with its fix."""
+    """A description, the backend to use, and what is missing, with a fix."""
     import torch
     import torch.distributed as dist
 
@@ -107,16 +107,19 @@ def _environment(processes: int, backend: str | None) -> tuple[str, str, str | N
         f"Python {platform.python_version()}, torch {torch.__version__}, trainkit {__version__}, {platform.system()}, "
         f"{counted(os.cpu_count() or 1, 'CPU core')}, {counted(gpus, 'GPU')}; {chosen}"
     )
+    problem = None
     if not dist.is_available():
-        return found, chosen, "this build of torch has no torch.distributed.\nWhat to do: install another build of torch."
-    if chosen == "gloo" and not dist.is_gloo_available():
-        return found, chosen, "this build of torch has no gloo.\nWhat to do: install another build of torch."
-    if chosen == "nccl" and not dist.is_nccl_available():
-        return found, chosen, "this build of torch has no NCCL.\nWhat to do: --backend gloo, or a CUDA build of torch."
-    if chosen == "nccl" and gpus < processes:
-        text = f"NCCL needs a GPU for each of {processes} processes, and there are {gpus}.\nWhat to do: "
-        return found, chosen, text + (f"--nproc-per-node {gpus}, or " if gpus else "") + "--backend gloo"
-    return found, chosen, None
+        problem = "this build of torch has no torch.distributed.\nWhat to do: install another build of torch."
+    elif chosen == "gloo" and not dist.is_gloo_available():
+        problem = "this build of torch has no gloo.\nWhat to do: install another build of torch."
+    elif chosen == "nccl" and not dist.is_nccl_available():
+        problem = "this build of torch has no NCCL.\nWhat to do: --backend gloo, or a CUDA build of torch."
+    elif chosen == "nccl" and gpus < processes:
+        fewer = f"--nproc-per-node {gpus}, or " if gpus else ""
+        problem = (
+            f"NCCL needs a GPU for each of {processes} processes, but there are {gpus}.\nWhat to do: {fewer}--backend gloo"
+        )
+    return found, chosen, problem
 
 
 def _start(processes: int, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
@@ -128,6 +131,6 @@ def _start(processes: int, arguments: Sequence[str], variables: Mapping[str, str
 
 
 def _errors(folder: Path) -> str:
-    """What the processes have said of the check that failed, each thing once."""
+    """The errors of the processes in the failed check, each once."""
     texts = [path.read_text("utf-8") for path in sorted(folder.glob("error-*.txt"))]
-    return "\n".join(dict.fromkeys(texts)) or "the processes have ended; what they wrote stands above."
+    return "\n".join(dict.fromkeys(texts)) or "the processes exited; see their output above."

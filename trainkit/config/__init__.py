@@ -1,4 +1,4 @@
-"""Where and how a script runs, as a file, the flags of ``trainkit launch`` and the environment of the processes say it."""
+"""Where and how a script runs: configuration files, flags of ``trainkit launch``, environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.compile`` as a configuration or an argument asks for it, held against what there is."""
+"""Checks of the backend for ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ __all__ = ["known_backend", "refuse_compiled"]
 
 
 def known_backend(backend: Any) -> str:
-    """The name of a backend of ``torch.compile``.
-
-    Raises:
-        ConfigurationError: torch has none of that name.
-    """
+    """The name of a backend of ``torch.compile``; a ``ConfigurationError`` if torch has none of that name."""
     name, known = str(backend).lower(), torch._dynamo.list_backends(exclude_tags=None)
     if name not in known:
         raise ConfigurationError(f"dynamo_backend={backend!r}: torch has {', '.join(known)}.{nearest(name, known)}")
@@ -27,13 +23,9 @@ def known_backend(backend: Any) -> str:
 
 
 def refuse_compiled(backend: str, strategy: Strategy) -> None:
-    """Refuse to compile for a strategy that works with nothing that is compiled.
-
-    Raises:
-        UnsupportedArgumentError: it is one.
-    """
+    """Raise an ``UnsupportedArgumentError`` if the strategy does not support compiled models."""
     if not strategy.compiles:
         raise UnsupportedArgumentError(
-            f"dynamo_backend={backend!r} does not work with {type(strategy).__name__}, whose hooks and tensors are not for "
-            "code that torch.compile has made. Leave it out, or use strategy='ddp'."
+            f"dynamo_backend={backend!r} does not work with {type(strategy).__name__}, whose hooks and tensors do not "
+            "support compiled code. Leave it out, or use strategy='ddp'."
         )

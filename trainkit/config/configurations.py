@@ -1,4 +1,4 @@
-"""Arguments of ``Accelerator`` that belong together, as Accelerate has them."""
+"""Groups of arguments of ``Accelerator``, in Accelerate's classes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConf
 
 @dataclass
 class ProjectConfiguration:
-    """Where an own loop writes, and how it names its checkpoints.
+    """Where your own training loop writes, and how it names its checkpoints.
 
     Args:
-        project_dir: folder of the project.
-        logging_dir: folder of the trackers that write files; default: ``project_dir``.
+        project_dir: The folder of the project.
+        logging_dir: The folder of trackers that write files; default: ``project_dir``.
         automatic_checkpoint_naming: ``save_state()`` writes to ``project_dir/checkpoints/checkpoint_0``, ``checkpoint_1``, …,
-            and ``load_state()`` reads the newest that is complete.
-        total_limit: of these so many are kept; the oldest of the run go when a new one is complete.
-        iteration: the number of the next one; ``load_state`` sets it to what comes after those that there are.
-        save_on_each_node: only ``False``: a checkpoint is one folder that all machines see.
+            and ``load_state()`` reads the newest complete one.
+        total_limit: The number of these to keep; the oldest ones of the run are removed after each save.
+        iteration: The number of the next one; ``load_state`` sets it to the one after the existing ones.
+        save_on_each_node: Only ``False``: a checkpoint is one folder that all nodes can access.
 
     Raises:
-        ConfigurationError: a limit or number that makes no sense.
+        ConfigurationError: A negative limit or number.
         UnsupportedArgumentError: ``save_on_each_node=True``.
     """
 
@@ -43,13 +43,13 @@ class ProjectConfiguration:
         self.iteration = whole_number(self.iteration, "ProjectConfiguration(iteration=)", 0)
         if self.save_on_each_node:
             raise UnsupportedArgumentError(
-                "ProjectConfiguration(save_on_each_node=True): a checkpoint is one folder that all machines see. Leave it out, "
-                "and let project_dir be on a shared disk."
+                "ProjectConfiguration(save_on_each_node=True): a checkpoint is one folder that all nodes can access. Remove "
+                "the argument, and put project_dir on a shared disk."
             )
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Take a project's folder, which is also that of the logs if they have none."""
+        """Set the folder of the project, which is also the folder of the logs if they have none."""
         self.project_dir = _local(project_dir, "project_dir")
         self.logging_dir = self.project_dir if self.logging_dir is None else _local(self.logging_dir, "logging_dir")
 
@@ -59,15 +59,16 @@ class GradientAccumulationPlugin:
     """How gradients are accumulated.
 
     Args:
-        num_steps: micro-batches in an update; default: 1.
-        adjust_scheduler: no effect on what is learnt, as in Accelerate: a prepared scheduler advances with updates, however
-            many micro-batches they have.
-        sync_with_dataloader: only ``True``: the last window of an epoch ends with it, and counts as the mean over what it has.
-        sync_each_batch: only ``False``: gradients travel once in a window.
+        num_steps: Micro-batches per optimizer step; default: 1.
+        adjust_scheduler: No effect, as in Accelerate: a prepared scheduler advances with optimizer steps, whatever their
+            number of micro-batches.
+        sync_with_dataloader: Only ``True``: the last accumulation window ends with the epoch, and its gradient is the mean over
+            its micro-batches.
+        sync_each_batch: Only ``False``: gradients are synchronized once per accumulation window.
 
     Raises:
-        ConfigurationError: ``num_steps`` is no number ≥ 1.
-        UnsupportedArgumentError: what is offered in one way only is asked for in the other.
+        ConfigurationError: ``num_steps`` is not an integer ≥ 1.
+        UnsupportedArgumentError: ``sync_with_dataloader=False`` or ``sync_each_batch=True``.
     """
 
     num_steps: int = 1
@@ -81,31 +82,31 @@ class GradientAccumulationPlugin:
         self.num_steps = whole_number(self.num_steps, "GradientAccumulationPlugin(num_steps=)", 1)
         if not self.sync_with_dataloader:
             raise UnsupportedArgumentError(
-                "GradientAccumulationPlugin(sync_with_dataloader=False): no window goes on over the end of an epoch. Leave it "
-                "out: the last window of an epoch counts as the mean over the micro-batches that it has."
+                "GradientAccumulationPlugin(sync_with_dataloader=False): no accumulation window crosses the end of an epoch. "
+                "Leave it out: the gradient of the last window is the mean over its micro-batches."
             )
         if self.sync_each_batch:
             raise UnsupportedArgumentError(
-                "GradientAccumulationPlugin(sync_each_batch=True): gradients travel once in a window. Leave it out; to hold "
-                "less of them in memory use strategy='zero2' or 'zero3'."
+                "GradientAccumulationPlugin(sync_each_batch=True): gradients are synchronized once per accumulation window. "
+                "Leave it out; to keep fewer gradients in memory use strategy='zero2' or 'zero3'."
             )
 
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are dealt out; what it says counts as if it were given to ``Accelerator``.
+    """How loaders are sharded over the processes.
 
     Args:
-        split_batches: as of ``Accelerator``: ``batch_size`` is that of all processes together.
-        dispatch_batches: as of ``Accelerator``.
-        even_batches: as of ``Accelerator``.
-        use_seedable_sampler: no effect: the order of an epoch always is a function of the seed and its number.
-        data_seed: only ``None``: the order has the run's seed.
-        non_blocking: no effect: batches always travel to a GPU while it works.
-        use_stateful_dataloader: ``load_state`` continues each prepared loader where it was, as with ``resume_loaders=True``.
+        split_batches: See ``Accelerator``: ``batch_size`` is the total of all processes.
+        dispatch_batches: See ``Accelerator``.
+        even_batches: See ``Accelerator``.
+        use_seedable_sampler: No effect: the order always is a function of the seed and the epoch.
+        data_seed: Only ``None``: the seed of the run determines the order.
+        non_blocking: No effect: batches are always copied to a GPU while it computes.
+        use_stateful_dataloader: ``load_state`` resumes each prepared loader at its position, as ``resume_loaders=True`` does.
 
     Raises:
-        UnsupportedArgumentError: a ``data_seed``.
+        UnsupportedArgumentError: A ``data_seed``.
     """
 
     split_batches: bool = False
@@ -119,13 +120,13 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         if self.data_seed is not None:
             raise UnsupportedArgumentError(
-                f"DataLoaderConfiguration(data_seed={self.data_seed!r}): the order of the data is that of the run's seed. Use "
-                f"trainkit.set_seed({self.data_seed!r}) before Accelerator()."
+                f"DataLoaderConfiguration(data_seed={self.data_seed!r}): the seed of the run determines the order of the data. "
+                f"Use trainkit.set_seed({self.data_seed!r}) before Accelerator()."
             )
 
 
 def _local(folder: str | os.PathLike[str] | None, argument: str) -> str | os.PathLike[str] | None:
-    """The folder as it was given, but for ``~``; an address is refused."""
+    """The folder with ``~`` expanded; a URL is refused."""
     if folder is None:
         return None
     path = local_path(folder, argument)

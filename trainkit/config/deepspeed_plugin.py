@@ -1,4 +1,4 @@
-"""``DeepSpeedPlugin``: ZeRO as Accelerate's users ask for it."""
+"""``DeepSpeedPlugin``: the options of ZeRO under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 
-__all__ = ["DeepSpeedPlugin", "plugin_of_file"]
+__all__ = ["DeepSpeedPlugin"]
 
 _PLACES = ("none", "cpu", "nvme")
 _NOTHING = (None, "none")
-# Where each argument stands in DeepSpeed's configuration.
+# Argument → its path in DeepSpeed's configuration.
 _KEYS = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("gradient_clipping",),
@@ -36,31 +36,31 @@ class DeepSpeedPlugin:
     """ZeRO for ``Accelerator(deepspeed_plugin=)``; see also :class:`~trainkit.strategies.ZeROStrategy`, which has more options.
 
     Args:
-        hf_ds_config: a DeepSpeed configuration: a dict, or the path of a JSON file. The other arguments stand for what is
+        hf_ds_config: A DeepSpeed configuration: a dict, or the path of a JSON file. The other arguments replace what is
             ``"auto"`` or missing in it.
-        gradient_accumulation_steps: micro-batches in an update; default: what ``Accelerator`` is told.
-        gradient_clipping: largest norm of the gradients. They are clipped by it, once with each update, whatever the loop gives
-            ``clip_grad_norm_``; where that is another number a notice shows both. ``"auto"`` or ``None``: the loop's number.
+        gradient_accumulation_steps: Micro-batches per optimizer step; default: the argument of ``Accelerator``.
+        gradient_clipping: The largest norm of the gradients. They are clipped to it once per optimizer step, whatever the loop
+            passes to ``clip_grad_norm_``; a notice shows both if they differ. ``"auto"`` or ``None``: the number of the loop.
         zero_stage: 1, 2 or 3; default: 2.
-        is_train_batch_min: only ``True``: sizes are compared with the first loader that is given to ``prepare``.
-        offload_optimizer_device: ``"cpu"``, or ``"nvme"`` (stage 3): keep the optimizer's state there; ``"none"``.
-        offload_param_device: likewise, the parameters (stage 3).
-        offload_optimizer_nvme_path: folder for it.
-        offload_param_nvme_path: folder for them; the same one.
-        zero3_init_flag: parameters of a ``transformers`` model are divided as it is made; default: in stage 3. Of other models:
+        is_train_batch_min: Only ``True``: sizes are compared with the first loader that ``prepare`` receives.
+        offload_optimizer_device: ``"cpu"``, or ``"nvme"`` (stage 3): where the optimizer state is kept; or ``"none"``.
+        offload_param_device: The same for the parameters (stage 3).
+        offload_optimizer_nvme_path: The folder for the optimizer state.
+        offload_param_nvme_path: The folder for the parameters; the same one.
+        zero3_init_flag: Shard a ``transformers`` model while it is built; default: in stage 3. For other models:
             ``with accelerator.strategy.building(): model = Net()``.
-        zero3_save_16bit_model: ``save_model`` writes the parameters in 16 bits (stage 3).
-        transformer_moe_cls_names: only ``None``.
-        enable_msamp: only ``False``.
-        msamp_opt_level: no effect.
+        zero3_save_16bit_model: ``save_model`` writes 16-bit parameters (stage 3).
+        transformer_moe_cls_names: Only ``None``.
+        enable_msamp: Only ``False``.
+        msamp_opt_level: No effect.
 
     Attributes:
-        deepspeed_config: for ``ZeROStrategy(config=)``. What it says of the arguments above is in them too.
-        divides_at_once: parameters of a ``transformers`` model are divided as it is made.
+        deepspeed_config: The configuration for ``ZeROStrategy(config=)``, including the arguments above.
+        divides_at_once: Whether ``transformers`` models are sharded while they are built.
 
     Raises:
-        ConfigurationError: values that are wrong or contradict each other, or a file that cannot be read.
-        UnsupportedArgumentError: what is not offered; the message names what to use.
+        ConfigurationError: Wrong or contradictory values, or a file that cannot be read.
+        UnsupportedArgumentError: An unsupported argument; the message says what to use instead.
     """
 
     hf_ds_config: Any = None
@@ -79,7 +79,7 @@ class DeepSpeedPlugin:
     msamp_opt_level: str | None = None
 
     def __post_init__(self) -> None:
-        self._refuse_what_is_not_offered()
+        self._refuse_unsupported()
         given = self.hf_ds_config not in _NOTHING
         config = _read(self.hf_ds_config) if given else {}
         for name, keys in _KEYS.items():
@@ -93,8 +93,8 @@ class DeepSpeedPlugin:
         zero.setdefault("stage", 2)
         if zero["stage"] not in (1, 2, 3) or isinstance(zero["stage"], bool):
             raise ConfigurationError(
-                f"DeepSpeedPlugin: stage {zero['stage']!r} of ZeRO. Stages are 1, 2 and 3; without ZeRO leave the plugin out, "
-                "which is DDP on several processes."
+                f"DeepSpeedPlugin: stage {zero['stage']!r} of ZeRO. Stages are 1, 2 and 3; to train without ZeRO leave the "
+                "plugin out: several processes then use DDP."
             )
         self.deepspeed_config: dict[str, Any] = config
         for name, keys in _KEYS.items():
@@ -104,12 +104,12 @@ class DeepSpeedPlugin:
         self.zero3_save_16bit_model = self.zero3_save_16bit_model is True
         if self.zero3_init_flag and zero["stage"] != 3:
             warn(
-                f"DeepSpeedPlugin(zero3_init_flag=True) is for stage 3, in which parameters are divided, and this is stage "
+                "DeepSpeedPlugin(zero3_init_flag=True) is for stage 3, which shards parameters, and this is stage "
                 f"{zero['stage']}: it has no effect."
             )
         self.zero3_init_flag = self.divides_at_once = zero["stage"] == 3 and self.zero3_init_flag is not False
 
-    def _refuse_what_is_not_offered(self) -> None:
+    def _refuse_unsupported(self) -> None:
         for name in ("offload_optimizer_device", "offload_param_device"):
             if getattr(self, name) not in (None, *_PLACES):
                 raise ConfigurationError(f"DeepSpeedPlugin({name}={getattr(self, name)!r}): 'none', 'cpu' or 'nvme'.")
@@ -120,17 +120,17 @@ class DeepSpeedPlugin:
             raise ConfigurationError(f"DeepSpeedPlugin(gradient_clipping={norm!r}): a number ≥ 0, or 'auto'.")
         if not self.is_train_batch_min:
             raise UnsupportedArgumentError(
-                "DeepSpeedPlugin(is_train_batch_min=False): sizes are those of the first loader that is given to prepare. Give "
+                "DeepSpeedPlugin(is_train_batch_min=False): sizes are those of the first loader that prepare receives. Give "
                 "the training loader first."
             )
         if self.transformer_moe_cls_names is not None:
             raise UnsupportedArgumentError(
-                "DeepSpeedPlugin(transformer_moe_cls_names=): tell DeepSpeed itself, before prepare: "
+                "DeepSpeedPlugin(transformer_moe_cls_names=): call DeepSpeed yourself, before prepare: "
                 "deepspeed.utils.set_z3_leaf_modules(model, [MixtralSparseMoeBlock])"
             )
         if self.enable_msamp:
             raise UnsupportedArgumentError(
-                "DeepSpeedPlugin(enable_msamp=True): FP8 is not offered. Use mixed_precision='bf16'."
+                "DeepSpeedPlugin(enable_msamp=True): FP8 is not supported. Use mixed_precision='bf16'."
             )
 
     @property
@@ -144,32 +144,28 @@ class DeepSpeedPlugin:
         return self.hf_ds_config if isinstance(self.hf_ds_config, str) else None
 
     def claimed(self, name: str) -> Any:
-        """The value of a key at the top of ``deepspeed_config``; ``None`` if it is missing or ``"auto"``."""
+        """The value of a top-level key of ``deepspeed_config``; ``None`` if it is missing or ``"auto"``."""
         value = self.deepspeed_config.get(name)
         return None if value == "auto" else value
 
     def described(self) -> dict[str, Any]:
-        """The strategy, the configuration and the offload, where they are given."""
+        """The strategy, the configuration file and the offload devices, if given."""
         words = {"strategy": self.strategy, "deepspeed_config_file": self.hf_ds_config}
         words |= {name: getattr(self, name) for name in ("offload_optimizer_device", "offload_param_device")}
         return {name: value for name, value in words.items() if value not in _NOTHING}
 
     def config_for(self, short: bool) -> dict[str, Any]:
-        """``deepspeed_config`` for parameters in 16 bits; or in float32, where there are no 16-bit ones to be saved."""
+        """``deepspeed_config`` for 16-bit parameters; or for float32, where no 16-bit ones can be saved."""
         zero = self.deepspeed_config["zero_optimization"]
         kept = {name: value for name, value in zero.items() if short or name != _KEYS["zero3_save_16bit_model"][-1]}
         return {**self.deepspeed_config, "zero_optimization": kept}
 
     def _put(self, config: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
-        """Put an argument into the configuration.
-
-        Raises:
-            ConfigurationError: it has another value.
-        """
+        """Write an argument into the configuration, which must not have another value for it."""
         value = getattr(self, name)
-        if value is None or (name.startswith("offload") and value == "none" and _found(config, keys) is None):
-            return
-        if name == "zero3_save_16bit_model" and value is False and _found(config, keys) is None:
+        if value is None or (
+            value in (False, "none") and name.endswith(("_device", "_path", "_model")) and not _found(config, keys)
+        ):
             return
         section = config
         for key in keys[:-1]:
@@ -186,11 +182,7 @@ class DeepSpeedPlugin:
 
 
 def _read(given: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration, as one's own.
-
-    Raises:
-        ConfigurationError: it cannot be read.
-    """
+    """A copy of DeepSpeed's configuration, given as a mapping or a file."""
     given = getattr(given, "config", given)  # an HfDeepSpeedConfig
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
@@ -202,7 +194,7 @@ def _read(given: Any) -> dict[str, Any]:
         raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ConfigurationError(
-            f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) is no JSON: {error}. For a file with comments: "
+            f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) is no JSON: {error}. For a file with comments use "
             f"Accelerator(strategy=ZeROStrategy(config={str(given)!r}))"
         ) from error
     if not isinstance(content, dict):
@@ -211,15 +203,10 @@ def _read(given: Any) -> dict[str, Any]:
 
 
 def _found(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """The value at a place in the configuration; ``None`` if there is none."""
+    """The value at a path in the configuration; ``None`` if there is none."""
     value: Any = config
     for key in keys:
         if not isinstance(value, Mapping) or key not in value:
             return None
         value = value[key]
     return value
-
-
-def plugin_of_file(path: str | None, **options: Any) -> DeepSpeedPlugin:
-    """The plugin of a DeepSpeed configuration file, if there is one, and other arguments of it."""
-    return DeepSpeedPlugin(hf_ds_config=path, **options)

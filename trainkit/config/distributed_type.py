@@ -14,8 +14,8 @@ __all__ = ["DistributedType", "distributed_type"]
 class DistributedType(str, enum.Enum):
     """What distributes a run: ``accelerator.distributed_type == DistributedType.MULTI_GPU``; also a string.
 
-    ``NO`` is one process, ``MULTI_CPU`` and ``MULTI_GPU`` are DDP, ``DEEPSPEED`` is ZeRO, ``XLA`` is ``TPU`` too. The others
-    are there so that scripts can ask for them: no run has one of these.
+    ``NO`` is one process, ``MULTI_CPU`` and ``MULTI_GPU`` are DDP, ``DEEPSPEED`` is ZeRO, and ``TPU`` is another name for
+    ``XLA``. No run has one of the others, which exist so that scripts can compare with them.
     """
 
     NO = "NO"
@@ -40,7 +40,7 @@ class DistributedType(str, enum.Enum):
 
 
 def distributed_type(strategy: Strategy) -> DistributedType:
-    """What distributes a run under a strategy that has joined its processes."""
+    """The type of a strategy that has joined its processes."""
     if strategy.info.distributed_type is not None:
         return DistributedType(strategy.info.distributed_type)
     if strategy.world_size == 1:

@@ -1,4 +1,4 @@
-"""The keys of a configuration file, which are Accelerate's: what each may be, and what it becomes."""
+"""The keys of a configuration file, which are Accelerate's, and how their values are read."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ __all__ = [
 CONFIG_FILE = "deepspeed_config_file"
 HOSTFILE = "deepspeed_hostfile"
 MULTINODE_LAUNCHER = "deepspeed_multinode_launcher"
-"""Keys of :data:`BACKEND` that are no options of a strategy: its own configuration, and how nodes are started."""
+"""Keys of :data:`BACKEND` that are not options of the strategy: its own configuration file, and how nodes are started."""
 
 NOT_IN_FILE = (CONFIG_FILE, HOSTFILE, MULTINODE_LAUNCHER, "zero3_init_flag")
 """Keys of :data:`BACKEND` that a backend's own configuration does not have."""
-
 
 _TRUTH = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
@@ -42,12 +41,11 @@ class Key:
     """A key of the file.
 
     Attributes:
-        read: a value as it is in a file, or as text of a flag → the value; raises ``ValueError`` with what is expected and,
-            where there is one, a hint.
-        help: what it says, for ``--help``.
-        metavar: its value, for ``--help``.
-        switch: as a flag it has no value: ``--use_cpu``, ``--no-use_cpu``.
-        none: ``none`` is one of its values, and not the lack of one.
+        read: Converts a value of a file or the text of a flag; raises a ``ValueError`` with the expected value and a hint.
+        help: The text for ``--help``.
+        metavar: The name of the value in ``--help``.
+        switch: The flag takes no value: ``--use_cpu``, ``--no-use_cpu``.
+        none: ``none`` is a value, instead of meaning "not set".
     """
 
     read: Callable[[Any], Any]
@@ -79,7 +77,7 @@ def _truth(value: Any) -> bool:
 
 
 def _one_of(*known: str, also: Mapping[str, str] | None = None) -> Callable[[Any], str]:
-    """One of some words, in any case; ``also`` has other names of theirs. ``no`` without quotes is false in YAML."""
+    """One of some words, in any case; ``also`` maps other spellings. An unquoted ``no`` is false in YAML."""
     names = {**{one.lower(): one for one in known}, **(also or {})}
 
     def read(value: Any) -> str:
@@ -92,14 +90,14 @@ def _one_of(*known: str, also: Mapping[str, str] | None = None) -> Callable[[Any
 
 
 def _distributed_type(value: Any) -> str:
-    """What a strategy declares; read when it is used, as declarations are imported then."""
+    """One of the types that strategies declare, which are imported when this is called."""
     infos = strategy_infos()
     also = {alias: kind for info in infos for alias, kind in info.file_aliases.items()}
     return _one_of(*(kind for info in infos for kind in info.file_types), also=also)(value)
 
 
 def _mixed_precision(value: Any) -> str:
-    return _one_of(*MIXED)(value)  # registered later ones too
+    return _one_of(*MIXED)(value)  # includes those registered later
 
 
 def _text(value: Any) -> str:
@@ -109,7 +107,7 @@ def _text(value: Any) -> str:
 
 
 def _backend(value: Any) -> str:
-    """Of ``torch.compile``; Accelerate writes its names in capitals."""
+    """A backend of ``torch.compile``; Accelerate writes it in capitals."""
     text = "no" if value is False else _text(value)
     return text.lower() if text.isupper() else text
 
@@ -122,66 +120,67 @@ def _gpus(value: Any) -> str:
     return text
 
 
-def _clipping(value: Any) -> float | str:
-    if str(value).strip() == "auto":
-        return "auto"
+def _norm(value: Any) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not 0.0 <= number < math.inf:
-        raise ValueError("a number ≥ 0, or auto")
+        raise ValueError("a number ≥ 0")
     return number
 
 
-def _steps(value: Any) -> int | str:
-    try:
-        return "auto" if str(value).strip() == "auto" else _whole(1)(value)
-    except ValueError as error:
-        raise ValueError(f"{error}, or auto") from None
+def _or_auto(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read_either(value: Any) -> Any:
+        try:
+            return "auto" if str(value).strip() == "auto" else read(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or auto") from None
+
+    return read_either
 
 
 _PLACES = _one_of("none", "cpu", "nvme")
-_STEPS = Key(_steps, "micro-batches in an update; auto: as the script says")
-_BACKEND = Key(_backend, "compile the model by torch.compile with this backend, such as inductor; or no", "NAME")
+_STEPS = Key(_or_auto(_whole(1)), "micro-batches per optimizer step; auto: as in the script")
+_BACKEND = Key(_backend, "backend of torch.compile, such as inductor; or no", "NAME")
 
 KEYS: dict[str, Key] = {
     "distributed_type": Key(
-        _distributed_type,
-        "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; XLA: TPUs",
-        "TYPE",
+        _distributed_type, "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; XLA: TPUs", "TYPE"
     ),
-    "mixed_precision": Key(_mixed_precision, "what is computed in: no (float32), fp16 or bf16", "NAME"),
-    "num_processes": Key(_whole(1), "processes of all machines together"),
-    "num_machines": Key(_whole(1), "machines"),
+    "mixed_precision": Key(_mixed_precision, "precision of the computation: no (float32), fp16 or bf16", "NAME"),
+    "num_processes": Key(_whole(1), "total number of processes on all machines"),
+    "num_machines": Key(_whole(1), "number of machines"),
     "machine_rank": Key(_whole(0), "the number of this machine, from 0", "R"),
-    "main_process_ip": Key(_text, "the machine with number 0, as the others can reach it", "HOST"),
-    "main_process_port": Key(_whole(0, 65535), "a free port there; 0: any, for one machine", "PORT"),
-    "use_cpu": Key(_truth, "run on the CPU though there may be GPUs", switch=True),
-    "gpu_ids": Key(_gpus, "the GPUs that may be used: all, or numbers such as 0,1", "IDS"),
+    "main_process_ip": Key(_text, "address of machine 0, reachable from the other machines", "HOST"),
+    "main_process_port": Key(_whole(0, 65535), "a free port of machine 0; 0: any, for one machine", "PORT"),
+    "use_cpu": Key(_truth, "run on the CPU even if there are GPUs", switch=True),
+    "gpu_ids": Key(_gpus, "GPUs to use: all, or numbers such as 0,1", "IDS"),
     "gradient_accumulation_steps": _STEPS,
     "dynamo_backend": _BACKEND,
-    "debug": Key(_truth, "compare the calls of all processes", switch=True),
+    "debug": Key(_truth, "debug mode: compare the calls of all processes", switch=True),
 }
 """The keys at the top of the file."""
 
 BACKEND: dict[str, Key] = {
     "zero_stage": Key(_whole(1, 3), "stage of ZeRO: 1, 2 or 3; default: 2"),
-    "offload_optimizer_device": Key(_PLACES, "keep the optimizer's state there: none, cpu or nvme", "PLACE", none=True),
-    "offload_param_device": Key(_PLACES, "keep the parameters there (stage 3): none, cpu or nvme", "PLACE", none=True),
+    "offload_optimizer_device": Key(_PLACES, "where to keep the optimizer state: none, cpu or nvme", "PLACE", none=True),
+    "offload_param_device": Key(_PLACES, "where to keep the parameters (stage 3): none, cpu or nvme", "PLACE", none=True),
     "offload_optimizer_nvme_path": Key(_text, "a folder on a fast disk, for nvme", "FOLDER"),
     "offload_param_nvme_path": Key(_text, "a folder on a fast disk, for nvme", "FOLDER"),
     "gradient_accumulation_steps": _STEPS,
-    "gradient_clipping": Key(_clipping, "largest norm of the gradients; auto: as the script says", "NORM"),
-    "zero3_init_flag": Key(_truth, "divide a transformers model as it is made (stage 3): true or false", "BOOL"),
+    "gradient_clipping": Key(_or_auto(_norm), "largest norm of the gradients; auto: as in the script", "NORM"),
+    "zero3_init_flag": Key(_truth, "shard a transformers model while it is built (stage 3): true or false", "BOOL"),
     "zero3_save_16bit_model": Key(_truth, "save_model writes 16-bit parameters (stage 3): true or false", "BOOL"),
     CONFIG_FILE: Key(_text, "DeepSpeed's own configuration, in JSON, instead of the keys above", "FILE"),
-    HOSTFILE: Key(_text, "start all machines that it names, by ssh", "FILE"),
+    HOSTFILE: Key(_text, "start the machines named in this file by ssh", "FILE"),
     MULTINODE_LAUNCHER: Key(
-        _one_of("standard", "pdsh"), "standard: each machine is started by you; pdsh: by ssh, of deepspeed_hostfile", "NAME"
+        _one_of("standard", "pdsh"),
+        "standard: start each machine yourself; pdsh: start those of deepspeed_hostfile by ssh",
+        "NAME",
     ),
 }
-"""The keys of ``deepspeed_config``, the section for a strategy with a backend of its own."""
+"""The keys of ``deepspeed_config``, the section for a strategy with its own backend."""
 
 DYNAMO: dict[str, Key] = {
     "dynamo_backend": _BACKEND,
@@ -190,8 +189,8 @@ DYNAMO: dict[str, Key] = {
         "mode of torch.compile: default, reduce-overhead or max-autotune",
         "NAME",
     ),
-    "dynamo_use_fullgraph": Key(_truth, "refuse to compile in parts", switch=True),
-    "dynamo_use_dynamic": Key(_truth, "compile for any shape", switch=True),
+    "dynamo_use_fullgraph": Key(_truth, "raise an error instead of compiling in parts", switch=True),
+    "dynamo_use_dynamic": Key(_truth, "compile for dynamic shapes", switch=True),
 }
 """The keys of ``dynamo_config``."""
 
@@ -200,21 +199,21 @@ SECTIONS: dict[str, dict[str, Key]] = {"deepspeed_config": BACKEND, "dynamo_conf
 
 
 def checked(name: str, value: Any, table: Mapping[str, Key], label: str) -> Any:
-    """The value of a key.
+    """The value of a key, converted.
 
     Args:
-        name: of the key, in ``table``.
-        value: as it was given; text in a flag.
-        table: the keys that there are.
-        label: how messages call it.
+        name: The name of the key in ``table``.
+        value: The value from a file, or the text of a flag.
+        table: The known keys.
+        label: The name of the key in messages.
 
     Raises:
-        ConfigurationError: it is not what the key may be.
-        UnsupportedArgumentError: a value of Accelerate's that we do not have; names what to write.
+        ConfigurationError: A wrong value.
+        UnsupportedArgumentError: A value of Accelerate's that is not supported; the message says what to write.
     """
     for known, fix in INSTEAD.get(name, {}).items():
         if str(value).strip().lower() == known.lower():
-            raise UnsupportedArgumentError(f"{label}: {value} is not offered; {fix}.")
+            raise UnsupportedArgumentError(f"{label}: {value} is not supported; {fix}.")
     try:
         return table[name].read(value)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""``kwargs_handlers`` of ``Accelerator``: options of what it makes, in Accelerate's classes."""
+"""``kwargs_handlers`` of ``Accelerator``: options of its components, in Accelerate's classes."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -25,27 +25,26 @@ __all__ = [
 ]
 
 _ACTIVITIES = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
-_CYCLE = ("wait", "warmup", "active")  # which every schedule has
+_CYCLE = ("wait", "warmup", "active")  # required in a schedule
 
 
 class KwargsHandler:
-    """Options that ``Accelerator(kwargs_handlers=[…])`` takes."""
+    """Base class of the options in ``Accelerator(kwargs_handlers=[…])``."""
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
         default = type(self)()
-        mine: Any = self
-        names = [one.name for one in fields(mine)]
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
+        own: Any = vars(self)
+        return {name: value for name, value in own.items() if value != getattr(default, name)}
 
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """How the forward of a mixed precision is computed.
+    """How the forward pass is computed under mixed precision.
 
     Args:
-        enabled: in the precision; ``False``: ``accelerator.autocast(handler)`` computes in float32.
-        cache_enabled: keep the copies of parameters in the lower precision within an ``autocast()``.
+        enabled: ``False``: ``accelerator.autocast(handler)`` computes in float32.
+        cache_enabled: Keep the low-precision copies of parameters during an ``autocast()``.
     """
 
     enabled: bool = True
@@ -70,23 +69,23 @@ _HOOKS = tuple(kind.value for kind in DDPCommunicationHookType)
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of DDP, as of :class:`~trainkit.strategies.DDPStrategy`.
+    """Options of DDP, see :class:`~trainkit.strategies.DDPStrategy`.
 
     Args:
-        dim: only 0: the samples of a batch are its first dimension.
-        broadcast_buffers: no effect: every optimizer step ends with rank 0's buffers on all ranks. A notice says so.
-        bucket_cap_mb: size of a bucket in MB.
-        find_unused_parameters: some parameters get no gradient in some steps.
-        check_reduction: no effect, as in torch.
-        gradient_as_bucket_view: gradients live in the buckets.
-        static_graph: each step uses the same parameters, as often and in the same order.
-        comm_hook: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"power_sgd"``, or that of :class:`DDPCommunicationHookType`.
-        comm_wrapper: only ``"no"``.
-        comm_state_option: options of torch's ``PowerSGDState``, for ``"power_sgd"``.
+        dim: Only 0: the first dimension of a batch is that of the samples.
+        broadcast_buffers: No effect: every optimizer step ends with rank 0's buffers on all ranks. A notice says so.
+        bucket_cap_mb: Size of a bucket in MB.
+        find_unused_parameters: Some parameters get no gradient in some steps.
+        check_reduction: No effect, as in torch.
+        gradient_as_bucket_view: Gradients are views of the buckets.
+        static_graph: Each step uses the same parameters, equally often and in the same order.
+        comm_hook: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"power_sgd"``, or a :class:`DDPCommunicationHookType`.
+        comm_wrapper: Only ``"no"``.
+        comm_state_option: Options of torch's ``PowerSGDState``, for ``"power_sgd"``.
 
     Raises:
-        UnsupportedArgumentError: what is not offered.
-        ConfigurationError: a hook that there is not.
+        UnsupportedArgumentError: An unsupported argument.
+        ConfigurationError: An unknown hook.
     """
 
     dim: int = 0
@@ -111,15 +110,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if hook == "batched_power_sgd" or str(self.comm_wrapper) != "no":
             said = f"comm_hook={hook!r}" if hook == "batched_power_sgd" else f"comm_wrapper={str(self.comm_wrapper)!r}"
             raise UnsupportedArgumentError(
-                f"DistributedDataParallelKwargs({said}) is not offered. Use comm_hook='power_sgd', or give the function "
+                f"DistributedDataParallelKwargs({said}) is not supported. Use comm_hook='power_sgd', or give the function "
                 "itself: Accelerator(strategy=DDPStrategy(comm_hook=function, comm_state=state))"
             )
 
         if self.comm_state_option and hook != "power_sgd":
-            raise ConfigurationError(
-                f"DistributedDataParallelKwargs(comm_state_option=...) is for comm_hook='power_sgd', not for {hook!r}. Leave "
-                "it out."
-            )
+            owner = "DistributedDataParallelKwargs(comm_state_option=...)"
+            raise ConfigurationError(f"{owner} is for comm_hook='power_sgd', not for {hook!r}. Leave it out.")
         if not self.broadcast_buffers:
             notice(
                 "DistributedDataParallelKwargs(broadcast_buffers=False) has no effect: every optimizer step ends with rank 0's "
@@ -132,10 +129,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return str(getattr(self.comm_hook, "value", self.comm_hook))
 
     def strategy_options(self) -> dict[str, Any]:
-        """For :class:`~trainkit.strategies.DDPStrategy`: what differs from the defaults."""
-        options = self.to_kwargs()
-        for name in ("dim", "broadcast_buffers", "check_reduction", "comm_hook", "comm_wrapper", "comm_state_option"):
-            options.pop(name, None)
+        """The options of :class:`~trainkit.strategies.DDPStrategy` that differ from the defaults."""
+        own = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        options = {name: value for name, value in self.to_kwargs().items() if name in own}
         if self.hook != "no":
             options["comm_hook"] = self.hook.replace("_", "")
         if self.comm_state_option:
@@ -145,17 +141,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """The loss scale of ``mixed_precision="fp16"``, as of ``torch.amp.GradScaler``.
+    """The loss scale of ``mixed_precision="fp16"``, see ``torch.amp.GradScaler``.
 
     Args:
-        init_scale: the first one.
-        growth_factor: by which it is multiplied after ``growth_interval`` updates without an overflow.
-        backoff_factor: by which it is multiplied after an overflow.
-        growth_interval: updates.
-        enabled: scale the loss at all; under DeepSpeed too.
+        init_scale: The initial scale.
+        growth_factor: Multiplies the scale after ``growth_interval`` optimizer steps without an overflow.
+        backoff_factor: Multiplies the scale after an overflow.
+        growth_interval: Number of optimizer steps.
+        enabled: ``False``: do not scale the loss; under DeepSpeed too.
 
     Raises:
-        ConfigurationError: a number that no scale can grow or shrink by.
+        ConfigurationError: A number out of range.
     """
 
     init_scale: float = 65536.0
@@ -169,7 +165,7 @@ class GradScalerKwargs(KwargsHandler):
             "init_scale": (self.init_scale > 0, "a number > 0"),
             "growth_factor": (self.growth_factor > 1, "a number > 1"),
             "backoff_factor": (0 < self.backoff_factor < 1, "a number between 0 and 1"),
-            "growth_interval": (self.growth_interval >= 1, "a number of updates ≥ 1"),
+            "growth_interval": (self.growth_interval >= 1, "a number of optimizer steps ≥ 1"),
         }
         for name, (fine, expected) in within.items():
             if not fine:
@@ -182,11 +178,11 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     Args:
         backend: ``"gloo"``, ``"nccl"``, …; default: nccl for CUDA, gloo for the CPU.
-        init_method: only ``None`` or ``"env://"``: the launcher says where the processes meet.
-        timeout: how long a process waits for the others in a collective; default: 30 minutes.
+        init_method: Only ``None`` or ``"env://"``: the launcher sets the address.
+        timeout: How long a process waits for the others in a collective; default: 30 minutes.
 
     Raises:
-        UnsupportedArgumentError: another ``init_method``.
+        UnsupportedArgumentError: Another ``init_method``.
     """
 
     backend: str | None = None
@@ -196,34 +192,34 @@ class InitProcessGroupKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.init_method not in (None, "env://"):
             raise UnsupportedArgumentError(
-                f"InitProcessGroupKwargs(init_method={self.init_method!r}): where the processes meet is said by what starts "
-                "them, as MASTER_ADDR and MASTER_PORT. Leave it out; or call torch.distributed.init_process_group yourself "
+                f"InitProcessGroupKwargs(init_method={self.init_method!r}): the launcher sets the address of the process "
+                "group as MASTER_ADDR and MASTER_PORT. Leave it out; or call torch.distributed.init_process_group yourself "
                 "before Accelerator(), which then uses your group."
             )
 
     def strategy_options(self) -> dict[str, Any]:
-        """For the strategies: what was given."""
+        """The given options, under the names of a strategy."""
         said = {"process_group_backend": self.backend, "timeout": self.timeout}
         return {name: value for name, value in said.items() if value is not None}
 
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """What ``accelerator.profile(handler)`` records, as of ``torch.profiler.profile``.
+    """What ``accelerator.profile(handler)`` records, see ``torch.profiler.profile``.
 
     Args:
-        activities: ``"cpu"``, ``"cuda"``; default: both where there is a GPU.
-        schedule_option: ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``, as of ``torch.profiler.schedule``.
-        on_trace_ready: called with the profile whenever a cycle of the schedule ends.
-        record_shapes: of tensors.
-        profile_memory: allocations too.
-        with_stack: where in the source each operation was called.
-        with_flops: estimates for matrix products and convolutions.
-        with_modules: which module each operation belongs to.
-        output_trace_dir: folder for ``profile_<rank>.json``, to be opened with Perfetto.
+        activities: ``"cpu"``, ``"cuda"``; default: both if there is a GPU.
+        schedule_option: ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``, see ``torch.profiler.schedule``.
+        on_trace_ready: Called with the profile at the end of each cycle of the schedule.
+        record_shapes: Record the shapes of tensors.
+        profile_memory: Record memory allocations.
+        with_stack: Record the source line of each operation.
+        with_flops: Estimate the FLOPs of matrix products and convolutions.
+        with_modules: Record the module of each operation.
+        output_trace_dir: The folder for ``profile_<rank>.json``, which Perfetto opens.
 
     Raises:
-        ConfigurationError: an activity or an option of the schedule that there is not, or one that is missing.
+        ConfigurationError: An unknown activity, or an unknown or missing option of the schedule.
     """
 
     activities: list[str] | None = None
@@ -255,26 +251,19 @@ class ProfileKwargs(KwargsHandler):
                 )
 
     def build(self) -> torch.profiler.profile:
-        """The profiler, not yet started. ``output_trace_dir`` is for :meth:`trainkit.Accelerator.profile`."""
-        schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
+        """The profiler, not started. :meth:`trainkit.Accelerator.profile` uses ``output_trace_dir``."""
+        options: dict[str, Any] = dict(vars(self))
+        del options["output_trace_dir"]
+        schedule, activities = options.pop("schedule_option"), options.pop("activities")
         return torch.profiler.profile(
-            activities=None if self.activities is None else [_ACTIVITIES[name] for name in self.activities],
-            schedule=schedule,
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
+            activities=None if activities is None else [_ACTIVITIES[name] for name in activities],
+            schedule=None if schedule is None else torch.profiler.schedule(**schedule),
+            **options,
         )
 
 
 def sorted_handlers(handlers: Iterable[Any] | None) -> dict[type[KwargsHandler], Any]:
-    """Handlers by their class.
-
-    Raises:
-        ConfigurationError: something else, or two of one class.
-    """
+    """Handlers by their class; a ``ConfigurationError`` for another object, or for two handlers of a class."""
     found: dict[type[KwargsHandler], Any] = {}
     known = [kind.__name__ for kind in KwargsHandler.__subclasses__()]
     for handler in handlers or ():

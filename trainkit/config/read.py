@@ -1,4 +1,4 @@
-"""A configuration file → :class:`Settings`: ours, or one that Accelerate has written."""
+"""Configuration file → :class:`Settings`. The file may be Accelerate's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from trainkit.config.foreign import EMPTY, UNUSED, UNUSED_IN_SECTIONS
 from trainkit.config.keys import DYNAMO, KEYS, SECTIONS, Key, checked
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
 __all__ = ["default_file", "read_settings"]
@@ -22,10 +22,7 @@ _NONE = ("", "none", "null")
 
 
 def default_file() -> Path:
-    """The file that counts where none is named: ``trainkit/default_config.yaml`` in the user's cache folder.
-
-    The environment variable ``TRAINKIT_CONFIG_FILE`` names another.
-    """
+    """The default file: ``$TRAINKIT_CONFIG_FILE``, else ``trainkit/default_config.yaml`` in the user's cache folder."""
     named = os.environ.get("TRAINKIT_CONFIG_FILE")
     if named:
         return Path(named)
@@ -36,20 +33,20 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     """Read a configuration file.
 
     Args:
-        path: YAML, or JSON if its name ends so; ours or Accelerate's.
+        path: A YAML file, or JSON if its name ends with ``.json``; trainkit's or Accelerate's.
 
     Raises:
-        ConfigurationError: it cannot be read, or a key is unknown or has a value that it may not have.
-        UnsupportedArgumentError: it asks for what is not offered; the message names what to write.
+        ConfigurationError: It cannot be read, or has an unknown key or a wrong value.
+        UnsupportedArgumentError: A key or value that is not supported; the message says what to write.
     """
     source = str(path)
     content = _content(Path(path), source)
-    name = "compute_environment"  # first: with another one come keys that nobody knows here
+    name = "compute_environment"  # first: other environments have many unknown keys
     _check_unused(f"{source}: {name}", content.get(name), *UNUSED[name])
     sections = {name: _section(content.pop(name, None), table, name, source) for name, table in SECTIONS.items()}
     for name in _OLD:
         if name in content:
-            raise UnsupportedArgumentError(f"{source}: {name} is of an old version of Accelerate; write {_OLD[name]}.")
+            raise UnsupportedArgumentError(f"{source}: {name} is from an old version of Accelerate; write {_OLD[name]}.")
     values = _values(content, KEYS, UNUSED, source)
     backend, dynamo = sections.values()
     return Settings.out_of(values, backend, dynamo, source)
@@ -72,7 +69,7 @@ def _content(path: Path, source: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigurationError(f"{source} must hold keys and values, such as num_processes: 2, not {str(content)[:60]!r}.")
+        raise ConfigurationError(f"{source} must contain keys and values, such as num_processes: 2, not {str(content)[:60]!r}.")
     return content
 
 
@@ -81,9 +78,9 @@ def _section(section: Any, table: Mapping[str, Key], name: str, source: str) -> 
     if section in EMPTY:
         return {}
     if not isinstance(section, Mapping):
-        raise ConfigurationError(f"{source}: {name} must hold keys and values, not {section!r}.")
+        raise ConfigurationError(f"{source}: {name} must contain keys and values, not {section!r}.")
     keys = {str(key): value for key, value in section.items()}
-    if table is DYNAMO:  # Accelerate reads them without that too
+    if table is DYNAMO:  # Accelerate allows them without the prefix
         keys = {key if key.startswith("dynamo_") else f"dynamo_{key}": value for key, value in keys.items()}
     return _values(keys, table, UNUSED_IN_SECTIONS, source, f"{name}: ")
 
@@ -95,7 +92,7 @@ def _values(
     source: str,
     where: str = "",
 ) -> dict[str, Any]:
-    """The values of keys; those without one are left out."""
+    """The converted values; keys without a value are skipped."""
     found = {}
     for name, value in content.items():
         if name in unused:
@@ -110,4 +107,4 @@ def _values(
 
 def _check_unused(label: str, value: Any, allowed: tuple[Any, ...], fix: str) -> None:
     if allowed and not any(type(value) is type(one) and value == one for one in allowed):
-        raise UnsupportedArgumentError(f"{label}: {value!r} is not offered; {fix}.")
+        raise UnsupportedArgumentError(f"{label}: {value!r} is not supported; {fix}.")

@@ -1,4 +1,4 @@
-"""Settings → a configuration file, in Accelerate's form."""
+"""Settings → configuration file, in Accelerate's form."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ from typing import Any
 import yaml
 
 from trainkit.config.keys import SECTIONS
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError
 
 __all__ = ["write_settings"]
 
 
 def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
-    """Write a configuration file; one that is there is replaced.
-
-    Args:
-        settings: what it is to say.
-        path: the file; JSON if its name ends so. Its folder is made.
+    """Write or replace a configuration file, JSON if its name ends with ``.json``; its folder is created.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: It cannot be written.
     """
-    target = Path(os.path.realpath(path))  # a link stays one
+    target = Path(os.path.realpath(path))  # keep a symbolic link
     if target.exists() and not target.is_file():
-        raise ConfigurationError(f"{path} is there and is no file. Name another one.")
+        raise ConfigurationError(f"{path} exists and is not a file. Name another one.")
     content = _content(settings)
     text = json.dumps(content, indent=2) + "\n" if target.suffix == ".json" else yaml.safe_dump(content, allow_unicode=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
@@ -45,7 +41,7 @@ def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
 
 
 def _content(settings: Settings) -> dict[str, Any]:
-    """As Accelerate has it, which reads these files but for ``gradient_accumulation_steps`` outside of DeepSpeed."""
+    """The content, which Accelerate reads except for ``gradient_accumulation_steps`` without DeepSpeed."""
     values, backend = dict(settings.values), dict(settings.backend)
     if settings.takes_section and "gradient_accumulation_steps" in values:
         backend["gradient_accumulation_steps"] = values.pop("gradient_accumulation_steps")

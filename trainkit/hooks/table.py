@@ -1,7 +1,7 @@
-"""``HookTable``: which object overrides which hook, worked out once per run.
+"""``HookTable``: which object overrides which hook, determined once per run.
 
-A call site in the loop is ``for hook in hooks.on_train_batch_end: hook(...)`` over a tuple of bound methods; a callback that
-does not override a hook is not in its tuple.
+A call in the loop is ``for hook in hooks.on_train_batch_end: hook(...)`` over a tuple of bound methods, with only those
+callbacks that override the hook.
 """
 
 from __future__ import annotations
@@ -12,32 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
 from trainkit.errors import HookError
-from trainkit.hooks.checks import accepts
-from trainkit.hooks.names import HOOKS
+from trainkit.hooks.hook_checks import accepts
+from trainkit.hooks.hook_names import HOOKS
 from trainkit.module.overridable_hooks import is_overridden
-
-if TYPE_CHECKING:
-    from trainkit.module.train_module import TrainModule
+from trainkit.module.train_module import TrainModule
 
 __all__ = ["HookTable"]
 
 
 class HookTable:
-    """For each hook the tuple of what is called, in order: callbacks, the module, callbacks that run last.
+    """For each hook a tuple of functions in the order of their calls: callbacks, the module, callbacks that run last.
 
-    Built once per run. Each entry is called with the hook's own arguments; trainer and module are bound.
+    Each function is called with the arguments of the hook; trainer and module are bound.
 
     Args:
-        trainer: the trainer.
-        module: the user's module.
-        callbacks: the attached callbacks.
-        inserted: hook → what is called between the module's own and the callbacks that run last: an epoch's metrics are
-            finished there, so that monitors see them.
-        several_loaders: an evaluation has more than one loader, so its batch hooks must take ``dataloader_idx``.
-        timed: called with "Owner.hook" and the bound method, returns what is called in its place: how a profiler times hooks.
+        trainer: The trainer.
+        module: The user's module.
+        callbacks: The attached callbacks.
+        inserted: Hook → a function to call between the module and the callbacks that run last: it completes the metrics of an
+            epoch, so that monitors see them.
+        several_loaders: An evaluation has several loaders, so that its batch hooks must take ``dataloader_idx``.
+        timed: Called with "Owner.hook" and the bound method; returns the function to call instead, as profilers do.
 
     Raises:
-        HookError: a hook is misspelt, removed or cannot be called with its arguments.
+        HookError: A batch hook of an evaluation with several loaders does not take ``dataloader_idx``.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class HookTable:
 
     @classmethod
     def nothing(cls) -> HookTable:
-        """A table in which nobody handles anything: what a run has before its callbacks are known."""
+        """An empty table, for a run whose callbacks are not known yet."""
         table = cls.__new__(cls)
         table.owners = dict.fromkeys(HOOKS, ())
         for name in HOOKS:
@@ -82,7 +80,7 @@ class HookTable:
         def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]: ...
 
     def run(self, name: str, *arguments: Any) -> None:
-        """Call everything that is in the table for a hook; for the hooks that are not on the way of a step."""
+        """Call all functions of a hook; for hooks outside of the training step."""
         for hook in getattr(self, name):
             hook(*arguments)
 
@@ -90,9 +88,9 @@ class HookTable:
 def _entry(
     owner: Any, name: str, arguments: tuple[str, ...], trainer: object, module: TrainModule, several_loaders: bool
 ) -> Callable[..., Any] | None:
-    """What is called for one owner and hook, or ``None`` if it does not override it."""
+    """The function to call for an owner and a hook; ``None`` if it does not override the hook."""
     is_module = owner is module
-    base: type = _module_base() if is_module else Callback
+    base: type = TrainModule if is_module else Callback
     if not hasattr(base, name) or not is_overridden(owner, name, base):
         return None
     method: Callable[..., Any] = getattr(owner, name)
@@ -101,21 +99,8 @@ def _entry(
     if arguments[-1:] == ("dataloader_idx",) and not accepts(method, len(arguments)):
         if several_loaders:
             raise HookError(
-                f"{type(owner).__name__}.{name} must take dataloader_idx, as there are several loaders: "
+                f"{type(owner).__name__}.{name} must take dataloader_idx, because there are several loaders: "
                 f"def {name}(self, {', '.join(arguments)})"
             )
-        return _without_last(method)
+        return lambda *given: method(*given[:-1])
     return method
-
-
-def _without_last(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        return method(*arguments[:-1])
-
-    return call
-
-
-def _module_base() -> type:
-    from trainkit.module.train_module import TrainModule
-
-    return TrainModule

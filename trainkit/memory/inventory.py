@@ -1,7 +1,8 @@
-"""What a plan of memory is made of: a module's parameters without their values, and what its optimizers keep for them."""
+"""The input of a memory plan: a module's parameters without values, and the optimizer state for them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,13 +16,13 @@ from trainkit.footprint import Contents, Weight
 from trainkit.state.configs import has_adapters
 from trainkit.state.slots import count_slots, state_bytes
 
-__all__ = ["contents_of", "parse_bytes", "twin_of"]
+__all__ = ["contents_of", "parse_bytes", "placeholder_of"]
 
 
-def twin_of(module: nn.Module) -> nn.Module:
-    """A module like this one whose parameters and buffers are on the meta device: shapes, and no values.
+def placeholder_of(module: nn.Module) -> nn.Module:
+    """A copy of a module with parameters and buffers on the meta device: shapes without values.
 
-    Its parts are its own, so that what is done to its layers is not done to the module's; other attributes are the module's.
+    Submodules are copied, so that changes to them do not affect the module; other attributes are shared.
     """
     made: dict[int, Any] = {}
 
@@ -35,30 +36,30 @@ def twin_of(module: nn.Module) -> nn.Module:
     def part(given: nn.Module | None) -> Any:
         if given is None or id(given) in made:
             return made.get(id(given))
-        twin = made[id(given)] = object.__new__(type(given))
-        vars(twin).update(vars(given))
-        vars(twin)["_parameters"] = {name: tensor(value) for name, value in given._parameters.items()}
-        vars(twin)["_buffers"] = {name: tensor(value) for name, value in given._buffers.items()}
-        vars(twin)["_modules"] = {name: part(child) for name, child in given._modules.items()}
-        return twin
+        copy = made[id(given)] = object.__new__(type(given))
+        vars(copy).update(vars(given))
+        vars(copy)["_parameters"] = {name: tensor(value) for name, value in given._parameters.items()}
+        vars(copy)["_buffers"] = {name: tensor(value) for name, value in given._buffers.items()}
+        vars(copy)["_modules"] = {name: part(child) for name, child in given._modules.items()}
+        return copy
 
-    twin: nn.Module = part(module)
-    vars(twin)["_twins"] = made  # by the id of what is the module's own
-    return twin
+    copy: nn.Module = part(module)
+    vars(copy)["_placeholders"] = made  # id of the original → placeholder
+    return copy
 
 
 def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], window: int) -> Contents:
-    """What modules and optimizers have to keep.
+    """The parameters, buffers and optimizer state of a run.
 
     Args:
-        modules: in the precision of the run.
-        optimizers: over their parameters.
-        window: micro-batches in an update.
+        modules: The modules in the precision of the run.
+        optimizers: The optimizers of their parameters.
+        window: Micro-batches per optimizer step.
 
     Raises:
-        OptimizerError: a step of an optimizer over tiny parameters fails, so that it is not known what it keeps.
+        OptimizerError: A step of an optimizer with tiny parameters fails, so that the size of its state is unknown.
     """
-    listed = list(modules)
+    together = nn.ModuleList(modules)  # whose parameters and buffers are unique
     state: dict[int, int] = {}
     slots = 0
     for optimizer in optimizers:
@@ -67,49 +68,34 @@ def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], w
             slots = max(slots, count_slots(optimizer))
         except Exception as error:
             raise OptimizerError(
-                f"it is not known how much {type(optimizer).__name__} keeps for its parameters: a step of it over tiny ones, "
-                f"with gradients, on the CPU ended with {type(error).__name__}: {error}. Plan with one that keeps as much."
+                f"The size of the state of {type(optimizer).__name__} is unknown: a step with tiny parameters on the CPU "
+                f"raised {type(error).__name__}: {error}. Plan with an optimizer that has as much state."
             ) from error
-    own = {id(p): p for module in listed for p in module.parameters()}
     weights = tuple(
-        Weight(
-            whole_shape(p).numel(),
-            p.element_size(),
-            p.requires_grad,
-            state=state.get(key, 0) if p.requires_grad else 0,
-        )
-        for key, p in own.items()
+        Weight(whole_shape(p).numel(), p.element_size(), p.requires_grad, state.get(id(p), 0) if p.requires_grad else 0)
+        for p in together.parameters()
     )
-    buffers = {id(b): b.nbytes for module in listed for b in module.buffers()}
-    passing = {id(part._buffers[name]) for part in _parts(listed) for name in part._non_persistent_buffers_set}
+    buffers = list(together.buffers())
+    passing = {id(part._buffers[name]) for part in together.modules() for name in part._non_persistent_buffers_set}
     return Contents(
         weights,
         flat_slots=slots,
-        buffers=sum(buffers.values()),
-        stored_buffers=sum(size for key, size in buffers.items() if key not in passing),
+        buffers=sum(b.nbytes for b in buffers),
+        stored_buffers=sum(b.nbytes for b in buffers if id(b) not in passing),
         optimizers=tuple(optimizers),
         window=window,
-        stored_frozen=not any(has_adapters(module) for module in listed),
+        stored_frozen=not any(has_adapters(module) for module in together),
     )
-
-
-def _parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    return [part for module in modules for part in module.modules()]
 
 
 def parse_bytes(text: str) -> int:
     """Bytes of ``"80G"``, ``"512GiB"``, ``"1.5T"`` or a plain number; the units are powers of 1024.
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: Another text.
     """
-    units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    bare = text.strip().upper().removesuffix("B").removesuffix("I")
-    number, unit = (bare[:-1], bare[-1]) if bare[-1:] in ("K", "M", "G", "T") else (bare, "")
-    try:
-        size = float(number) * units[unit]
-    except ValueError:
-        size = 0.0
-    if not 0 < size < float("inf"):
+    found = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:E\+?\d{1,2})?)([KMGT]?)I?B?", text.strip().upper().replace(" ", ""))
+    size = 0 if found is None else int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+    if not size:
         raise ConfigurationError(f"expected an amount of memory such as 80G or 512GiB, got {text!r}.")
-    return int(size)
+    return size

@@ -1,4 +1,4 @@
-"""``trainer.plan(module)``: what each strategy holds on how many processes, and the smallest that fits."""
+"""``trainer.plan(module)``: the memory of each strategy by number of processes, and the smallest one that fits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainkit.console import counted
 from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.footprint import Contents, Footprint, Held
 from trainkit.memory.inventory import parse_bytes
@@ -22,23 +23,23 @@ __all__ = ["PROCESSES", "MemoryPlan", "Row", "plan_contents"]
 PROCESSES = (1, 2, 4, 8)
 _HEADS = [part.name for part in fields(Held)]
 _NOT_IN_IT = (
-    "Not in it: activations and the batch, temporary memory of kernels and of the optimizer's step (fused=True has none), the "
-    "memory of Python, torch and the libraries of the device (some 0.5 GiB a process), fragmentation, loader workers."
+    "Not included: activations and the batch, temporary memory of kernels and of the optimizer step (fused=True has none), the "
+    "memory of Python, torch and the libraries of the device (about 0.5 GiB per process), fragmentation, loader workers."
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy on one number of processes.
+    """One strategy with one number of processes.
 
     Attributes:
-        processes: of all machines.
-        footprint: of one process.
-        per_host: processes of a machine.
-        device: bytes on the device of a process; 0 on the CPU.
-        host: bytes on a machine, of all its processes.
-        fits: ``None``: not known, as the device's memory is not.
-        own: it is the strategy of the trainer that plans.
+        processes: The number of processes on all nodes.
+        footprint: The memory of one process.
+        per_host: The number of processes per node.
+        device: Bytes on the device of a process; 0 on the CPU.
+        host: Bytes on a node, for all its processes.
+        fits: Whether it fits; ``None``: the memory of the device is unknown.
+        own: Whether it is the strategy of the trainer.
     """
 
     processes: int
@@ -51,7 +52,7 @@ class Row:
 
     @property
     def strategy(self) -> str:
-        """Its name, and what is offloaded where."""
+        """The name, and what is offloaded where."""
         return self.footprint.name
 
 
@@ -60,16 +61,16 @@ class MemoryPlan:
     """Bytes of parameters, gradients, optimizer state, masters and buffers; ``str()`` is the table.
 
     Attributes:
-        rows: a strategy on a number of processes each, the cheapest strategies first.
-        precision: of the run.
-        parameters: elements of all parameters.
-        trained: of those that get gradients.
-        on_cpu: device and host are one memory.
-        device_memory: bytes of a device; ``None``: not known.
-        host_memory: bytes of a machine.
-        start: bytes of the module as each process builds it in host memory; under ZeRO-3 only if ``late`` is not true.
-        late: its layers are made in ``configure_model``.
-        notes: what cannot be had, and why.
+        rows: One row per strategy and number of processes, the fastest strategies first.
+        precision: The precision of the run.
+        parameters: The number of elements of all parameters.
+        trained: The number of elements of trainable parameters.
+        on_cpu: The device is the CPU: device and host share one memory.
+        device_memory: Bytes of a device; ``None``: unknown.
+        host_memory: Bytes of a node.
+        start: Bytes that each process allocates in host memory to build the module; none under ZeRO-3 if ``late``.
+        late: The layers are built in ``configure_model``.
+        notes: The strategies that cannot be used, and why.
     """
 
     rows: tuple[Row, ...]
@@ -85,11 +86,11 @@ class MemoryPlan:
 
     @property
     def smallest(self) -> Row | None:
-        """The first row that fits: the cheapest strategy, and of it the fewest processes."""
+        """The first row that fits: the fastest strategy, with the fewest processes."""
         return next((row for row in self.rows if row.fits), None)
 
     def smallest_on(self, processes: int) -> Row | None:
-        """The cheapest strategy that fits on so many processes."""
+        """The fastest strategy that fits with this number of processes."""
         return next((row for row in self.rows if row.fits and row.processes == processes), None)
 
     def __str__(self) -> str:
@@ -112,7 +113,7 @@ def plan_contents(
         strategy: The run's strategy.
         contents: The parameters, and the state that the optimizer has for them.
         start: Bytes that each process allocates in host memory to build the module.
-        late: The layers are made in ``configure_model``.
+        late: The layers are built in ``configure_model``.
 
     Raises:
         ConfigurationError: A number of processes is not a whole number ≥ 1.
@@ -122,7 +123,7 @@ def plan_contents(
         _check_counts("per_host", [per_host])
     on_cpu = strategy.device.type != "cuda" and device_memory is None
     device = None if on_cpu else _device_memory(strategy, device_memory)
-    host = _bytes(host_memory) or _memory_of_this_machine()
+    host = _host_memory(host_memory)
     rows: list[Row] = []
     notes: list[str] = []
     for held, number, own in _footprints(strategy, contents, sorted(set(processes)), notes):
@@ -173,13 +174,13 @@ def _footprints(
 def _row(held: Footprint, number: int, each: int, on_cpu: bool, device: int | None, host: int, start: int, own: bool) -> Row:
     here = 0 if on_cpu else held.device.total
     there = each * (held.together.total if on_cpu else held.host.total)
-    most = max(there, each * start)  # the module is built before anything of it goes elsewhere
+    most = max(there, each * start)  # the module is built before it is sharded or moved
     fits = most <= host and (on_cpu or device is None or here <= device)
     return Row(number, held, each, here, there, None if fits and not on_cpu and device is None else fits, own)
 
 
 def _candidates(strategy: Strategy, notes: list[str]) -> Iterator[tuple[Any, bool]]:
-    """What is compared, the cheapest first; the run's own strategy with its options in the place of the one of that name."""
+    """The strategies to compare, the fastest first; the run's own strategy replaces the default one of that name."""
     empty = Contents(())
     name, seen = strategy.footprint(empty, 1).name, False
     for one in load_footprints():
@@ -198,7 +199,7 @@ def _name_of(one: Any) -> str:
 
 
 def _merged(notes: list[str]) -> list[str]:
-    """Notes that say the same of several strategies as one."""
+    """Notes with the same text for several strategies, as one."""
     by_text: dict[str, list[str]] = {}
     for note in notes:
         name, _, text = note.partition(": ")
@@ -207,24 +208,22 @@ def _merged(notes: list[str]) -> list[str]:
 
 
 def _pointless(name: str, processes: int) -> bool:
-    """One device on several processes; and what is divided over one, with nothing offloaded."""
+    """One device with several processes; or sharding over one process without offload."""
     return processes > 1 if name == "single" else processes == 1 and " on " not in name
-
-
-def _bytes(given: int | str | None) -> int | None:
-    return parse_bytes(str(given)) if given is not None else None
 
 
 def _device_memory(strategy: Strategy, given: int | str | None) -> int | None:
     if given is not None:
-        return _bytes(given)
+        return parse_bytes(str(given))
     return torch.cuda.get_device_properties(strategy.device).total_memory if strategy.device.type == "cuda" else None
 
 
-def _memory_of_this_machine() -> int:
+def _host_memory(given: int | str | None) -> int:
+    if given is not None:
+        return parse_bytes(str(given))
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    raise ConfigurationError("this system does not say how much memory it has. Give it: host_memory='64G', --host-memory 64G")
+    raise ConfigurationError("the memory of this system is unknown. Write: host_memory='64G', or --host-memory 64G")
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
@@ -233,8 +232,8 @@ def _memory_of_this_machine() -> int:
 def _lines(plan: MemoryPlan) -> Iterator[str]:
     scale, unit = _unit([row.footprint.together.total for row in plan.rows])
     yield (
-        f"{plan.parameters:,} parameters, {plan.trained:,} of them trained, {plan.precision}. {unit} at the largest moment "
-        "of an update, after the first one:"
+        f"{plan.parameters:,} parameters, {plan.trained:,} of them trained, {plan.precision}. {unit} at the peak of an "
+        "optimizer step, after the first one:"
     )
     disk = any(row.footprint.disk for row in plan.rows)
     here = ["a process"] if plan.on_cpu else ["a device", "+ host"]
@@ -260,31 +259,29 @@ def _values(row: Row, on_cpu: bool, disk: bool) -> list[int]:
 
 def _below(plan: MemoryPlan, scale: int, unit: str) -> Iterator[str]:
     if any(row.own for row in plan.rows):
-        yield "* this Trainer's strategy, with its options; the others with their defaults."
+        yield "* this Trainer's strategy, with its options; the others have their defaults."
     if plan.on_cpu:
-        yield "On the CPU device and host are one memory: a column holds both. For a GPU give its memory: --device-memory 80G"
+        yield "On the CPU, device and host share one memory: a column has both. For a GPU write: --device-memory 80G"
     else:
-        yield "The columns up to 'a device' are of the device; '+ host' is what the process holds in host memory beside it."
-    first = "Each process but those of stage 3" if plan.late else "Each process"
-    advice = "" if plan.late else " Stage 3 does not if its layers are made in configure_model."
-    yield f"{first} begins with the whole module in host memory, {_size(plan.start)}, which counts for what fits.{advice}"
-    yield "While a checkpoint is written in the background, the processes hold another copy of it in host memory, a part each."
+        yield "The columns up to 'a device' are device memory; '+ host' is the host memory of the process."
+    first = "Each process except in stage 3" if plan.late else "Each process"
+    advice = "" if plan.late else " Stage 3 does not if its layers are built in configure_model."
+    yield f"{first} starts with the whole module in host memory, {_size(plan.start)}, which must fit too.{advice}"
+    yield "While a checkpoint is written in the background, the processes keep a copy of it in host memory, a part each."
     yield _NOT_IN_IT
     yield from plan.notes
     limits = f"{_size(plan.host_memory)} a machine"
     if plan.on_cpu or plan.device_memory is not None:
         limits = limits if plan.on_cpu else f"{_size(plan.device_memory or 0)} a device and {limits}"
-        yield f"Smallest that fits in {limits}: {_said(plan.smallest)}"
+        yield f"Smallest that fits in {limits}: {_named(plan.smallest)}"
         for number in sorted({row.processes for row in plan.rows}):
-            yield f"  on {number:>3} process{'es' if number > 1 else '  '}  {_said(plan.smallest_on(number))}"
+            yield f"  on {number:>3} process{'es' if number > 1 else '  '}  {_named(plan.smallest_on(number))}"
     else:
-        yield "What fits is not known: there is no GPU here. Give its memory: --device-memory 80G, plan(device_memory='80G')"
+        yield "What fits is unknown: there is no GPU here. Write: --device-memory 80G, or plan(device_memory='80G')"
 
 
-def _said(row: Row | None) -> str:
-    if row is None:
-        return "none of these"
-    return f"{row.strategy}" + (f", {row.processes} process{'es' * (row.processes > 1)}")
+def _named(row: Row | None) -> str:
+    return "none of these" if row is None else f"{row.strategy}, {counted(row.processes, 'process')}"
 
 
 def _unit(values: Sequence[int]) -> tuple[int, str]:

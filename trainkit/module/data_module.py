@@ -1,4 +1,4 @@
-"""``DataModule``: loaders and their preparation in a class of their own."""
+"""``DataModule``: a class for loaders and their preparation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["DataModule"]
 
 
 class DataModule(HyperParametersMixin, DataHooks):
-    """Where the data of a run comes from: ``trainer.fit(module, datamodule=MyData())``.
+    """The data of a run: ``trainer.fit(module, datamodule=MyData())``.
 
-    Define the loaders that you need; ``prepare_data`` (one process: download, tokenise), ``setup(stage)`` (every process:
-    open, split) and ``teardown(stage)`` where that helps. The transfer hooks defined here go before the module's.
+    Define the loaders that you need, and optionally ``prepare_data`` (one process: download, tokenize), ``setup(stage)`` (every
+    process: open, split) and ``teardown(stage)``. Its transfer hooks replace those of the module.
 
     Example::
 
@@ -35,11 +35,11 @@ class DataModule(HyperParametersMixin, DataHooks):
     trainer: Trainer | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: plain values and tensors."""
+        """The state to save in a checkpoint: plain values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; called after ``setup``."""
+        """Restore what :meth:`state_dict` returned; called after ``setup``."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "trainer": None}

@@ -1,4 +1,4 @@
-"""Builds a module from a checkpoint: ``TrainModule.load_from_checkpoint``."""
+"""Build a module from a checkpoint: ``TrainModule.load_from_checkpoint``."""
 
 from __future__ import annotations
 
@@ -41,17 +41,15 @@ def build_from_checkpoint(
     state = loaded.state
     if "hyper_parameters" not in state:
         raise CheckpointError(
-            f"{path} was written by an own loop, not by a Trainer. Make the module yourself and load the weights: "
-            "Accelerator().load_state(path)"
+            f"{path} was saved by a training loop of your own, not by a Trainer. Build the module yourself and load the "
+            "weights: Accelerator().load_state(path)"
         )
     module = cls(**_arguments(cls, state, overrides, str(path)))
-    configure: Any = getattr(module, "configure_model", None)
-    if configure is not None:
+    if (configure := getattr(module, "configure_model", None)) is not None:
         configure()
-        module.__dict__["_built"] = True  # the Trainer that runs it must not build it again
+        module.__dict__["_built"] = True  # a Trainer must not build it again
     seen = shown(loaded.manifest.epoch, loaded.manifest.step, dict(loaded.tensors["model"]), state)
-    hook: Any = getattr(module, "on_load_checkpoint", None)
-    if hook is not None:
+    if (hook := getattr(module, "on_load_checkpoint", None)) is not None:
         hook(seen)
     restore(
         Parts([module], [], [], Precision()),
@@ -89,7 +87,7 @@ def _usable(arguments: Mapping[Any, Any], cls: type, accepted: Container[Any], t
     """The arguments that ``__init__`` accepts; a notice names the others. No argument has a name that is not a string."""
     unused = [] if takes_all else [name for name in arguments if name not in accepted]
     if unused:
-        notice(f"hyper-parameters that {cls.__name__} does not take are left out: {', '.join(map(str, unused))}.")
+        notice(f"ignoring hyper-parameters that {cls.__name__} does not accept: {', '.join(map(str, unused))}.")
     return {name: value for name, value in arguments.items() if isinstance(name, str) and name not in unused}
 
 
@@ -97,7 +95,7 @@ def _check_complete(arguments: Container[str], accepted: Mapping[str, inspect.Pa
     missing = [name for name, parameter in accepted.items() if parameter.default is parameter.empty and name not in arguments]
     if missing:
         raise CheckpointError(
-            f"{path} does not hold the arguments {', '.join(missing)} of {cls.__name__}. Give them: "
+            f"{path} does not contain the arguments {', '.join(missing)} of {cls.__name__}. Pass them: "
             f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)}); or call "
             "self.save_hyperparameters() in __init__ so that they are saved."
         )

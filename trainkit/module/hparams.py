@@ -1,9 +1,10 @@
-"""Hyper-parameters: what ``save_hyperparameters`` collects from ``__init__``."""
+"""Hyper-parameters: the arguments of ``__init__`` that ``save_hyperparameters`` collects."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -17,11 +18,11 @@ from trainkit.tagged_json.omegaconf import is_omegaconf, plain_container
 
 __all__ = ["HyperParameters", "HyperParametersMixin"]
 
-_DEPTH = 32  # deeper than any real configuration: a structure that contains itself
+_DEPTH = 32  # a deeper structure contains itself
 
 
 class HyperParameters(dict[str, Any]):
-    """A dict whose entries are attributes too: ``hparams.lr`` is ``hparams["lr"]``."""
+    """A dict whose entries are also attributes: ``hparams.lr`` is ``hparams["lr"]``."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -39,7 +40,7 @@ class HyperParametersMixin:
 
     _hparams: HyperParameters | None = None
     _hparams_initial: HyperParameters | None = None
-    _hparams_name: str | None = None  # of the argument that holds all of them
+    _hparams_name: str | None = None  # the argument that contains all of them
     _log_hyperparams: bool = True
 
     @property
@@ -52,7 +53,7 @@ class HyperParametersMixin:
 
     @property
     def hparams_initial(self) -> HyperParameters:
-        """The hyper-parameters as they were when they were saved; modules and functions among them are not copied."""
+        """The hyper-parameters at the time of ``save_hyperparameters``; modules and functions are not copied."""
         return HyperParameters(_copied(self._hparams_initial or {}))
 
     def save_hyperparameters(
@@ -62,24 +63,24 @@ class HyperParametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of ``__init__`` as ``self.hparams``: they are logged and come back with a checkpoint.
+        """Save the arguments of ``__init__`` as ``self.hparams``, which are logged and stored in checkpoints.
 
-        Call it in ``__init__``. ``self.hparams`` holds what was given, modules and functions included. Checkpoints and loggers
-        omit what they cannot store, and one warning names it when a run starts: pass it to ``load_from_checkpoint`` again. To
-        store a type of your own, call :func:`trainkit.checkpoint.register`.
+        Call it in ``__init__``. ``self.hparams`` contains all arguments, including modules and functions. Checkpoints and
+        loggers omit those that they cannot store, and a warning names them when a run starts: pass them to
+        ``load_from_checkpoint`` again. To store your own type, call :func:`trainkit.checkpoint.register`.
 
         Args:
-            *args: names of arguments to keep (default: all), or one dict, Namespace, dataclass or ``DictConfig`` that holds
-                them. Of a module that is a dataclass itself, fields with ``init=False`` are no hyper-parameters.
-            ignore: names to omit, including those that a base class has saved.
-            frame: the frame of ``__init__``, if the call is not made directly from it.
-            logger: log them when a run starts.
+            *args: Names of arguments to save (default: all), or one dict, Namespace, dataclass or ``DictConfig`` with all
+                hyper-parameters. If the module is a dataclass, fields with ``init=False`` are not hyper-parameters.
+            ignore: Names to omit, including those that a base class saved.
+            frame: The frame of ``__init__``, if the call is not made directly from it.
+            logger: Log them when a run starts.
 
         Raises:
-            UnknownNameError: a name that is no argument of ``__init__``.
-            ConfigurationError: an argument that is neither a name nor holds hyper-parameters.
+            UnknownNameError: A name that is not an argument of ``__init__``.
+            ConfigurationError: An argument that is neither a name nor contains hyper-parameters.
         """
-        caller = frame or (inspect.currentframe() or _no_frame()).f_back
+        caller = frame or sys._getframe(1)
         if len(args) == 1 and not isinstance(args[0], str):
             collected = _as_mapping(args[0])
             object.__setattr__(self, "_hparams_name", _name_of(args[0], caller))
@@ -95,12 +96,12 @@ class HyperParametersMixin:
 
 
 def _arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
-    """The arguments that ``owner`` is being made with: of ``__init__`` in ``frame``, or the fields of a dataclass."""
+    """The arguments of ``owner``: those of ``__init__`` in ``frame``, or the fields of a dataclass."""
     if is_dataclass(owner):
         return {field.name: getattr(owner, field.name) for field in fields(owner) if field.init and hasattr(owner, field.name)}
     if frame is None or frame.f_code.co_name != "__init__":
         raise ConfigurationError(
-            "save_hyperparameters() takes the arguments of the __init__ that calls it. Call it there, or pass them: "
+            "save_hyperparameters() saves the arguments of the __init__ that calls it. Call it there, or pass them: "
             "self.save_hyperparameters({'lr': lr})"
         )
     return _init_arguments(owner, frame)
@@ -124,7 +125,7 @@ def _init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
 
 
 def _name_of(value: Any, frame: FrameType | None) -> str | None:
-    """The argument of ``__init__`` that is this very object, ``None`` if it is made from others."""
+    """The argument of ``__init__`` that is this object; ``None`` if it is another object."""
     if frame is None or frame.f_code.co_name != "__init__":
         return None
     code = frame.f_code
@@ -143,12 +144,12 @@ def _as_mapping(value: Any) -> dict[str, Any]:
         except Exception:
             if not is_omegaconf(value):
                 raise
-            return dict(plain_container(value))  # a value that is missing, or an interpolation that leads nowhere
+            return dict(plain_container(value))  # with missing values or unresolved interpolations
     raise _not_arguments(value)
 
 
 def _copied(value: Any, depth: int = 0) -> Any:
-    """A value whose containers are copied, so that later changes do not reach it; everything else is the same object."""
+    """A value with copied containers, so that later changes do not affect it; other objects are shared."""
     if depth > _DEPTH:
         return value
     if isinstance(value, dict):
@@ -170,7 +171,7 @@ def _copied(value: Any, depth: int = 0) -> Any:
 
 def _not_arguments(value: Any) -> ConfigurationError:
     return ConfigurationError(
-        f"save_hyperparameters takes names of arguments, or one dict, Namespace or dataclass, not {value!r}. "
+        f"save_hyperparameters accepts names of arguments, or one dict, Namespace or dataclass, not {value!r}. "
         "For example: self.save_hyperparameters('lr', 'width')"
     )
 
@@ -184,10 +185,3 @@ def _named(name: Any, collected: dict[str, Any]) -> Any:
             f"{nearest(str(name), collected)}"
         )
     return collected[name]
-
-
-def _no_frame() -> FrameType:
-    raise ConfigurationError(
-        "save_hyperparameters() reads the caller's frame, which this Python does not give. Pass a dict: "
-        "self.save_hyperparameters({'lr': lr})"
-    )

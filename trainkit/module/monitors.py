@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from trainkit.errors import nearest
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 
-__all__ = ["MonitoredRun", "how_to_log", "not_logged", "of_validation", "why_no_validation"]
+if TYPE_CHECKING:
+    from trainkit.trainer.trainer import Trainer
+
+__all__ = ["how_to_log", "not_logged", "of_validation", "why_no_validation"]
 
 
-class MonitoredRun(Protocol):
-    """What a ``Trainer`` tells about its validation."""
-
-    _arguments: Any  # with limit_val_batches
-
-    @property
-    def stage(self) -> str | None:
-        """ "fit", "validate", "test" or "predict"; ``None`` outside a run."""
-
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader."""
-
-    @property
-    def lightning_module(self) -> TrainModule:
-        """The user's module."""
-
-    @property
-    def logged_metrics(self) -> dict[str, Any]:
-        """What the loggers got last."""
-
-
-def not_logged(run: MonitoredRun, owner: str, monitor: str, logged: Iterable[str]) -> str:
-    """The first sentences of an error or warning about a monitor that was never logged.
+def not_logged(run: Trainer, owner: str, monitor: str, logged: Iterable[str]) -> str:
+    """The first sentences of a message about a metric that was never logged.
 
     Args:
-        run: the Trainer.
-        owner: the class of the callback or scheduler.
-        monitor: the metric.
-        logged: the metrics that there are.
+        run: The Trainer.
+        owner: The class of the callback or scheduler.
+        monitor: The monitored metric.
+        logged: The logged metrics.
     """
     known = sorted(logged)
     near, reason = nearest(monitor, known), why_no_validation(run)
     if reason is not None:
         reason = f" This fit has no validation: {reason}."
-        near = "" if of_validation(monitor) else near  # of all names those of training are not what was meant
+        near = "" if of_validation(monitor) else near  # a metric of training was not meant
     elif monitor in run.logged_metrics:
         reason = f" Validation logs it by step only: use self.log({monitor!r}, value, on_epoch=True)."
     return (
@@ -57,13 +38,13 @@ def not_logged(run: MonitoredRun, owner: str, monitor: str, logged: Iterable[str
 
 
 def how_to_log(monitor: str, logged: Iterable[str]) -> str:
-    """The rest of that message: the fix, unless another name was likely meant."""
+    """The rest of that message: the fix."""
     log = "If not, log it" if nearest(monitor, sorted(logged)) else "Log it"
     return f"{log}, in validation_step or training_step: self.log({monitor!r}, value); or monitor another one"
 
 
-def why_no_validation(run: MonitoredRun) -> str | None:
-    """Why a fit validates nothing, and the fix; ``None`` if it does validate, or where none is running."""
+def why_no_validation(run: Trainer) -> str | None:
+    """Why a fit has no validation, and the fix; ``None`` if it has one, or if no fit is running."""
     if run.stage != "fit" or any(count > 0 for count in run.num_val_batches):
         return None
     if run._arguments.limit_val_batches == 0:
@@ -74,5 +55,5 @@ def why_no_validation(run: MonitoredRun) -> str | None:
 
 
 def of_validation(monitor: str) -> bool:
-    """Whether the name of a metric says that it is one of validation."""
+    """Whether the name of a metric begins with "val"."""
     return monitor.lower().startswith("val")

@@ -1,6 +1,6 @@
-"""The hooks and override points of ``TrainModule`` and ``DataModule``: Lightning's names and arguments.
+"""The hooks of ``TrainModule`` and ``DataModule``, with Lightning's names and arguments.
 
-Every hook is empty here and is called only where a subclass overrides it.
+Every hook is empty here, and is called only if a subclass overrides it.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ __all__ = ["DataHooks", "ModuleHooks", "find_source", "is_overridden"]
 
 
 def is_overridden(owner: object, name: str, base: type) -> bool:
-    """Whether an object has a method of its own under a name, defined in its class or assigned on the object.
+    """Whether an object overrides a method of a base class, in its class or by assignment.
 
     Args:
-        owner: the user's module, data module, callback or logger.
-        name: the method. One that was set to ``None`` is not there: ``module.validation_step = None``.
-        base: the class of ours whose method does not count.
+        owner: The user's module, data module, callback or logger.
+        name: The method. ``module.validation_step = None`` removes it.
+        base: The class of trainkit that defines it.
     """
     method = getattr(owner, name, None)
     return callable(method) and getattr(method, "__func__", method) is not getattr(base, name, None)
 
 
 class DataHooks:
-    """What ``TrainModule`` and ``DataModule`` share: loaders, and batches on their way to the device.
+    """The hooks of ``TrainModule`` and ``DataModule``: loaders, and the transfer of batches.
 
     Attributes:
-        prepare_data_per_node: ``prepare_data`` is called by one process of each machine; ``False``: by one of all.
+        prepare_data_per_node: Call ``prepare_data`` in one process of each node; ``False``: in one process of the run.
     """
 
     prepare_data_per_node: bool = True
 
     def prepare_data(self) -> None:
-        """Download, tokenise, write to disk: called in one process of each machine, before ``setup`` in any.
+        """Download, tokenize, write to disk: called in one process of each node, before ``setup`` in any process.
 
-        Do not assign state here: other processes would not have it.
+        Do not assign attributes here: the other processes would not have them.
         """
 
     def setup(self, stage: str) -> None:
-        """Before anything is used, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
+        """Called first, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """At the very end, also after an error."""
+        """Called last, also after an error."""
 
     def train_dataloader(self) -> Any:
         """The training loader: a ``DataLoader``, any iterable of batches, or a dict or list of them."""
@@ -69,47 +69,47 @@ class DataHooks:
         raise NotImplementedError
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The batch as it is to be moved; it is on the CPU, and with CUDA one step ahead of the work."""
+        """The batch before the transfer, on the CPU; with CUDA one step ahead of the computation."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The batch on the device; override it for batches that are no nesting of tensors."""
+        """The batch on the device; override it for batches of your own classes."""
         return move(batch, device, non_blocking=device.type == "cuda")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The batch as the step gets it, on the device; the place for augmentation on the GPU."""
+        """The batch on the device, as the step receives it; the place for augmentation on the GPU."""
         return batch
 
 
 class ModuleHooks(DataHooks):
-    """The hooks of ``TrainModule``. Order in one micro-batch and in a run: see the page on hooks in the docs."""
+    """The hooks of ``TrainModule``. For their order see the page on hooks in the docs."""
 
     def configure_model(self) -> None:
-        """Build large layers here: they are made on the device and in the dtype of the run, sharded where it shards."""
+        """Build large layers here: directly on the device, in the dtype of the run, and sharded if the strategy shards."""
 
     def configure_callbacks(self) -> Callback | list[Callback]:
-        """Callbacks that this module brings; one of a class that the trainer also has takes its place."""
+        """The callbacks of this module; one of a class that the trainer also has replaces it."""
         return []
 
     def batch_weight(self, batch: Any) -> float:
-        """How much a micro-batch counts, such as its number of tokens: a finite number ≥ 0, computed on the CPU.
+        """The weight of a micro-batch, such as its number of tokens: a finite number ≥ 0, computed on the CPU.
 
-        Override it where samples are of unequal length and ``training_step`` returns the mean over tokens: the gradient is
-        then the mean over all tokens of the global batch. Without it a micro-batch counts by its number of samples.
+        Override it if samples have different lengths and ``training_step`` returns the mean over tokens: the gradient is then
+        the mean over all tokens of the global batch. By default the weight is the number of samples.
         """
         raise NotImplementedError
 
     def on_fit_start(self) -> None:
-        """The module is on its device, the optimizers exist."""
+        """The module is on its device, and the optimizers exist."""
 
     def on_fit_end(self) -> None:
-        """Training has ended without an error."""
+        """After training without an error."""
 
     def on_sanity_check_start(self) -> None:
         """Before the few validation batches that run ahead of training."""
 
     def on_sanity_check_end(self) -> None:
-        """After them; what they logged is gone."""
+        """After these batches; their logged metrics are discarded."""
 
     def on_train_start(self) -> None:
         """Before the first epoch."""
@@ -124,10 +124,10 @@ class ModuleHooks(DataHooks):
         """After the last batch of an epoch and the validation at its end."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before a micro-batch is worked on. Returning -1 skips the rest of the epoch."""
+        """Before a micro-batch. Returning -1 skips the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch, and after the update if its window is full."""
+        """After a micro-batch, and after the optimizer step if it completes its accumulation window."""
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Before the backward pass; ``loss`` as ``training_step`` returned it."""
@@ -136,10 +136,10 @@ class ModuleHooks(DataHooks):
         """After the backward pass of a micro-batch; under ``16-mixed`` the gradients are still scaled."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """The gradients of the window are complete and unscaled, and not yet clipped."""
+        """The gradients are complete and unscaled, and not yet clipped."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Before the gradients are set to zero, at the start of each window."""
+        """Before the gradients are set to zero, at the start of each accumulation window."""
 
     def on_validation_start(self) -> None:
         """Before validation."""
@@ -148,11 +148,11 @@ class ModuleHooks(DataHooks):
         """After validation."""
 
     def on_validation_model_eval(self) -> None:
-        """Put the module into eval mode before validation. Override it to put only a part into eval mode."""
+        """Set the module to eval mode before validation. Override it to set only a part."""
         cast(nn.Module, self).eval()
 
     def on_validation_model_train(self) -> None:
-        """Called after validation only if it is overridden; otherwise every submodule returns to the mode it was in."""
+        """Called after validation if it is overridden; otherwise the mode of every submodule is restored."""
         cast(nn.Module, self).train()
 
     def on_validation_epoch_start(self) -> None:
@@ -174,11 +174,11 @@ class ModuleHooks(DataHooks):
         """After the test."""
 
     def on_test_model_eval(self) -> None:
-        """As :meth:`on_validation_model_eval`, before the test."""
+        """See :meth:`on_validation_model_eval`."""
         cast(nn.Module, self).eval()
 
     def on_test_model_train(self) -> None:
-        """As :meth:`on_validation_model_train`, after the test."""
+        """See :meth:`on_validation_model_train`."""
         cast(nn.Module, self).train()
 
     def on_test_epoch_start(self) -> None:
@@ -200,11 +200,11 @@ class ModuleHooks(DataHooks):
         """After prediction."""
 
     def on_predict_model_eval(self) -> None:
-        """As :meth:`on_validation_model_eval`, before prediction."""
+        """See :meth:`on_validation_model_eval`."""
         cast(nn.Module, self).eval()
 
     def on_predict_model_train(self) -> None:
-        """As :meth:`on_validation_model_train`, after prediction."""
+        """See :meth:`on_validation_model_train`."""
         cast(nn.Module, self).train()
 
     def on_predict_epoch_start(self) -> None:
@@ -226,11 +226,11 @@ class ModuleHooks(DataHooks):
         """Before a checkpoint's state is restored."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Set the gradients to zero at the start of a window."""
+        """Set the gradients to zero at the start of an accumulation window."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Advance a scheduler; ``metric`` is the value of its monitor, if it has one."""
+        """Advance a scheduler; ``metric`` is the value of its monitored metric, if it has one."""
         if metric is None:
             scheduler.step()
         else:

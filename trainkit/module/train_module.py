@@ -1,4 +1,4 @@
-"""``TrainModule``: what the user subclasses."""
+"""``TrainModule``: the base class of users' modules."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ M = TypeVar("M", bound="TrainModule")
 
 
 class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
-    """A ``torch.nn.Module`` that says how it is trained.
+    """A ``torch.nn.Module`` that defines its training.
 
     Define at least ``training_step`` and ``configure_optimizers``.
 
     Attributes:
         automatic_optimization: ``False`` for manual optimization: ``training_step`` then calls ``self.manual_backward(loss)``
-            and ``self.optimizers().step()`` itself. Several optimizers need it.
-        example_input_array: an input of ``forward``, for the summary.
+            and ``self.optimizers().step()``. Required for several optimizers.
+        example_input_array: An input of ``forward``, for the summary.
 
     Example::
 
@@ -59,20 +59,20 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
         """The MEAN loss over the batch, a scalar; or a dict with it under ``"loss"``.
 
-        ``None`` leaves this micro-batch out: its gradient counts as zero. Under manual optimization anything may be returned.
+        ``None`` skips this micro-batch: its gradient is zero. Under manual optimization the result may be any object.
         """
         raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Work on a validation batch; log metrics with ``self.log``. Takes ``dataloader_idx`` too with several loaders."""
+        """Evaluate a validation batch; log metrics with ``self.log``. Takes ``dataloader_idx`` too with several loaders."""
         raise NotImplementedError
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Work on a test batch; log metrics with ``self.log``. Takes ``dataloader_idx`` too with several loaders."""
+        """Evaluate a test batch; log metrics with ``self.log``. Takes ``dataloader_idx`` too with several loaders."""
         raise NotImplementedError
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """What ``Trainer.predict`` returns for a batch; by default ``self(batch)``, with several loaders too.
+        """The prediction for a batch, which ``Trainer.predict`` returns; by default ``self(batch)``.
 
         Define it as ``predict_step(self, batch, batch_idx)`` or ``predict_step(self, batch, batch_idx, dataloader_idx=0)``.
         """
@@ -89,11 +89,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that runs this module.
-
-        Raises:
-            ModuleError: no trainer has run it yet.
-        """
+        """The trainer that runs this module; a ``ModuleError`` before the first run."""
         if self._trainer is None:
             raise ModuleError(f"{type(self).__name__} is not attached to a Trainer yet. Call trainer.fit(module) first.")
         return self._trainer
@@ -125,22 +121,22 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
     @property
     def global_step(self) -> int:
-        """Optimizer updates so far."""
+        """The number of optimizer steps so far."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property
     def current_epoch(self) -> int:
-        """The number of the epoch, from 0."""
+        """The index of the epoch, from 0."""
         return 0 if self._trainer is None else self._trainer.current_epoch
 
     @property
     def global_rank(self) -> int:
-        """The number of this process among all."""
+        """The rank of this process."""
         return 0 if self._trainer is None else self._trainer.strategy.rank
 
     @property
     def local_rank(self) -> int:
-        """The number of this process among those of its machine."""
+        """The rank of this process on its node."""
         return 0 if self._trainer is None else self._trainer.strategy.local_rank
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -170,24 +166,24 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """Log a metric.
 
         Args:
-            name: its name; with both ``on_step`` and ``on_epoch`` the two are called ``name_step`` and ``name_epoch``.
-            value: a number, a tensor of one element, or a torchmetrics ``Metric``. Tensors stay on the device.
-            prog_bar: show it in the progress bar.
-            logger: give it to the loggers (default: yes).
-            on_step: the value of the step, logged every ``log_every_n_steps`` updates (default: in training batches).
-            on_epoch: reduced over the epoch (default: everywhere else).
+            name: The name; with both ``on_step`` and ``on_epoch``, ``name_step`` and ``name_epoch`` are logged.
+            value: A number, a tensor of one element, or a torchmetrics ``Metric``. Tensors stay on the device.
+            prog_bar: Show it in the progress bar.
+            logger: Pass it to the loggers (default: yes).
+            on_step: Log the value of the step, every ``log_every_n_steps`` optimizer steps (default: in training batches).
+            on_epoch: Log the value reduced over the epoch (default: everywhere else).
             reduce_fx: ``"mean"`` (weighted by samples, in float64), ``"sum"``, ``"min"``, ``"max"``, torch's functions of
                 these names, or another function of the tensor of all values of the epoch.
-            enable_graph: keep the value's autograd graph.
-            sync_dist: no effect: values are always reduced exactly over processes.
-            sync_dist_group: only ``None`` or ``torch.distributed.group.WORLD``: values are reduced over all processes.
-            add_dataloader_idx: with several evaluation loaders, append ``/dataloader_idx_N`` to the name.
-            batch_size: the samples that the value is a mean of (default: the first dimension of the batch's first tensor).
-            metric_attribute: no effect: a torchmetrics ``Metric`` is found without it.
-            rank_zero_only: the value of the main process only.
+            enable_graph: Keep the autograd graph of the value.
+            sync_dist: No effect: values are always reduced exactly over all ranks.
+            sync_dist_group: Only ``None`` or ``torch.distributed.group.WORLD``: values are reduced over all ranks.
+            add_dataloader_idx: Append ``/dataloader_idx_N`` to the name if there are several evaluation loaders.
+            batch_size: The number of samples of the value (default: the first dimension of the batch's first tensor).
+            metric_attribute: No effect: a torchmetrics ``Metric`` is found without it.
+            rank_zero_only: Log the value of the main process only.
 
         Raises:
-            MetricError: no number, a group of some processes, or logged where that cannot be.
+            MetricError: Not a number, a group of some processes, or a hook that cannot log.
         """
         if self._trainer is None:
             warn(f"log({name!r}) outside a Trainer does nothing.")
@@ -212,8 +208,8 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """Log each entry of a dict, all with the same options of :meth:`log`.
 
         Raises:
-            MetricError: no dict, or an entry that is no metric.
-            UnknownNameError: an option that :meth:`log` does not have.
+            MetricError: Not a dict, or an entry that is not a metric.
+            UnknownNameError: An option that :meth:`log` does not have.
         """
         if not hasattr(dictionary, "items"):
             raise MetricError(
@@ -228,15 +224,15 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
             self.log(name, value, **options)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them, for manual optimization.
+        """The optimizer, or the list of optimizers, for manual optimization.
 
         Typed ``Any``, so that ``first, second = self.optimizers()`` and ``self.optimizers().step()`` both pass a type checker.
 
         Args:
-            use_pl_optimizer: Lightning's name; ``False`` gives torch's own objects, whose steps are not counted.
+            use_pl_optimizer: Lightning's name; ``False`` returns torch's own objects, whose steps are not counted.
 
         Raises:
-            ConfigurationError: torch's own objects, for manual optimization on several processes.
+            ConfigurationError: Torch's own objects are requested for manual optimization on several processes.
         """
         prepared = self.trainer._run.optimizers
         if not (use_pl_optimizer or self.automatic_optimization) and self.trainer.strategy.data_world.size > 1:
@@ -249,10 +245,10 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
 
     @property
     def sample_mask(self) -> Tensor:
-        """Which samples of the batch that is being worked on count: bool, [batch], on the device.
+        """Which samples of the current batch are real: bool, [batch], on the device.
 
-        All of them, unless the strategy fills short batches up, as ``XLAStrategy(pad_last_batch=True)`` does. A loss that
-        leaves the others out is right either way::
+        All of them, unless the strategy pads short batches, as ``XLAStrategy(pad_last_batch=True)`` does. This loss is correct
+        in both cases::
 
             mask = self.sample_mask
             loss = (F.cross_entropy(logits, labels, reduction="none") * mask).sum() / mask.sum()
@@ -260,7 +256,7 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         return self.trainer.sample_mask
 
     def lr_schedulers(self) -> Any:
-        """The learning-rate scheduler, the list of them, or ``None``."""
+        """The learning-rate scheduler, the list of schedulers, or ``None``."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         if not schedulers:
             return None
@@ -270,11 +266,11 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """The backward pass under manual optimization.
 
         Args:
-            loss: a scalar.
-            **kwargs: for ``Tensor.backward``, such as ``retain_graph=True``.
+            loss: A scalar.
+            **kwargs: Arguments of ``Tensor.backward``, such as ``retain_graph=True``.
 
         Raises:
-            ConfigurationError: under automatic optimization, which does it itself.
+            ConfigurationError: Automatic optimization, which runs the backward pass itself.
         """
         if self.automatic_optimization:
             raise ConfigurationError(
@@ -284,16 +280,12 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         self.trainer._run.manual_backward(loss, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
-        """Let gradients flow only into this optimizer's parameters, until :meth:`untoggle_optimizer` or another is toggled."""
+        """Let gradients flow only into this optimizer's parameters, until :meth:`untoggle_optimizer` or the next toggle."""
         self.untoggle_optimizer(optimizer)
         self.__dict__["_toggled"] = toggle(optimizer, self.trainer.optimizers)
 
     def untoggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
-        """Undo :meth:`toggle_optimizer`.
-
-        Args:
-            optimizer: no effect: one optimizer at a time is toggled, and that is undone.
-        """
+        """Undo :meth:`toggle_optimizer`. ``optimizer`` has no effect: only one is toggled at a time."""
         untoggle(self.__dict__.pop("_toggled", {}))
 
     def configure_gradient_clipping(
@@ -302,10 +294,10 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> Tensor | None:
-        """Clip the gradients before an update; override it to clip in another way.
+        """Clip the gradients before an optimizer step; override it to clip in another way.
 
         Returns:
-            The norm before clipping where it was computed, to be logged as ``grad_norm``.
+            The norm before clipping if it was computed, which is logged as ``grad_norm``.
         """
         return self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -318,8 +310,8 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         """Clip the gradients of an optimizer's parameters.
 
         Args:
-            optimizer: whose parameters.
-            gradient_clip_val: the largest norm or absolute value; ``None`` does nothing.
+            optimizer: The optimizer.
+            gradient_clip_val: The largest norm or absolute value; ``None`` does nothing.
             gradient_clip_algorithm: ``"norm"`` (default) or ``"value"``.
 
         Returns:
@@ -335,27 +327,27 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         return None
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Tensors of all processes, stacked in front; with one process as they are.
+        """Tensors of all ranks, stacked along a new first dimension; unchanged with one process.
 
         Args:
-            data: a tensor, or tensors in containers.
-            group: only ``None``, all processes.
-            sync_grads: gradients flow back through the gathering.
+            data: A tensor, or tensors in containers.
+            group: Only ``None``, all ranks.
+            sync_grads: Let gradients flow back through the gather.
 
         Raises:
-            ConfigurationError: a group of processes; or in the step or batch hook of an evaluation in which some process has
-                fewer batches than others, or may have: it would not be there.
+            ConfigurationError: A group of processes; or a call in the step or batch hook of an evaluation in which ranks have,
+                or may have, different numbers of batches.
         """
         if group is not None:
             raise ConfigurationError(
-                f"all_gather: expected group=None, got {group!r}: a run gathers over all its processes. Leave it out: "
+                f"all_gather: expected group=None, got {group!r}: a run gathers over all its ranks. Leave it out: "
                 "self.all_gather(data)"
             )
         plan = self.trainer._run.evaluation
         if plan is not None and plan.uneven:
             raise ConfigurationError(
-                f"all_gather in {plan.name}, batch by batch: not every process has as many batches, and the others would wait. "
-                f"self.log reduces over the processes by itself; or keep what you need, and gather in on_{plan.name}_epoch_end."
+                f"all_gather in a batch of {plan.name}: ranks may have different numbers of batches, so that some would wait. "
+                f"self.log reduces over all ranks; or collect what you need and gather in on_{plan.name}_epoch_end."
             )
         return self.trainer.strategy.all_gather(data, sync_grads=sync_grads)
 
@@ -367,28 +359,28 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         strict: bool = True,
         **overrides: Any,
     ) -> M:
-        """A module made with the hyper-parameters of a checkpoint, with its weights.
+        """A new module with the hyper-parameters and weights of a checkpoint.
 
         Args:
-            checkpoint_path: the folder of the checkpoint.
-            map_location: the device that the module is moved to (default: where ``__init__`` makes it).
-            strict: names that are missing or not expected are errors.
-            **overrides: arguments of ``__init__`` that differ from the saved ones, or were not saved.
+            checkpoint_path: The folder of the checkpoint.
+            map_location: The device to move the module to (default: unchanged).
+            strict: Missing or unexpected names are errors.
+            **overrides: Arguments of ``__init__`` that differ from the saved ones, or were not saved.
 
         Raises:
-            CheckpointError: missing, damaged, or an argument of ``__init__`` is neither in it nor given.
-            StateMismatchError: the weights do not fit.
+            CheckpointError: Missing or damaged, or an argument of ``__init__`` is neither saved nor passed.
+            StateMismatchError: The weights do not fit.
         """
         from trainkit.module.from_checkpoint import build_from_checkpoint
 
         return build_from_checkpoint(cls, checkpoint_path, map_location, strict, overrides)
 
     def freeze(self: M) -> M:
-        """Freeze all parameters and put the module into eval mode; returns the module."""
+        """Freeze all parameters and set eval mode; returns the module."""
         return self.requires_grad_(False).eval()
 
     def unfreeze(self: M) -> M:
-        """Make all parameters trainable and put the module into training mode; returns the module."""
+        """Make all parameters trainable and set training mode; returns the module."""
         return self.requires_grad_(True).train()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -396,5 +388,5 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         raise MissingMethodError(f"{type(self).__name__} was called, but has no forward. Define: def forward(self, x): ...")
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy or a worker process gets the module, not the run that it is in
+        # a copy or a worker process needs the module, not its run
         return {**self.__dict__, "_trainer": None}

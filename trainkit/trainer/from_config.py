@@ -17,7 +17,7 @@ from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
 
 if TYPE_CHECKING:
-    from trainkit.config.values import Plugin
+    from trainkit.config.settings import Plugin
 
 __all__ = ["blamed", "compiled", "with_settings"]
 

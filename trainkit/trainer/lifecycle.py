@@ -23,7 +23,7 @@ from trainkit.errors import (
     Preempted,
     ProcessFailedError,
 )
-from trainkit.hooks.checks import check_datamodule, check_module
+from trainkit.hooks.hook_checks import check_datamodule, check_module
 from trainkit.hooks.table import HookTable
 from trainkit.metrics.store import MetricResults, Scope
 from trainkit.module.data_module import DataModule

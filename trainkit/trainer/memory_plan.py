@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from trainkit.errors import MissingMethodError, ModuleError
 from trainkit.footprint import Contents
-from trainkit.memory.inventory import contents_of, twin_of
+from trainkit.memory.inventory import contents_of, placeholder_of
 from trainkit.memory.report import MemoryPlan, plan_contents
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
@@ -58,7 +58,7 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
             f"{type(module).__name__} has no configure_optimizers, so it is not known what is kept for its parameters. Define: "
             "def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)   (or return None)"
         )
-    twin: Any = twin_of(module)
+    twin: Any = placeholder_of(module)
     twin._trainer = _Planning(trainer)
     precision: Precision = trainer.precision
     if is_overridden(module, "configure_model", TrainModule) and not vars(module).get("_built", False):
@@ -77,7 +77,7 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
 
 def _own(returned: Any, twin: nn.Module) -> Any:
     """What ``configure_optimizers`` returned, over the twin's parameters where it took the module's from a list."""
-    made = vars(twin)["_twins"]
+    made = vars(twin)["_placeholders"]
     found = returned if isinstance(returned, list | tuple) else [returned]
     for one in found:
         optimizer = one.get("optimizer") if isinstance(one, dict) else one

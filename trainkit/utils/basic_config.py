@@ -1,4 +1,4 @@
-"""``write_basic_config``: a configuration file for the devices of this machine, under the name that Accelerate has."""
+"""``write_basic_config``: write a configuration file for the devices of this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from trainkit.config.keys import KEYS, checked
 from trainkit.config.read import default_file
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.config.write import write_settings
 from trainkit.console import notice
 from trainkit.launch.tpu import DEVICE, tpu_is_chosen
@@ -20,29 +20,29 @@ __all__ = ["write_basic_config"]
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | bool:
-    """Write a configuration file for the devices of this machine; a file that is there is left as it is.
+    """Write a configuration file for the devices of this machine. An existing file is not changed.
 
     Args:
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        save_location: the file, of YAML, or of JSON if its name ends so; default: that which ``trainkit launch`` reads where
-            none is named, in the user's cache folder.
+        save_location: The file: YAML, or JSON if its name ends with ``.json``. Default: the default file of ``trainkit
+            launch`` in the user's cache folder.
 
     Returns:
-        Its path; ``False`` if there was one.
+        The path of the file; ``False`` if it existed.
 
     Raises:
-        ConfigurationError: the precision is none of these, or the file cannot be written.
+        ConfigurationError: Another precision, or the file cannot be written.
     """
     path = default_file() if save_location is None else Path(save_location)
     precision = checked("mixed_precision", mixed_precision, KEYS, "mixed_precision")
     if path.exists():
-        notice(f"{path} is there, and is left as it is. Remove it, give another save_location, or run: trainkit config")
+        notice(f"{path} exists and was not changed. Remove it, pass another save_location, or run: trainkit config")
         return False
     return write_settings(Settings({"mixed_precision": precision, **_devices()}), path)
 
 
 def _devices() -> dict[str, Any]:
-    """What this machine has."""
+    """The settings for the devices of this machine."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus > 1:
         return {"distributed_type": "MULTI_GPU", "num_processes": gpus, "use_cpu": False}

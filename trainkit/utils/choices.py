@@ -1,4 +1,4 @@
-"""``LoggerType``, ``PrecisionType``, ``DynamoBackend``: Accelerate's names for what arguments may be."""
+"""``LoggerType``, ``PrecisionType``, ``DynamoBackend``: Accelerate's enums for values of arguments."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ __all__ = ["DynamoBackend", "LoggerType", "PrecisionType"]
 
 
 class _Choice(str, enum.Enum):
-    """Also a string, and as such its value."""
+    """An enum whose members are strings."""
 
     def __str__(self) -> str:
         return str(self.value)
 
     def __repr__(self) -> str:
-        return repr(self.value)  # so messages show what could have been written
+        return repr(self.value)  # for messages
 
     __hash__ = str.__hash__
 
     @classmethod
     def list(cls) -> list[str]:
-        """The values of all."""
+        """All values."""
         return [str(one) for one in cls]
 
 
 class DynamoBackend(_Choice):
-    """For ``Accelerator(dynamo_backend=)``, which takes any name in ``torch._dynamo.list_backends()``."""
+    """For ``Accelerator(dynamo_backend=)``, which accepts every backend of ``torch.compile``."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -38,7 +38,7 @@ class DynamoBackend(_Choice):
 
 
 class LoggerType(_Choice):
-    """For ``Accelerator(log_with=)``. Those after ``COMETML`` are there so that scripts can ask for them: they are refused."""
+    """For ``Accelerator(log_with=)``. Those after ``COMETML`` are not supported."""
 
     ALL = "all"
     TENSORBOARD = "tensorboard"
@@ -54,7 +54,7 @@ class LoggerType(_Choice):
 
 
 class PrecisionType(_Choice):
-    """For ``Accelerator(mixed_precision=)``. ``FP8`` is there so that scripts can ask for it: it is refused."""
+    """For ``Accelerator(mixed_precision=)``. ``FP8`` is not supported."""
 
     NO = "no"
     FP16 = "fp16"

@@ -1,4 +1,4 @@
-"""``find_executable_batch_size``: try smaller batches until one fits into the memory; ``release_memory``."""
+"""``find_executable_batch_size`` and ``release_memory``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainkit.errors import ConfigurationError
 
 __all__ = ["find_executable_batch_size", "release_memory"]
 
-# What torch and cuDNN say where they raise no class of their own.
-_SAID = ("out of memory", "can't allocate memory", "not enough memory", "cudnn_status_not_supported")
+# Messages of torch and cuDNN for which there is no class of errors.
+_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "cudnn_status_not_supported")
 
 
 def find_executable_batch_size(
@@ -25,7 +25,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """A decorator: call a function with a batch size, and again with a smaller one as long as the memory is too small.
+    """A decorator that calls a function with smaller and smaller batch sizes until it fits into memory.
 
     ::
 
@@ -36,16 +36,16 @@ def find_executable_batch_size(
 
         train()
 
-    What the function has made before it failed must not be kept elsewhere. The size that has fitted is kept for the next call.
-    On several processes nothing is tried again: one of them may run out of memory while the others do not.
+    The function must not keep objects of a failed attempt alive elsewhere. The next call starts with the size that fit. With
+    several processes an error is raised immediately: one rank may run out of memory while the others do not.
 
     Args:
-        function: its first argument is the batch size.
-        starting_batch_size: what is tried first.
-        reduce_batch_size_fn: returns the next size; default: 0.9 of the one before, rounded down.
+        function: A function whose first argument is the batch size.
+        starting_batch_size: The first size to try.
+        reduce_batch_size_fn: Returns the next size; default: 0.9 times the last one, rounded down.
 
     Raises:
-        ConfigurationError: no size fits; or the function is called with a batch size.
+        ConfigurationError: No size fits, or the caller passes a batch size.
     """
     if function is None:
         return functools.partial(
@@ -61,7 +61,7 @@ def find_executable_batch_size(
             signature.bind(size, *args, **kwargs)
         except TypeError as error:
             raise ConfigurationError(
-                f"{function.__name__} gets the batch size as its first argument from find_executable_batch_size, so call it "
+                f"find_executable_batch_size passes the batch size as the first argument of {function.__name__}. Call it "
                 f"without one: {error}."
             ) from None
         while size > 0:
@@ -73,24 +73,18 @@ def find_executable_batch_size(
                     raise
                 reason = " ".join(str(error).split())[:120]
             before, size = size, int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
-            notice(f"{function.__name__}: a batch size of {before} does not fit into the memory ({reason}); trying {size}.")
+            notice(f"{function.__name__}: a batch size of {before} does not fit into memory ({reason}); trying {size}.")
             if size >= before:
                 raise ConfigurationError(f"reduce_batch_size_fn must return less than {before}, not {size}.")
-        raise ConfigurationError(f"{function.__name__}: no batch size fits into the memory, not even 1.")
+        raise ConfigurationError(f"{function.__name__}: no batch size fits into memory, not even 1.")
 
     return tried
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give back memory that nothing holds any more: ``a, b = release_memory(a, b)``.
+    """Free the memory of objects: ``a, b = release_memory(a, b)``, which returns ``None`` for each.
 
-    What an ``Accelerator`` has prepared it holds: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
-
-    Args:
-        *objects: their names are to be given what is returned.
-
-    Returns:
-        ``None`` for each.
+    An ``Accelerator`` keeps prepared objects alive: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
     """
     count = len(objects)
     del objects
@@ -101,7 +95,7 @@ def release_memory(*objects: Any) -> list[None]:
 def _is_shortage(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _SAID)
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MESSAGES)
 
 
 def _clear() -> None:

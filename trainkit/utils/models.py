@@ -18,20 +18,20 @@ _AROUND = (Wrapped, nn.parallel.DistributedDataParallel, nn.DataParallel)
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False, recursive: bool = False
 ) -> nn.Module:
-    """A user's model, without what ``Accelerator.prepare``, DDP and ``torch.compile`` wrapped around it.
+    """A user's model, without the wrappers of ``Accelerator.prepare``, DDP and ``torch.compile``.
 
     Args:
-        model: wrapped or not.
-        keep_fp32_wrapper: no effect: nothing is put on the user's own model.
-        keep_torch_compile: as of :meth:`trainkit.Accelerator.unwrap_model`.
-        recursive: only ``False``.
+        model: A model, wrapped or not.
+        keep_fp32_wrapper: No effect: the user's own model is not changed.
+        keep_torch_compile: See :meth:`trainkit.Accelerator.unwrap_model`.
+        recursive: Only ``False``.
 
     Raises:
-        UnsupportedArgumentError: ``recursive``.
+        UnsupportedArgumentError: ``recursive=True``.
     """
     if recursive:
         raise UnsupportedArgumentError(
-            "extract_model_from_parallel(recursive=True) is not offered: prepare wraps whole models. Leave it out."
+            "extract_model_from_parallel(recursive=True) is not supported: prepare wraps whole models. Leave it out."
         )
     return unwrapped(model, _inside, keep_torch_compile)
 
@@ -42,5 +42,5 @@ def _inside(model: nn.Module) -> nn.Module:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` has made it."""
+    """Whether ``torch.compile`` returned this module."""
     return isinstance(module, torch._dynamo.OptimizedModule)

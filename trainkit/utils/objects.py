@@ -1,4 +1,4 @@
-"""Objects of all processes: ``gather_object``, ``broadcast_object_list``."""
+"""Exchange objects between processes: ``gather_object``, ``broadcast_object_list``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["broadcast_object_list", "gather_object"]
 
 
 def gather_object(object: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """The elements of the lists of all processes, in the order of the processes, in one list; on all of them. Collective.
+    """The elements of the lists of all ranks in one list, in the order of the ranks, on all ranks. Collective.
 
     Args:
-        object: a list; on each process as long as it likes. What is in it is pickled, between processes of the same run.
+        object: A list; its length may differ between ranks. Elements are pickled, between processes of the same run.
 
     Raises:
-        ConfigurationError: it is no list or tuple; or no ``Accelerator`` has been made.
-        UnsupportedArgumentError: on XLA.
+        ConfigurationError: Not a list or tuple, or no ``Accelerator`` was created.
+        UnsupportedArgumentError: On XLA.
     """
     _check("gather_object", object, list | tuple)
     world = _world("gather_object")
@@ -30,18 +30,18 @@ def gather_object(object: list[Any] | tuple[Any, ...]) -> list[Any]:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Give all processes the elements that a list has on one of them. Collective.
+    """Broadcast the elements of a list from one rank, in place. Collective.
 
     Args:
-        object_list: a list, which is changed; on all processes as long. What is in it is pickled, as of :func:`gather_object`.
-        from_process: the number of the process whose elements count.
+        object_list: A list of the same length on all ranks. Elements are pickled, as in :func:`gather_object`.
+        from_process: The rank to broadcast from.
 
     Returns:
         The list.
 
     Raises:
-        ConfigurationError: it is no list, or not as long everywhere, or there is no such process.
-        UnsupportedArgumentError: on XLA.
+        ConfigurationError: Not a list, different lengths, or an unknown rank.
+        UnsupportedArgumentError: On XLA.
     """
     _check("broadcast_object_list", object_list, list)
     world = _world("broadcast_object_list")
@@ -50,7 +50,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         shown = ", ".join(f"rank {rank}: {length} from {source}" for rank, (length, source) in enumerate(lengths))
         raise ConfigurationError(f"broadcast_object_list needs the same length and process on all processes; {shown}.")
     if not isinstance(from_process, int) or not 0 <= from_process < world.size:
-        raise ConfigurationError(f"broadcast_object_list(from_process={from_process!r}): there are 0 to {world.size - 1}.")
+        raise ConfigurationError(
+            f"broadcast_object_list(from_process={from_process!r}): expected a rank from 0 to {world.size - 1}."
+        )
     mine = object_list if world.rank == from_process else None
     object_list[:] = world.exchange_user_objects(mine)[from_process]
     return object_list
@@ -62,9 +64,9 @@ def _check(verb: str, given: Any, kind: Any) -> None:
 
 
 def _world(verb: str) -> World:
-    """The processes, all of which have called the verb."""
+    """The world, once all ranks have called the function."""
     if runtime_is_loaded():
-        raise UnsupportedArgumentError(f"{verb} is not offered on XLA. Exchange tensors: accelerator.gather(tensor)")
+        raise UnsupportedArgumentError(f"{verb} is not supported on XLA. Exchange tensors: accelerator.gather(tensor)")
     world = joined()
     CollectiveChecks.of(world).wait(verb)
     return world

@@ -1,7 +1,7 @@
-"""What scripts call without an ``Accelerator`` at hand: ``gather``, ``reduce``, ``broadcast`` and their kin.
+"""``gather``, ``reduce``, ``broadcast`` and others as functions, without an ``Accelerator`` object.
 
-They are the verbs of the process's :class:`trainkit.Accelerator`: of several the one that was made last, if it has prepared
-something. A process that is alone needs none.
+They use the process's :class:`trainkit.Accelerator`; of several, the last one, if it has prepared something. A single process
+needs none.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ def gather(tensor: Any) -> Any:
     """:meth:`trainkit.Accelerator.gather`. Collective.
 
     Args:
-        tensor: a tensor, or tensors in lists, tuples and dicts; the same containers on all processes.
+        tensor: A tensor, or tensors in lists, tuples and dicts; the same containers on all ranks.
 
     Raises:
-        ConfigurationError: no ``Accelerator`` has been made; or something in it is no tensor.
-        CollectiveError: other containers, shapes or dtypes on other processes.
+        ConfigurationError: No ``Accelerator`` was created, or an item is not a tensor.
+        CollectiveError: Other containers, shapes or dtypes on other ranks.
     """
     return gathering("gather").gather(tensor)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """:meth:`trainkit.Accelerator.reduce`, but by default the mean, as in Accelerate. Collective.
+    """:meth:`trainkit.Accelerator.reduce`, by default the mean, as in Accelerate. Collective.
 
     Args:
-        tensor: a tensor, or tensors in lists, tuples and dicts; of the same shapes on all processes.
+        tensor: A tensor, or tensors in lists, tuples and dicts; with the same shapes on all ranks.
         reduction: ``"mean"``, ``"sum"``, ``"max"``, or ``"none"``, which only scales.
-        scale: the result is multiplied by it.
+        scale: Multiplies the result.
 
     Raises:
-        ConfigurationError, CollectiveError: as of :func:`gather`; or another reduction.
+        ConfigurationError, CollectiveError: See :func:`gather`; or an unknown reduction.
     """
     return gathering("reduce").reduce(tensor, reduction, scale)
 
@@ -49,34 +49,34 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """:meth:`trainkit.Accelerator.pad_across_processes`. Collective.
 
     Args:
-        tensor: a tensor, or tensors in lists, tuples and dicts.
-        dim: the dimension in which all become as long as the longest.
-        pad_index: what is filled in.
-        pad_first: in front instead of behind.
+        tensor: A tensor, or tensors in lists, tuples and dicts.
+        dim: The dimension to pad to the largest size of all ranks.
+        pad_index: The value of the padding.
+        pad_first: Pad at the start instead of the end.
 
     Raises:
-        ConfigurationError, CollectiveError: as of :func:`gather`.
+        ConfigurationError, CollectiveError: See :func:`gather`.
     """
     return gathering("pad_across_processes").pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """The tensors that one process has, on all of them, on the device. Collective.
+    """Broadcast tensors from one rank to all, on the device. Collective.
 
-    What is given stays as it is: use what is returned. On XLA's SPMD, where there is one process, that is what was given.
+    The argument is not changed: use the result. With XLA's SPMD, which has one process, the result is the argument.
 
     Args:
-        tensor: a tensor, or tensors in lists, tuples and dicts; of the same shapes and dtypes on all processes.
-        from_process: the number of the process whose tensors count.
+        tensor: A tensor, or tensors in lists, tuples and dicts; with the same shapes and dtypes on all ranks.
+        from_process: The rank to broadcast from.
 
     Raises:
-        ConfigurationError: as of :func:`gather`; or there is no such process, or it is not the same on all.
-        CollectiveError: as of :func:`gather`.
+        ConfigurationError: See :func:`gather`; or an unknown rank, or different ranks on different processes.
+        CollectiveError: See :func:`gather`.
     """
     part = gathering("broadcast")
     size = part.world.size
     if not is_whole(from_process) or not 0 <= from_process < size:
-        raise ConfigurationError(f"broadcast(from_process={from_process!r}): there are 0 to {size - 1}.")
+        raise ConfigurationError(f"broadcast(from_process={from_process!r}): expected a rank from 0 to {size - 1}.")
     return part.broadcast(tensor, from_process)
 
 
@@ -84,23 +84,25 @@ def wait_for_everyone() -> None:
     """:meth:`trainkit.Accelerator.wait_for_everyone`. Collective.
 
     Raises:
-        ConfigurationError, CollectiveError: as of :func:`gather`.
+        ConfigurationError, CollectiveError: See :func:`gather`.
     """
     gathering("wait_for_everyone").wait("wait_for_everyone")
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: None = None) -> Any:
-    """A batch with its tensors, and whatever else has a ``.to(device)``, on a device. Batches of prepared loaders are there.
+    """Move a batch to a device: its tensors and other objects with a ``.to(device)``. Prepared loaders already do this.
 
     Args:
-        tensor: tensors in lists, tuples, dicts and dataclasses.
-        device: a ``torch.device``, its name or its number.
-        non_blocking: do not wait for copies out of pinned memory.
-        skip_keys: only ``None``.
+        tensor: Tensors in lists, tuples, dicts and dataclasses.
+        device: A ``torch.device``, its name or its index.
+        non_blocking: Do not wait for copies from pinned memory.
+        skip_keys: Only ``None``.
 
     Raises:
         UnsupportedArgumentError: ``skip_keys``.
     """
     if skip_keys is not None:
-        raise UnsupportedArgumentError("send_to_device(skip_keys=...) is not offered. Take these out of the batch before.")
+        raise UnsupportedArgumentError(
+            "send_to_device(skip_keys=...) is not supported. Remove these keys from the batch first."
+        )
     return move(tensor, torch.device(device), non_blocking)

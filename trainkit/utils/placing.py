@@ -1,8 +1,8 @@
-"""A model's tensors on other devices and in other dtypes, or as they were."""
+"""The devices of a model's tensors: reading ``device_map``, and moving tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,65 +13,53 @@ from trainkit.checks import is_whole
 from trainkit.distributed.device import find_device
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
-__all__ = ["DeviceMap", "Placing"]
+__all__ = ["entries", "place", "tensor_devices"]
 
-_DEVICES = "'cpu', 'cuda:0' or a number of a GPU"
+_DEVICES = "'cpu', 'cuda:0' or the number of a GPU"
 
 
-class DeviceMap:
-    """Which device each tensor of a model is to be on.
+def tensor_devices(device_map: Any, model: nn.Module) -> dict[str, torch.device]:
+    """The device of each tensor of a model, by name; empty if tensors stay where they are.
 
     Args:
-        device_map: module, parameter or buffer by its name → device; ``""`` is the whole model. The longest name counts.
-            ``None``: tensors stay where they are.
-        model: the model.
+        device_map: Name of a module, parameter or buffer → device; ``""`` is the whole model. The longest name counts.
+        model: The model.
 
     Raises:
-        UnknownNameError: a name that the model has not.
-        UnsupportedArgumentError: a map that is to be worked out, or a disk.
-        ConfigurationError: a device that is not there, or tensors that have none, or tied ones that have two.
+        UnknownNameError: A name that the model does not have.
+        UnsupportedArgumentError: An automatic map, or a disk.
+        ConfigurationError: An unknown device, a tensor without a device, or tied tensors with two.
     """
-
-    def __init__(self, device_map: Any, model: nn.Module) -> None:
-        self._devices: dict[str, torch.device] | None = None
-        if device_map is None:
-            return
-        if isinstance(device_map, str):
-            raise UnsupportedArgumentError(
-                f"load_checkpoint_in_model(device_map={device_map!r}): models are not divided by themselves. Name the device: "
-                "device_map={'': 'cuda:0'}; to train what is larger than one device: Accelerator(strategy='zero3')"
-            )
-        if not isinstance(device_map, Mapping):
+    if device_map is None:
+        return {}
+    if isinstance(device_map, str):
+        raise UnsupportedArgumentError(
+            f"load_checkpoint_in_model(device_map={device_map!r}): models are not split automatically. Name the device: "
+            "device_map={'': 'cuda:0'}; to train a model that is larger than one device: Accelerator(strategy='zero3')"
+        )
+    if not isinstance(device_map, Mapping):
+        raise ConfigurationError(f"device_map must be a dict of names to devices, such as {{'': 'cpu'}}, not {device_map!r}.")
+    known = {name for name, _ in model.named_modules()} | {name for _, _, name, _ in entries(model)}
+    for name in device_map:
+        if name not in known:
+            raise UnknownNameError(f"device_map: {type(model).__name__} has no {name!r}.{nearest(str(name), known)}")
+    devices = {name: _device(name, device) for name, device in device_map.items()}
+    found: dict[str, torch.device] = {}
+    first: dict[int, tuple[str, torch.device]] = {}
+    for _, _, name, tensor in entries(model):
+        part = name
+        while part and part not in devices:
+            part = part.rpartition(".")[0]
+        if part not in devices:
+            raise ConfigurationError(f"device_map has no device for {name!r}. Name a module that contains it, or '' for all.")
+        found[name] = devices[part]
+        other, device = first.setdefault(id(tensor), (name, found[name]))
+        if device != found[name]:
             raise ConfigurationError(
-                f"device_map must be a dict of names to devices, such as {{'': 'cpu'}}, not {device_map!r}."
+                f"device_map: {other!r} and {name!r} are one tensor, but are assigned to {device} and {found[name]}. Assign "
+                "both to the same device."
             )
-        known = {name for name, _ in model.named_modules()} | {name for _, _, name, _ in entries(model)}
-        for name in device_map:
-            if name not in known:
-                raise UnknownNameError(f"device_map: {type(model).__name__} has no {name!r}.{nearest(str(name), known)}")
-        self._devices = {name: _device(name, device) for name, device in device_map.items()}
-        self._check(model)
-
-    def device_of(self, name: str) -> torch.device | None:
-        """The device of a tensor; ``None``: where it is."""
-        if self._devices is None:
-            return None
-        while name and name not in self._devices:
-            name = name.rpartition(".")[0]
-        return self._devices.get(name)
-
-    def _check(self, model: nn.Module) -> None:
-        first: dict[int, tuple[str, torch.device]] = {}
-        for _, _, name, tensor in entries(model):
-            device = self.device_of(name)
-            if device is None:
-                raise ConfigurationError(f"device_map says nothing of {name!r}. Name a module that it is in, or '' for all.")
-            other, where = first.setdefault(id(tensor), (name, device))
-            if where != device:
-                raise ConfigurationError(
-                    f"device_map: {other!r} and {name!r} are one tensor, and are to be on {where} and on {device}. Give both "
-                    "the same device."
-                )
+    return found
 
 
 def _device(name: str, device: Any) -> torch.device:
@@ -88,81 +76,62 @@ def _device(name: str, device: Any) -> torch.device:
 
 
 def entries(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-    """Every parameter and buffer: its module, its name there, its name in the model, the tensor; tied ones several times."""
+    """Every parameter and buffer: its module, its name there, its name in the model, the tensor. Tied ones occur repeatedly."""
     for path, module in model.named_modules(remove_duplicate=False):
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
-                if tensor is not None:
-                    yield module, name, f"{path}.{name}" if path else name, tensor
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in (*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)):
+            yield module, name, f"{path}.{name}" if path else name, tensor
 
 
-class Placing:
-    """Puts tensors of a model elsewhere, and back if what follows fails. Parameters that have values stay the same objects.
+def place(
+    model: nn.Module,
+    devices: Mapping[str, torch.device],
+    dtype_of: Callable[[str], torch.dtype | None],
+    filled: Collection[str],
+) -> None:
+    """Move tensors of a model to other devices and dtypes. Parameters with values stay the same objects.
 
     Args:
-        model: the model.
-        devices: where.
-        dtype_of: by name the dtype that a tensor is to have; ``None``: its own.
-        filled: names of the tensors that will get values: those on the meta device among them get memory.
+        model: The model.
+        devices: Name → device; a tensor without a device stays where it is.
+        dtype_of: Name → dtype; ``None``: unchanged.
+        filled: Names of the tensors that are loaded next: those on the meta device among them are allocated.
     """
+    places: dict[int, tuple[Tensor, list[tuple[nn.Module, str, str]]]] = {}
+    for module, own_name, name, tensor in entries(model):
+        places.setdefault(id(tensor), (tensor, []))[1].append((module, own_name, name))
+    for tensor, held in places.values():
+        new = _moved(tensor, [name for _, _, name in held], devices, dtype_of, filled)
+        if new is not None:
+            _replace(tensor, new, held)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        devices: DeviceMap,
-        dtype_of: Callable[[str], torch.dtype | None],
-        filled: Collection[str],
-    ) -> None:
-        self._model, self._devices, self._dtype_of = model, devices, dtype_of
-        places: dict[int, list[tuple[nn.Module, str, str]]] = {}
-        self._tensors: dict[int, Tensor] = {}
-        for module, own_name, name, tensor in entries(model):
-            places.setdefault(id(tensor), []).append((module, own_name, name))
-            self._tensors[id(tensor)] = tensor
-        self._places = places
-        self._filled = {key for key, held in places.items() if any(name in filled for _, _, name in held)}
-        self._undo: list[Callable[[], None]] = []
 
-    def __enter__(self) -> None:
-        try:
-            for key, tensor in self._tensors.items():
-                if not is_lazy(tensor):
-                    self._place(key, tensor)
-        except BaseException:
-            self._back()
-            raise
+def _moved(
+    tensor: Tensor,
+    names: Sequence[str],
+    devices: Mapping[str, torch.device],
+    dtype_of: Callable[[str], torch.dtype | None],
+    filled: Collection[str],
+) -> Tensor | None:
+    """A tensor on its new device and in its new dtype; ``None`` if neither changes."""
+    is_filled = any(name in filled for name in names)
+    here = torch.device("cpu") if tensor.is_meta else tensor.device
+    device, dtype = devices.get(names[0], here), tensor.dtype
+    if is_filled and (tensor.is_floating_point() or tensor.is_complex()):
+        dtype = next((found for name in names if (found := dtype_of(name)) is not None), dtype)
+    if is_lazy(tensor) or (tensor.is_meta and not is_filled) or (device, dtype) == (tensor.device, tensor.dtype):
+        return None
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device=device, dtype=dtype)
+    return tensor.detach().to(device, dtype)
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is not None:
-            self._back()
 
-    def _place(self, key: int, tensor: Tensor) -> None:
-        places = self._places[key]
-        device, dtype = self._devices.device_of(places[0][2]), tensor.dtype
-        if key in self._filled and (tensor.is_floating_point() or tensor.is_complex()):
-            dtype = next((d for _, _, name in places if (d := self._dtype_of(name)) is not None), dtype)
-        if tensor.is_meta:
-            if key in self._filled:
-                made = torch.empty_like(tensor, device=device or "cpu", dtype=dtype)
-                self._exchange(places, tensor, made)
-        elif (device, dtype) not in ((tensor.device, tensor.dtype), (None, tensor.dtype)):
-            self._exchange(places, tensor, tensor.detach().to(device or tensor.device, dtype))
-
-    def _exchange(self, places: list[tuple[nn.Module, str, str]], old: Tensor, new: Tensor) -> None:
-        if isinstance(old, nn.Parameter):
-            if not old.is_meta:
-                before = old.data
-                old.data = new
-                self._undo.append(lambda: setattr(old, "data", before))
-                return
-            made = nn.Parameter(new, requires_grad=old.requires_grad)
-            made.__dict__.update(old.__dict__)
-            new = made
-        for module, name, _ in places:
-            own: Any = module._parameters if isinstance(old, nn.Parameter) else module._buffers
-            own[name] = new
-            self._undo.append(lambda own=own, name=name: own.__setitem__(name, old))  # type: ignore[misc]
-
-    def _back(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
+def _replace(old: Tensor, new: Tensor, places: list[tuple[nn.Module, str, str]]) -> None:
+    if isinstance(old, nn.Parameter) and not old.is_meta:
+        old.data = new
+        return
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+        vars(new).update(vars(old))
+    for module, name, _ in places:
+        setattr(module, name, new)

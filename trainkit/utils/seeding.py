@@ -14,10 +14,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed every generator, as :func:`trainkit.seed_everything` does.
 
     Args:
-        seed: an integer from 0 to 2**64 - 1, the same on all processes.
-        device_specific: seed the global generators of rank r with ``seed + r``, so that random numbers differ between
-            processes. Prepared loaders still use ``seed``: each micro-batch has random numbers of its own.
-        deterministic: also call ``torch.use_deterministic_algorithms(True)``.
+        seed: An integer from 0 to 2**64 - 1, the same on all ranks.
+        device_specific: Seed the global generators of rank r with ``seed + r``, so that random numbers differ between ranks.
+            Prepared loaders still use ``seed``: each micro-batch has its own random numbers.
+        deterministic: Also call ``torch.use_deterministic_algorithms(True)``.
     """
     seed_everything(seed)
     if device_specific:

@@ -44,7 +44,7 @@ def test_the_whole_model(save: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     size = sum(tensor.nbytes for tensor in load_file(out / "model.safetensors").values())
     assert shown == [
         f"Wrote {out}: safetensors, 10 tensors, {size} B",
-        "  tied tensors are written once; left out, each with the one that it is: net.1.1.weight (net.0.weight)",
+        "  tied tensors are written once; omitted, each with the tensor that it shares: net.1.1.weight (net.0.weight)",
     ]
     expected = module.state_dict()
     del expected["net.1.1.weight"]
@@ -113,15 +113,15 @@ def test_only_what_was_trained(save: Any, tmp_path: Path, capsys: pytest.Capture
     module[0].requires_grad_(False)
     assert export(save(module, save="trainable"), tmp_path / "out") == 0
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"1.weight", "1.bias"}
-    assert "holds only what was trained; 2 frozen parameters are not in it" in capsys.readouterr().out
+    assert "contains only trained parameters; 2 frozen ones are missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--attribute", "nett"], "The model has no module 'nett'. Did you mean 'net'? There are: head, net, and those in them."),
+    (["--attribute", "nett"], "The model has no module 'nett'. Did you mean 'net'? Modules: head, net, and those inside."),
     (["--attribute", "net.7"], "The model has no module 'net.7'."),
-    (["--attribute", "net.0.weight"], "That is a parameter or buffer, and a module is expected."),
-    (["--attribute", "scale"], "That is a parameter or buffer, and a module is expected."),
-    (["--format", "transformers"], "expected a transformers model, and what is exported is none. Fix: --format safetensors"),
+    (["--attribute", "net.0.weight"], "It is a parameter or buffer; expected a module."),
+    (["--attribute", "scale"], "It is a parameter or buffer; expected a module."),
+    (["--format", "transformers"], "expected a transformers model, received another module. Fix: --format safetensors"),
     (["--format", "peft"], "expected a PEFT model"),
     (["--max-shard-size", "lots"], "max_shard_size must be a size such as '5GB'"),
     (["--dtype", "int8"], "invalid choice: 'int8'"),
@@ -153,7 +153,9 @@ def test_what_is_there_is_not_overwritten(save: Any, tmp_path: Path, capsys: pyt
     (out / "thesis.tex").write_text("all of it")
     (out / "adapter_config.json").write_text("{}")
     assert export(path, out) == 2
-    assert "is not empty and no earlier export; it holds adapter_config.json, thesis.tex. Fix:" in capsys.readouterr().err
+    assert (
+        "is neither empty nor an earlier export; it contains adapter_config.json, thesis.tex. Fix:" in capsys.readouterr().err
+    )
     assert sorted(os.listdir(out)) == ["adapter_config.json", "thesis.tex"]
     assert export(path, out, "--overwrite") == 0
     # what another program would take for a part of the export is gone, the rest is nobody's business
@@ -171,7 +173,7 @@ def test_a_checkpoint_is_never_written_to(save: Any, tmp_path: Path, capsys: pyt
     before = files(tmp_path)
     for arguments in ([path, other], [path, path], [path, other, "--overwrite"]):
         assert export(*arguments) == 2
-        assert "is a checkpoint, and an export would damage it" in capsys.readouterr().err
+        assert "is a checkpoint, which an export would damage" in capsys.readouterr().err
     assert files(tmp_path) == before
 
 

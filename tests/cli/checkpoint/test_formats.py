@@ -126,10 +126,10 @@ def test_the_whole_module_stays_plain_and_says_what_is_in_it(
 ) -> None:
     assert export(save(Held(gpt2())), tmp_path / "out") == 0
     shown = capsys.readouterr().out
-    assert "net is a transformers model; for a folder that it opens: --attribute net" in shown
+    assert "net is a transformers model; to export it in that format: --attribute net" in shown
     assert "probe.weight" in load_file(tmp_path / "out" / "model.safetensors")
     assert export(save(Held(gpt2()), name="b"), tmp_path / "b-out", "--format", "transformers") == 2
-    assert "inside it there is net. Fix: --attribute net" in capsys.readouterr().err
+    assert "which contains net. Fix: --attribute net" in capsys.readouterr().err
 
 
 def test_ties_of_the_user(save: Any, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_weights_that_are_not_in_it(save: Any, tmp_path: Path, capsys: pytest.Ca
     model = gpt2()
     model.transformer.wte.requires_grad_(False)
     assert export(save(Held(model), save="trainable"), tmp_path / "out", "--attribute", "net") == 2
-    assert "transformers would fill them with random numbers. Fix:" in capsys.readouterr().err
+    assert "transformers would initialize them at random. Fix:" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["ck"]
 
 
@@ -278,7 +278,7 @@ def test_several_adapters_lie_as_peft_lays_them(
     # with what was trained only, there is nothing of the other
     capsys.readouterr()
     assert export(save(Held(model), save="trainable", name="b"), tmp_path / "b-out", "--attribute", "net") == 0
-    assert "of the adapter 'default', which was frozen, nothing is in the checkpoint" in capsys.readouterr().out
+    assert "the adapter 'default' was frozen and is not in the checkpoint" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path / "b-out")) == ["other", "trainkit_export.json"]
 
 
@@ -294,7 +294,7 @@ def test_adapters_that_transformers_has_put_in(
     tokens = torch.tensor([[3, 4, 5]])
     assert again.eval()(tokens).logits.equal(model.eval()(tokens).logits)
     assert export(path, tmp_path / "base", "--attribute", "net", "--format", "transformers") == 2
-    assert "has PEFT adapters, which a folder for transformers does not hold. Fix: --format peft" in capsys.readouterr().err
+    assert "has PEFT adapters, which the transformers format does not contain. Fix: --format peft" in capsys.readouterr().err
 
 
 def test_the_base_within_a_peft_model(save: Any, tmp_path: Path, peft: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +302,7 @@ def test_the_base_within_a_peft_model(save: Any, tmp_path: Path, peft: Any, caps
     path = save(Held(adapted(peft, "LoraConfig")))
     inner = ["--attribute", "net.base_model.model"]
     assert export(path, tmp_path / "out", *inner, "--format", "transformers") == 2
-    assert "the base within a PEFT model (net), whose adapters lie between its parameters. Fix:" in capsys.readouterr().err
+    assert "the base model inside a PEFT model (net), which contains adapters. Fix:" in capsys.readouterr().err
     assert export(path, tmp_path / "out", *inner) == 0
     assert capsys.readouterr().out.startswith(f"Wrote {tmp_path / 'out'}: safetensors")
     path = save(adapted(peft, "LoraConfig"), name="own")
@@ -319,7 +319,7 @@ def test_an_adapter_of_which_a_part_is_not_in_it(
         if "lora_A" in name:
             parameter.requires_grad_(False)
     assert export(save(Held(model), save="trainable"), tmp_path / "out", "--attribute", "net") == 2
-    assert "2 parameters were frozen and are not in it" in capsys.readouterr().err
+    assert "lacks 2 frozen ones of the adapter" in capsys.readouterr().err
     assert export(save(Held(model), name="whole"), tmp_path / "out", "--attribute", "net") == 0
 
 

@@ -132,11 +132,11 @@ def test_what_it_holds(
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path} holds no checkpoint.\n"
+    assert capsys.readouterr().out == f"{tmp_path} contains no checkpoint.\n"
     assert main(["checkpoint", "ls", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["checkpoint", "ls", str(tmp_path / "nowhere")]) == 2
-    assert "which is not there. Fix: name the folder that the run saved to" in capsys.readouterr().err
+    assert "which does not exist. Fix: name the folder that the run saved to" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main(["checkpoint", "ls", str(tmp_path / "file")]) == 2
     assert "which is a file" in capsys.readouterr().err

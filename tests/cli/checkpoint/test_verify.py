@@ -53,9 +53,9 @@ def test_it_is_what_the_sizes_do_not_tell(run_folder: Path, capsys: pytest.Captu
 
 def test_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
-    assert "which holds none" in capsys.readouterr().err
+    assert "which contains none" in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
-    assert "which is not there" in capsys.readouterr().err
+    assert "which does not exist" in capsys.readouterr().err
     assert main(["checkpoint", "verify"]) == 2
 
 

@@ -1,4 +1,4 @@
-"""``trainkit checkpoint export``: the weights of a checkpoint in the forms that other programs open."""
+"""``trainkit checkpoint export``: write the weights of a checkpoint in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from trainkit._version import __version__
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.weights import shard_size, write_weights
-from trainkit.cli.checkpoint.formats import Folder, lay_out
-from trainkit.cli.checkpoint.pieces import take
-from trainkit.cli.checkpoint.text import bytes_text, count_text, say
+from trainkit.cli.checkpoint.exported_module import read_module
+from trainkit.cli.checkpoint.formats import ExportFolder, lay_out
+from trainkit.cli.checkpoint.text import bytes_text, say
+from trainkit.console import counted
 from trainkit.errors import CheckpointWriteError, ConfigurationError
 
 __all__ = ["export", "run"]
 
 _MARK = "trainkit_export.json"
-# What an export may have written: files that are left over from one would be read with the new ones.
+# The files of an export. Those of an earlier export must not remain next to the new ones.
 _OURS = re.compile(
     r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     r"|config\.json|generation_config\.json|adapter_config\.json|trainkit_export\.json"
@@ -32,7 +33,7 @@ _OURS = re.compile(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export what the arguments name; prints what was written."""
+    """Export the weights; print what was written."""
     kind, folders = export(
         args.path,
         args.out,
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     )
     for where, folder in folders.items():
         size = sum(tensor.nbytes for tensor in folder.tensors.values())
-        say(f"Wrote {Path(args.out) / where}: {kind}, {count_text(len(folder.tensors), 'tensor')}, {bytes_text(size)}")
+        say(f"Wrote {Path(args.out) / where}: {kind}, {counted(len(folder.tensors), 'tensor')}, {bytes_text(size)}")
         say(*(f"  {note}" for note in folder.notes))
     return 0
 
@@ -58,36 +59,36 @@ def export(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
-) -> tuple[str, dict[str, Folder]]:
-    """Write a module of a checkpoint to a folder. The checkpoint is verified before; after an error nothing is written.
+) -> tuple[str, dict[str, ExportFolder]]:
+    """Verify a checkpoint, then write one of its modules to a folder. After an error nothing is written.
 
     Args:
-        path: the checkpoint.
-        out: the folder to write to; it is made. An earlier export in it is replaced.
-        attribute: only the module of this path, whose name its tensors then lack; ``None``: the whole model.
-        kind: "safetensors", "transformers" or "peft"; ``None``: what the module is.
-        dtype: "bf16", "fp16", "fp32" or "fp64", for floating-point tensors; ``None``: as they are.
-        max_shard_size: larger models are written to several files, with an index.
-        overwrite: write to ``out`` even if other things are in it. A checkpoint is never written to.
+        path: The checkpoint.
+        out: The folder to write to, created if needed. An earlier export in it is replaced.
+        attribute: Export only the module with this path, with names relative to it. ``None``: the whole model.
+        kind: "safetensors", "transformers" or "peft"; ``None``: the module's own.
+        dtype: "bf16", "fp16", "fp32" or "fp64", for floating-point tensors; ``None``: unchanged.
+        max_shard_size: Larger models are written to several files with an index.
+        overwrite: Write to ``out`` even if it contains other files. A checkpoint is never overwritten.
 
     Returns:
-        The format, and the folders that were written by their path within ``out``.
+        The format, and the written folders by their path in ``out``.
 
     Raises:
-        ConfigurationError: an unknown attribute, a format that the module has not, an ``out`` that holds something else.
-        CheckpointError: the checkpoint is damaged or lacks what is needed, or ``out`` cannot be written.
+        ConfigurationError: An unknown attribute, a format that the module does not have, or an ``out`` with other files.
+        CheckpointError: The checkpoint is damaged or incomplete, or ``out`` cannot be written.
     """
     size = shard_size(max_shard_size)
     target = Path(os.path.abspath(out))
     _check_target(target, overwrite)
     checkpoint = open_checkpoint(path)
-    piece = take(checkpoint, attribute)
-    chosen = kind or piece.kind
-    folders = lay_out(piece, chosen, dtype)
+    module = read_module(checkpoint, attribute)
+    chosen = kind or module.kind
+    folders = lay_out(module, chosen, dtype)
     if not any(folder.tensors for folder in folders.values()):
-        raise ConfigurationError(f"{path}: there is no tensor to export. Fix: name another checkpoint or attribute")
+        raise ConfigurationError(f"{path}: no tensor to export. Fix: name another checkpoint or attribute")
     about = {
-        "checkpoint": checkpoint.path.name,  # not where it lies: an export is what people publish
+        "checkpoint": checkpoint.path.name,  # not its whole path: an export may be published
         "run_id": checkpoint.manifest.run_id,
         "step": checkpoint.manifest.step,
         "attribute": attribute,
@@ -101,7 +102,7 @@ def export(
 
 def _check_target(target: Path, overwrite: bool) -> None:
     if any(os.path.lexists(target / name) for name in (MANIFEST, DIGEST, "state.json")):
-        raise ConfigurationError(f"{target} is a checkpoint, and an export would damage it. Fix: choose another folder")
+        raise ConfigurationError(f"{target} is a checkpoint, which an export would damage. Fix: choose another folder")
     if os.path.lexists(target) and not target.is_dir():
         raise ConfigurationError(f"Expected a folder to write to, got {target}, which is a file. Fix: choose another name")
     try:
@@ -110,20 +111,20 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise CheckpointWriteError(f"{target} cannot be read: {error}. Fix: choose another folder") from error
     if there and _MARK not in there and not overwrite:
         raise ConfigurationError(
-            f"{target} is not empty and no earlier export; it holds {', '.join(there[:5])}"
+            f"{target} is neither empty nor an earlier export; it contains {', '.join(there[:5])}"
             f"{', …' if len(there) > 5 else ''}. Fix: choose another folder, or --overwrite"
         )
 
 
-def _write(target: Path, folders: Mapping[str, Folder], mark: bytes, max_shard_size: int) -> None:
-    """Write everything beside ``target`` first, so that what fails on the way changes nothing there."""
+def _write(target: Path, folders: Mapping[str, ExportFolder], mark: bytes, max_shard_size: int) -> None:
+    """Write everything next to ``target`` first, so that an error changes nothing there."""
     made = [parent for parent in target.parents if not parent.exists()]
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(8)}")
     try:
         for where, folder in folders.items():
             attachments = folder.attachments if where else {**folder.attachments, _MARK: mark}
             write_weights(temporary / where, folder.tensors, attachments, max_shard_size=max_shard_size, stem=folder.stem)
-        if "" not in folders:  # adapters in folders of their own only
+        if "" not in folders:  # only named adapters, each in a folder
             (temporary / _MARK).write_bytes(mark)
         if not target.exists():
             os.replace(temporary, target)
@@ -138,11 +139,12 @@ def _write(target: Path, folders: Mapping[str, Folder], mark: bytes, max_shard_s
         shutil.rmtree(temporary, ignore_errors=True)
         if not target.exists():
             for parent in made:
-                _remove_if_empty(parent)
+                with contextlib.suppress(OSError):  # not empty
+                    parent.rmdir()
 
 
 def _move_into(source: Path, target: Path) -> None:
-    """Put the files of a folder into another, and remove those of an earlier export that are not among them."""
+    """Move the files of a folder into another, and remove the other files of an earlier export."""
     target.mkdir(exist_ok=True)
     names = [path.name for path in source.iterdir() if path.is_file()]
     for old in target.iterdir():
@@ -150,8 +152,3 @@ def _move_into(source: Path, target: Path) -> None:
             old.unlink()
     for name in names:
         os.replace(source / name, target / name)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # there was more to it than what this export had made
-        folder.rmdir()

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.cli.checkpoint.pieces import Piece
+from trainkit.cli.checkpoint.exported_module import ExportedModule
 from trainkit.errors import CheckpointError, ConfigurationError
 from trainkit.state.adapters import adapter_config, adapter_names, adapters_of
 
-__all__ = ["DTYPES", "Folder", "cast", "lay_out"]
+__all__ = ["DTYPES", "ExportFolder", "cast", "lay_out"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -22,14 +22,14 @@ _SHOWN = 10
 
 
 @dataclass
-class Folder:
-    """One folder to be written.
+class ExportFolder:
+    """One folder of an export.
 
     Attributes:
-        tensors: by the name that they get.
-        stem: of the files of tensors.
-        attachments: further files.
-        notes: what the user should know.
+        tensors: Name → tensor.
+        stem: The stem of the tensor files.
+        attachments: Other files, by name.
+        notes: Notes for the user.
     """
 
     tensors: dict[str, Tensor]
@@ -38,14 +38,14 @@ class Folder:
     notes: list[str] = field(default_factory=list)
 
 
-def lay_out(piece: Piece, kind: str, dtype: str | None) -> dict[str, Folder]:
-    """The folders to be written, by their path within the folder of the export; ``""`` is that itself.
+def lay_out(module: ExportedModule, kind: str, dtype: str | None) -> dict[str, ExportFolder]:
+    """The folders to write, by their path in the export; ``""`` is the export itself.
 
     Raises:
-        ConfigurationError: the module is not of this kind.
-        CheckpointError: what the format needs is not in the checkpoint.
+        ConfigurationError: The module does not have this format.
+        CheckpointError: The checkpoint lacks what the format needs.
     """
-    folders = {"safetensors": _plain, "transformers": _transformers, "peft": _peft}[kind](piece)
+    folders = {"safetensors": _plain, "transformers": _transformers, "peft": _peft}[kind](module)
     if dtype is not None:
         for folder in folders.values():
             folder.tensors = {name: cast(tensor, DTYPES[dtype], name, folder.notes) for name, tensor in folder.tensors.items()}
@@ -56,7 +56,7 @@ def lay_out(piece: Piece, kind: str, dtype: str | None) -> dict[str, Folder]:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str, notes: list[str]) -> Tensor:
-    """The tensor in another dtype if it holds floating-point numbers; a note of those that are too large for it."""
+    """A floating-point tensor in another dtype; adds a note if values overflow. Other tensors stay as they are."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)
@@ -82,55 +82,54 @@ def _json(values: Mapping[str, Any]) -> bytes:
 # ------------------------------------------------------------------------------------------------------------ formats
 
 
-def _plain(piece: Piece) -> dict[str, Folder]:
-    folder = Folder(dict(piece.tensors))
-    if piece.lacking:
-        folder.notes.append(f"the checkpoint holds only what was trained; {len(piece.lacking)} frozen parameters are not in it")
-    if piece.aliases:
-        tied = ", ".join(f"{alias} ({stored})" for alias, stored in list(piece.aliases.items())[:_SHOWN])
-        folder.notes.append(f"tied tensors are written once; left out, each with the one that it is: {tied}")
-    for path, config in piece.configs.items():
+def _plain(module: ExportedModule) -> dict[str, ExportFolder]:
+    folder = ExportFolder(dict(module.tensors))
+    if module.lacking:
+        folder.notes.append(f"the checkpoint contains only trained parameters; {len(module.lacking)} frozen ones are missing")
+    if module.aliases:
+        tied = ", ".join(f"{alias} ({stored})" for alias, stored in list(module.aliases.items())[:_SHOWN])
+        folder.notes.append(f"tied tensors are written once; omitted, each with the tensor that it shares: {tied}")
+    for path, config in module.configs.items():
         if path and config.get("kind") in ("transformers", "peft") and ".base_model." not in f".{path}":
-            folder.notes.append(f"{path} is a {config['kind']} model; for a folder that it opens: --attribute {path}")
+            folder.notes.append(f"{path} is a {config['kind']} model; to export it in that format: --attribute {path}")
     return {"": folder}
 
 
-def _transformers(piece: Piece) -> dict[str, Folder]:
-    own = piece.configs.get("", {})
+def _transformers(module: ExportedModule) -> dict[str, ExportFolder]:
+    own = module.configs.get("", {})
     if own.get("kind") != "transformers":
-        raise ConfigurationError(_not_that("a transformers model", "transformers", piece))
-    if piece.within:
+        raise ConfigurationError(_not_that("a transformers model", "transformers", module))
+    if module.within:
         raise ConfigurationError(
-            f"What is exported is the base within a PEFT model ({piece.within}), whose adapters lie between its parameters. "
+            f"Expected a whole model, received the base model inside a PEFT model ({module.within}), which contains adapters. "
             "Fix: export the PEFT model with --format peft; or merge them in Python first: model.merge_and_unload()"
         )
     if own.get("adapters"):
         raise ConfigurationError(
-            "The model has PEFT adapters, which a folder for transformers does not hold. Fix: --format peft; or, to have them "
-            "in the weights, merge them in Python first: model.merge_and_unload() of a PeftModel"
+            "The model has PEFT adapters, which the transformers format does not contain. Fix: --format peft; or merge them "
+            "into the weights in Python first: model.merge_and_unload() of a PeftModel"
         )
-    if piece.lacking:
+    if module.lacking:
         raise CheckpointError(
-            f"The checkpoint holds only what was trained: {len(piece.lacking)} frozen parameters are not in it ("
-            f"{_some(piece.lacking)}), and transformers would fill them with random numbers. Fix: --format safetensors writes "
-            "what there is; ModelCheckpoint(save='all') saves everything"
+            f"The checkpoint contains only trained parameters: {len(module.lacking)} frozen ones are missing ("
+            f"{_some(module.lacking)}), and transformers would initialize them at random. Fix: --format safetensors writes the "
+            "trained ones; ModelCheckpoint(save='all') saves all"
         )
     config = own.get("config")
-    tensors = dict(piece.tensors)
-    # transformers ties what the class says; anything else that was tied gets a copy of its own
-    tied = _tied_by_class(config) if piece.aliases else {}
-    for alias, stored in piece.aliases.items():
+    tensors = dict(module.tensors)
+    # transformers ties the tensors that the class names; other tied tensors are written once for each name
+    tied = _tied_by_class(config) if module.aliases else {}
+    for alias, stored in module.aliases.items():
         if alias not in tied or tied[alias] != tied.get(stored):
-            tensors[alias] = piece.tensors[stored]
-    attachments = {"config.json": config, "generation_config.json": own.get("generation_config")}
-    return {"": Folder(tensors, attachments={name: _json(c) for name, c in attachments.items() if isinstance(c, Mapping)})}
+            tensors[alias] = module.tensors[stored]
+    files = {"config.json": config, "generation_config.json": own.get("generation_config")}
+    return {"": ExportFolder(tensors, attachments={name: _json(c) for name, c in files.items() if isinstance(c, Mapping)})}
 
 
 def _tied_by_class(config: Any) -> dict[str, int]:
-    """The parameters that a model of this configuration has, those that ``transformers`` ties with the same number.
+    """The parameters of a model of this configuration; those that ``transformers`` ties have the same number.
 
-    Empty if it is not installed or does not know the class: then tied tensors are written under each name, which is right
-    too, but larger.
+    Empty if it is not installed or does not know the class. Tied tensors are then written under each name: a larger file.
     """
     try:
         import transformers
@@ -141,44 +140,44 @@ def _tied_by_class(config: Any) -> dict[str, int]:
         with torch.device("meta"):
             model: Any = cls(cls.config_class.from_dict(dict(config)))
         return {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    except Exception:  # whatever another package raises: it is asked only in order to write less
+    except Exception:  # whatever the other package raises: the result is only an optimization
         return {}
 
 
-def _peft(piece: Piece) -> dict[str, Folder]:
-    adapters, start = adapters_of(piece.configs)
+def _peft(module: ExportedModule) -> dict[str, ExportFolder]:
+    adapters, start = adapters_of(module.configs)
     if not adapters:
-        raise ConfigurationError(_not_that("a PEFT model", "peft", piece))
-    tensors = {**piece.tensors, **{alias: piece.tensors[stored] for alias, stored in piece.aliases.items()}}
-    folders: dict[str, Folder] = {}
+        raise ConfigurationError(_not_that("a PEFT model", "peft", module))
+    tensors = {**module.tensors, **{alias: module.tensors[stored] for alias, stored in module.aliases.items()}}
+    folders: dict[str, ExportFolder] = {}
     lost: list[str] = []
     for adapter, config in adapters.items():
-        names = adapter_names([*tensors, *piece.lacking], adapter, adapters)
+        names = adapter_names([*tensors, *module.lacking], adapter, adapters)
         missing = [name for name in names if name not in tensors]
         if not names or len(missing) == len(names):
             lost.append(adapter)
             continue
         if missing:
             raise CheckpointError(
-                f"The checkpoint holds only what was trained, and of the adapter {adapter!r} {len(missing)} parameters were "
-                f"frozen and are not in it: {_some(missing)}. Fix: ModelCheckpoint(save='all')"
+                f"The checkpoint contains only trained parameters and lacks {len(missing)} frozen ones of the adapter "
+                f"{adapter!r}: {_some(missing)}. Fix: ModelCheckpoint(save='all')"
             )
         weights = {start + new: tensors[name] for name, new in names.items()}
         where = "" if adapter == "default" else adapter
-        folders[where] = Folder(weights, "adapter_model", {"adapter_config.json": adapter_config(config, piece.configs)})
+        folders[where] = ExportFolder(weights, "adapter_model", {"adapter_config.json": adapter_config(config, module.configs)})
     if not folders:
-        raise CheckpointError(f"The checkpoint holds nothing of the adapters {', '.join(lost)}. Fix: name another checkpoint")
+        raise CheckpointError(f"The checkpoint does not contain the adapters {', '.join(lost)}. Fix: name another checkpoint")
     for adapter in lost:
-        next(iter(folders.values())).notes.append(f"of the adapter {adapter!r}, which was frozen, nothing is in the checkpoint")
+        next(iter(folders.values())).notes.append(f"the adapter {adapter!r} was frozen and is not in the checkpoint")
     return folders
 
 
-def _not_that(what: str, kind: str, piece: Piece) -> str:
-    there = [path for path, config in piece.configs.items() if path and config.get("kind") == kind]
+def _not_that(what: str, kind: str, module: ExportedModule) -> str:
+    there = [path for path, config in module.configs.items() if path and config.get("kind") == kind]
     fix = f"--attribute {there[0]}" if there else "--format safetensors"
     return (
-        f"--format {kind}: expected {what}, and what is exported is none"
-        + (f"; inside it there is {', '.join(there)}" if there else "")
+        f"--format {kind}: expected {what}, received another module"
+        + (f", which contains {', '.join(there)}" if there else "")
         + f". Fix: {fix}"
     )
 

@@ -16,16 +16,16 @@ from trainkit.paths import local_path
 __all__ = ["checkpoints_at", "run"]
 
 _HEADER = ("NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "HOLDS", "METRICS", "STATE")
-_RUN_SHOWN = 8  # characters of the run's id that tell it apart
+_RUN_SHOWN = 8  # characters of the run's id
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, or JSON. What is wrong with a checkpoint is said and is no error of the listing."""
+    """Print the table, or JSON. A damaged checkpoint is listed with its problem."""
     found = checkpoints_at(folder := local_path(args.folder, "FOLDER"))
     if args.json:
         print(as_json([_described(one) for one in found]))
     elif not found:
-        say(f"{args.folder} holds no checkpoint.")
+        say(f"{args.folder} contains no checkpoint.")
     else:
         several = len({one.path.parent for one in found}) > 1
         names = [str(one.path.relative_to(folder)) if several else one.path.name for one in found]
@@ -34,20 +34,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checkpoints_at(path: Path) -> list[FoundCheckpoint]:
-    """The checkpoint at ``path``, or those in it, or those of the run or runs whose folder it is or that are below it.
+    """The checkpoint at a path, or the checkpoints in a folder or of the runs below it.
 
     Raises:
-        CheckpointNotFoundError: there is no such folder.
+        CheckpointNotFoundError: The folder does not exist.
     """
     if is_checkpoint(path):
         return [FoundCheckpoint(path, *inspect_checkpoint(path))]
     if not path.is_dir():
         raise CheckpointNotFoundError(
-            f"Expected a folder of checkpoints, got {str(path)!r}, which is {'a file' if path.exists() else 'not there'}. "
+            f"Expected a folder of checkpoints, got {str(path)!r}, which {'is a file' if path.exists() else 'does not exist'}. "
             "Fix: name the folder that the run saved to: trainkit checkpoint ls <default_root_dir>"
         )
     found = list_checkpoints(path) or candidates(*folders_below(path))
-    return [one for one in found if one.problem is None] + [one for one in found if one.problem is not None]
+    return sorted(found, key=lambda one: one.problem is not None)
 
 
 def _row(one: FoundCheckpoint, name: str) -> tuple[str, ...]:

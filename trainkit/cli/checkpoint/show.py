@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,19 @@ from typing import Any
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.cli.checkpoint.headers import TensorHeader, tensor_headers
-from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, count_text, holds, say, short, table
+from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, holds, say, short, table
 from trainkit.console import counted
 
 __all__ = ["groups_of", "run"]
 
-_KNOWN = ("lr", "weight_decay", "momentum", "betas")  # options that are shown first
+_FIRST = ("lr", "weight_decay", "momentum", "betas")  # options to show first
 _INDENT = "  "
-_MANY = 20  # items of a list that are shown
+_MANY = 20  # items of a list to show
 _Headers = Mapping[str, Mapping[str, TensorHeader]]  # by stem and name
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the arguments ask for. Files of tensors are not read but for their headers; ``verify`` reads them."""
+    """Print the checkpoint. Reads only the headers of tensor files; ``verify`` reads the tensors."""
     checkpoint = open_checkpoint(args.path)
     headers = _headers(checkpoint)
     state = checkpoint.read({"state"}, unregistered=True).state
@@ -30,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
         print(as_json(_described(checkpoint, headers, state, args)))
         return 0
     say(*_about(checkpoint.path, checkpoint.manifest), "", *_files(checkpoint.manifest, headers))
-    say("", *_parts(headers), *_optimizers(state), *_hyper_parameters(state))
+    say("", *_parts(headers), *_optimizers(state))
+    if isinstance(values := state.get("hyper_parameters"), Mapping) and values:
+        say("hyper-parameters", *_tree(values, _INDENT))
     if args.tensors:
         every = [(stem, name, header) for stem, own in headers.items() for name, header in own.items()]
         rows = [(stem, name, header.dtype, str(list(header.shape))) for stem, name, header in every]
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def groups_of(state: Mapping[str, Any]) -> Iterator[tuple[int, str, int, list[str], dict[str, Any]]]:
-    """The groups of all optimizers: the optimizer's number and class, the group's number, parameters and options."""
+    """The groups of all optimizers: optimizer index and class, group index, parameter names and options."""
     optimizers = state.get("optimizers")
     for index, optimizer in enumerate(optimizers if isinstance(optimizers, list) else []):
         groups = optimizer.get("groups") if isinstance(optimizer, Mapping) else None
@@ -100,45 +103,31 @@ def _about(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _files(manifest: Manifest, headers: _Headers) -> list[str]:
-    counts: dict[str, int] = {}
-    for own in headers.values():
-        for header in own.values():
-            counts[header.file] = counts.get(header.file, 0) + 1
+    counts = Counter(header.file for own in headers.values() for header in own.values())
     rows = [
-        (name, bytes_text(entry.size), count_text(counts[name], "tensor") if name in counts else "", entry.sha256[:16] + "…")
+        (name, bytes_text(entry.size), counted(counts[name], "tensor") if name in counts else "", entry.sha256[:16] + "…")
         for name, entry in sorted(manifest.files.items())
     ]
     total = bytes_text(sum(entry.size for entry in manifest.files.values()))
-    return [*table(("FILE", "SIZE", "HOLDS", "SHA-256"), rows, right="SIZE"), f"{count_text(len(rows), 'file')}, {total}"]
+    return [*table(("FILE", "SIZE", "HOLDS", "SHA-256"), rows, right="SIZE"), f"{counted(len(rows), 'file')}, {total}"]
 
 
 def _parts(headers: _Headers) -> list[str]:
-    counts = {stem: _count(own) for stem, own in headers.items()}
-    return [
-        f"{stem}: {count_text(c['tensors'], 'tensor')}, {count_text(c['elements'], 'element')}" for stem, c in counts.items()
-    ]
+    counts = ((stem, _count(own)) for stem, own in headers.items())
+    return [f"{stem}: {counted(n['tensors'], 'tensor')}, {counted(n['elements'], 'element')}" for stem, n in counts]
 
 
 def _optimizers(state: Mapping[str, Any]) -> list[str]:
     lines = []
     for index, kind, number, parameters, options in groups_of(state):
-        first = [name for name in _KNOWN if name in options]
-        shown = [f"{name}={short(options[name])}" for name in [*first, *(name for name in options if name not in first)]]
-        lines.append(
-            f"optimizer {index} ({kind}) group {number}: {count_text(len(parameters), 'parameter')}, {', '.join(shown)}"
-        )
+        names = sorted(options, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+        shown = ", ".join(f"{name}={short(options[name])}" for name in names)
+        lines.append(f"optimizer {index} ({kind}) group {number}: {counted(len(parameters), 'parameter')}, {shown}")
     return lines
 
 
-def _hyper_parameters(state: Mapping[str, Any]) -> list[str]:
-    values = state.get("hyper_parameters")
-    if not isinstance(values, Mapping) or not values:
-        return []
-    return ["hyper-parameters", *_tree(values, _INDENT)]
-
-
 def _tree(value: Any, indent: str) -> Iterator[str]:
-    """A nested value line by line; what is small stands in one line."""
+    """A nested value, one line for each item that is not nested."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:
         nested = isinstance(item, (list, tuple)) and any(isinstance(inner, (Mapping, list)) for inner in item)

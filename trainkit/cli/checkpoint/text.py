@@ -1,4 +1,4 @@
-"""How the subcommands of ``trainkit checkpoint`` put things into words, lines and JSON."""
+"""The output of ``trainkit checkpoint``: lines, tables and JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,53 +19,47 @@ __all__ = [
     "about_manifest",
     "as_json",
     "bytes_text",
-    "count_text",
+    "escaped",
     "holds",
     "on_one_line",
-    "printable",
     "say",
     "short",
     "table",
 ]
 
-_FEW = 8  # elements of a tensor that are shown
+_FEW = 8  # a tensor with more elements is shown without values
 
 
-def printable(text: str) -> str:
-    """The text with characters that a terminal would obey written out: names in a checkpoint may come from anybody."""
+def escaped(text: str) -> str:
+    """The text with control characters escaped: a checkpoint may be from an untrusted source."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text)
 
 
 def say(*lines: str) -> None:
-    """Print lines, whatever is in them."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    """Print lines, with unprintable characters escaped."""
     for line in lines:
-        # a character that the terminal's encoding has not is no reason to fail
-        print(printable(line).encode(encoding, "backslashreplace").decode(encoding))
+        print(escaped(line))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
     """Lines in columns.
 
     Args:
-        header: titles of the columns.
-        rows: their cells.
-        right: titles of the columns that are aligned to the right, separated by spaces.
+        header: The titles of the columns.
+        rows: The cells.
+        right: The titles of right-aligned columns, separated by spaces.
     """
-    cells = [list(header), *([printable(cell) for cell in row] for row in rows)]
+    cells = [list(header), *([escaped(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    aligned = [header[column] in right.split() for column in range(len(header))]
+    sides = [">" if title in right.split() else "<" for title in header]
     return [
-        "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, aligned, strict=True)
-        ).rstrip()
+        "  ".join(f"{cell:{side}{width}}" for cell, width, side in zip(row, widths, sides, strict=True)).rstrip()
         for row in cells
     ]
 
 
 def bytes_text(size: int) -> str:
-    """``1.2 GB``; a thousand to the next unit, as disks are sold."""
+    """Such as ``1.2 GB``, in powers of 1000."""
     value, units = float(size), ["B", "kB", "MB", "GB", "TB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000
@@ -74,20 +67,15 @@ def bytes_text(size: int) -> str:
     return f"{value:.3g} {units[0]}"
 
 
-def count_text(number: int, thing: str) -> str:
-    """``1 tensor``, ``2 tensors``."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
 def on_one_line(text: str, path: object) -> str:
-    """A message in one line, without the path of the checkpoint before the names of its files."""
-    for folder in (os.path.abspath(str(path)), str(path)):  # the longer one first: the other may be its end
+    """A message on one line, without the path of the checkpoint before the names of its files."""
+    for folder in (os.path.abspath(str(path)), str(path)):  # the absolute path first, which may end with the other
         text = text.replace(f"{folder}/", "").replace(f"{folder}\\", "")
     return "; ".join(text.splitlines())
 
 
 def holds(manifest: Manifest) -> str:
-    """What a checkpoint is of use for: ``all``, ``trainable``, ``weights`` or ``trainable weights``."""
+    """What a checkpoint contains: ``all``, ``trainable``, ``weights`` or ``trainable weights``."""
     model = str(manifest.contents.get("model", "all"))
     if manifest.contents.get("resumable", False):
         return model
@@ -95,14 +83,14 @@ def holds(manifest: Manifest) -> str:
 
 
 def about_manifest(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as plain values for :func:`as_json`, with the bytes of all files under ``size``."""
+    """The manifest as plain values for :func:`as_json`, with the total bytes under ``size``."""
     values = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
     values["files"] = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in manifest.files.items()}
     return {**values, "size": sum(entry.size for entry in manifest.files.values())}
 
 
 def as_json(value: Any) -> str:
-    """Any value as strict JSON: what JSON has no words for as text, numbers that are not finite as ``"nan"``, ``"inf"``."""
+    """Any value as strict JSON: other types as text, numbers that are not finite as ``"nan"`` or ``"inf"``."""
     return json.dumps(_plain(value), indent=2, allow_nan=False)
 
 
@@ -123,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def short(value: Any) -> str:
-    """A value in a few words: of a large tensor the dtype and shape, of a long text the beginning."""
+    """A short text for a value: for a large tensor its dtype and shape, for a long text the beginning."""
     if isinstance(value, np.ndarray):
         return f"array {value.dtype} {list(value.shape)}" + (f" {value.tolist()}" if value.size <= _FEW else "")
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""``trainkit checkpoint verify``: every byte of every file, against what the manifest says."""
+"""``trainkit checkpoint verify``: compare every byte of every file with the manifest."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ __all__ = ["run", "verify"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """One line for each checkpoint; 1 if one of them is bad."""
+    """Print one line for each checkpoint; 1 if one of them is damaged."""
     paths: list[Path] = []
     for given in map(Path, args.paths):
         found = [one.path for one in checkpoints_at(given)]
         if not found:
-            raise CheckpointNotFoundError(f"Expected a checkpoint or a folder of them, got {str(given)!r}, which holds none.")
+            raise CheckpointNotFoundError(
+                f"Expected a checkpoint or a folder of them, got {str(given)!r}, which contains none."
+            )
         paths += [path for path in found if path not in paths]
     bad = 0
     for path in paths:
@@ -31,10 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verify(path: Path) -> tuple[str | None, int]:
-    """What is wrong with a checkpoint (``None``: nothing), and the bytes of its files.
-
-    Files are read in pieces, but for the state, which is decoded.
-    """
+    """The problem of a checkpoint, or ``None``, and the bytes of its files."""
     try:
         checkpoint = open_checkpoint(path)
         checkpoint.verify()

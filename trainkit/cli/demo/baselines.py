@@ -1,4 +1,4 @@
-"""What a language model has to beat: how well single bytes and pairs of bytes predict the same text."""
+"""Baselines for a language model: the frequencies of bytes and of pairs of bytes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ Bytes = NDArray[np.uint8]
 
 
 def unigram_bits(train: bytes, targets: Bytes) -> float:
-    """Bits per byte of the model "each byte comes with its frequency in the training text".
+    """Bits per byte if each byte has the probability of its frequency in the training text.
 
-    Every byte is counted once more than it occurs (Laplace), so that none has probability 0.
+    Add-one smoothing (Laplace), so that no probability is 0.
 
     Args:
-        train: the text that frequencies are taken from.
-        targets: the bytes to predict.
+        train: The training text.
+        targets: The bytes to predict.
     """
     return _bits(_unigram(train)[targets])
 
 
 def bigram_bits(train: bytes, previous: Bytes, targets: Bytes, strength: float = 1.0) -> float:
-    """Bits per byte of the model "each byte depends on the one before it".
+    """Bits per byte if each byte depends on the one before it.
 
-    The counts after a byte are smoothed by ``strength`` more observations spread as single bytes are: the mean under a
-    Dirichlet prior around the unigram model (MacKay and Peto, "A hierarchical Dirichlet language model", 1995). Pairs
-    that the training text does not have then fall back on the unigram model.
+    The counts are smoothed with a Dirichlet prior around the unigram model (MacKay and Peto, "A hierarchical Dirichlet language
+    model", 1995).
 
     Args:
-        train: the text that frequencies are taken from.
-        previous: the byte before each target, same shape as ``targets``.
-        targets: the bytes to predict.
-        strength: how many observations the unigram model counts for; above 0.
+        train: The training text.
+        previous: The byte before each target, same shape as ``targets``.
+        targets: The bytes to predict.
+        strength: The weight of the unigram model, in observations; above 0.
     """
     text = np.frombuffer(train, np.uint8).astype(np.intp)
     pairs = np.bincount(text[:-1] * 256 + text[1:], minlength=65536).reshape(256, 256).astype(np.float64)

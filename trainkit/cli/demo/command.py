@@ -1,4 +1,4 @@
-"""``trainkit demo``: train, validate, draw, sample, and say what came out."""
+"""``trainkit demo``: train, validate, plot, sample, and print the results."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ PROMPT = b"def "
 
 @dataclass(frozen=True)
 class Size:
-    """What the demo trains and for how long.
+    """The size of the model and of the run.
 
     Attributes:
-        width, depth, heads, context: of the model.
-        batch_size: windows in a batch.
-        max_steps: updates.
-        val_windows: windows to validate on.
-        checks: validations in a run that is not stopped early.
-        sample: bytes to generate.
+        width, depth, heads, context: See ``ByteGPT``.
+        batch_size: Windows per batch.
+        max_steps: Number of optimizer steps.
+        val_windows: Windows to validate on.
+        checks: Number of validations without early stopping.
+        sample: Bytes to generate.
     """
 
     width: int = 160
@@ -62,16 +62,16 @@ SMALL = Size(width=32, depth=2, heads=2, context=32, max_steps=60, val_windows=1
 
 @dataclass(frozen=True)
 class Result:
-    """What came out; losses in bits per byte.
+    """The results; losses in bits per byte.
 
     Attributes:
-        val_loss: of the model, on the validation windows.
-        bigram, unigram: of the baselines, on the same bytes.
-        sample: what the model wrote after ``PROMPT``, prompt included.
-        steps: updates made.
-        stopped_early: whether ``val_loss`` had stopped getting better.
-        log_dir: the folder of the run.
-        picture: the loss curve, a PNG file in it.
+        val_loss: The loss of the model on the validation windows.
+        bigram, unigram: The losses of the baselines on the same bytes.
+        sample: ``PROMPT`` and what the model generated after it.
+        steps: Number of optimizer steps.
+        stopped_early: Whether early stopping ended the run.
+        log_dir: The folder of the run.
+        picture: The PNG file of the loss curve.
     """
 
     val_loss: float
@@ -86,19 +86,19 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``trainkit demo``."""
-    parser.add_argument("--max-steps", type=int, metavar="N", help=f"updates (default: {FULL.max_steps})")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="two runs with one seed are alike (default: 0)")
+    parser.add_argument("--max-steps", type=int, metavar="N", help=f"optimizer steps (default: {FULL.max_steps})")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the run (default: 0)")
     parser.add_argument(
-        "--root", default="trainkit_runs/demo", metavar="DIR", help="where all files go (default: ./trainkit_runs/demo)"
+        "--root", default="trainkit_runs/demo", metavar="DIR", help="folder for all files (default: ./trainkit_runs/demo)"
     )
-    parser.add_argument("--small", action="store_true", help="a tiny model for a few seconds, to see that all is there")
+    parser.add_argument("--small", action="store_true", help="train a tiny model for a few seconds")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo and print what came out."""
+    """Run the demo and print the results."""
     if args.max_steps is not None and args.max_steps < 1:
         raise ConfigurationError(f"--max-steps: expected a number ≥ 1, got {args.max_steps}. Fix: --max-steps 100")
-    # Before the training, not a minute into it.
+    # check before the training, not a minute into it
     for package, extra in (("tensorboard", "tensorboard"), ("matplotlib", "plot")):
         if not is_installed(package):
             raise missing_package(package, extra, "The demo")
@@ -116,14 +116,14 @@ def run(args: argparse.Namespace) -> int:
 def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Result:
     """Train a ``ByteGPT`` on the standard library.
 
-    A run that was stopped, or killed, continues from its newest checkpoint when it is started with the same arguments; one that
-    has finished starts over, in a folder of its own.
+    An interrupted run resumes from its newest checkpoint if it is started with the same arguments. After a complete run
+    the next one starts over, in another folder.
 
     Args:
-        size: of the model and the run.
-        seed: of initial parameters, order and sample.
-        root: the folder that everything is written below.
-        max_steps: updates, if not those of ``size``.
+        size: The size of the model and the run.
+        seed: The seed of the initial parameters, the order and the sample.
+        root: The folder for all files.
+        max_steps: Number of optimizer steps; default: that of ``size``.
     """
     max_steps = max_steps or size.max_steps
     seed_everything(seed)
@@ -142,7 +142,7 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
         logger=[csv, TensorBoardLogger()],
         callbacks=[stopping, saving],
         default_root_dir=root,
-        deterministic=torch.cuda.is_available() or None,  # the kernels it uses on a CPU are deterministic anyway
+        deterministic=torch.cuda.is_available() or None,  # CPU kernels are deterministic anyway
         seed=seed,
     )
     _introduce(data, model, max_steps)
@@ -151,7 +151,7 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
         trainer.fit(model, datamodule=data, ckpt_path="auto")
     else:
         trainer.fit(model, datamodule=data)
-    # The last validation may lie some updates back. Without loggers, so that no step has two values in the files.
+    # The last validation may be some steps old. Without loggers, so that no step has two values in the files.
     judge = Trainer(logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1, seed=seed)
     [metrics] = judge.validate(model, datamodule=data, verbose=False)
 
@@ -170,13 +170,13 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
         log_dir=folder,
         picture=draw(losses, folder / "loss.png", title=title),
     )
-    if unfinished.exists():  # it has finished: the next one starts over
+    if unfinished.exists():  # complete: the next run starts over
         unfinished.replace(folder / "checkpoints")
     return result
 
 
 def _unfinished(root: Path, size: Size, seed: int, max_steps: int) -> Path:
-    """Where a run with these arguments saves until it has finished."""
+    """The folder of the checkpoints of an incomplete run with these arguments."""
     return root / "unfinished" / f"width-{size.width}-steps-{max_steps}-seed-{seed}"
 
 
@@ -193,34 +193,28 @@ def _introduce(data: SourceCode, model: ByteGPT, max_steps: int) -> None:
     corpus = data.corpus
     parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"A GPT over bytes with {parameters:,} parameters learns to write Python: {counted(max_steps, 'update')} on "
-        f"Python's own\n"
-        f"standard library, {len(corpus.train_files)} files ({len(corpus.train) / 1e6:.1f} MB) to train on and "
-        f"{len(corpus.val_files)} others to validate on.",
+        f"A GPT over bytes with {parameters:,} parameters learns to write Python: {counted(max_steps, 'optimizer step')} "
+        f"on Python's own\nstandard library, {len(corpus.train_files)} files ({len(corpus.train) / 1e6:.1f} MB) to train on "
+        f"and {len(corpus.val_files)} others to validate on.",
         flush=True,
     )
 
 
 def report(result: Result, seconds: float) -> None:
-    """Print the sample, the losses, where the files lie, and what to do next.
-
-    Args:
-        result: of the run.
-        seconds: that it took.
-    """
-    early = ", stopped early since the validation loss no longer fell" if result.stopped_early else ""
+    """Print the sample, the losses, the files and what to do next; ``seconds`` is the duration of the run."""
+    early = ", stopped early because the validation loss no longer fell" if result.stopped_early else ""
     difference = result.bigram - result.val_loss
     verdict = f"{abs(difference):.2f} bits {'better' if difference > 0 else 'worse'} than the bigram baseline"
     folder = result.log_dir
     print(f"\nWhat it writes after {PROMPT.decode()!r}:\n\n{_indented(result.sample)}\n")
-    print(f"{counted(result.steps, 'update')} in {seconds:.0f} s, all included{early}.")
+    print(f"{counted(result.steps, 'optimizer step')} in {seconds:.0f} s in total{early}.")
     print(f"Validation loss     {result.val_loss:.3f} bits per byte, {verdict}")
     print(f"  bigram baseline   {result.bigram:.3f} on the same bytes")
     print(f"  unigram baseline  {result.unigram:.3f} on the same bytes")
     print(f"\nFiles, in {folder}:")
     print(f"  {result.picture.name:<12} the loss curve")
-    print("  metrics.csv  what was logged, as a table; events.out.tfevents.* the same for TensorBoard")
-    print("  checkpoints  what was trained, with all that a run needs to continue")
+    print("  metrics.csv  the logged metrics; events.out.tfevents.* the same for TensorBoard")
+    print("  checkpoints  the model and the state to resume from")
     print("\nNext:")
     print(f"  {_python()} -m tensorboard.main --logdir {shlex.quote(str(folder.parent))}")
     print(f"  {_python()} -m trainkit plot {shlex.quote(str(folder))}")
@@ -228,7 +222,7 @@ def report(result: Result, seconds: float) -> None:
 
 
 def _python() -> str:
-    """How to call this Python from here; that of a virtual environment may not be on the path."""
+    """The command for this Python, which may not be on the path."""
     this = Path(sys.executable)
     if shutil.which("python") == str(this):
         return "python"
@@ -236,7 +230,7 @@ def _python() -> str:
 
 
 def _indented(sample: bytes) -> str:
-    """The sample as text that is safe to print."""
+    """The sample as printable text."""
     text = sample.decode("utf-8", "replace")
     text = "".join(c if c == "\n" or c.isprintable() else "?" for c in text.expandtabs(4))
     encoding = sys.stdout.encoding or "utf-8"

@@ -18,7 +18,7 @@ from trainkit.module.data_module import DataModule
 
 __all__ = ["Corpus", "SourceCode", "Windows", "is_validation", "read_corpus", "source_files"]
 
-# Left out: what other packages installed, tests, what some distributions do not ship, and tables written by a program.
+# Skipped: installed packages, tests, what some distributions do not ship, and generated tables.
 _OTHERS = {"__pycache__", "dist-packages", "site-packages"}
 _TESTS = {"idle_test", "test", "tests"}
 _NOT_EVERYWHERE = {"ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"}
@@ -30,10 +30,10 @@ class Corpus(NamedTuple):
     """Text for training and text for validation, from different files.
 
     Attributes:
-        train: the training files, joined by line ends.
-        val: the validation files, likewise.
-        train_files: their paths relative to the library, sorted, with "/" on every system.
-        val_files: likewise.
+        train: The training files, joined by line ends.
+        val: The validation files, joined by line ends.
+        train_files: The sorted relative paths of the training files, with "/" on every system.
+        val_files: The same for the validation files.
     """
 
     train: bytes
@@ -43,7 +43,7 @@ class Corpus(NamedTuple):
 
 
 def source_files(library: Path) -> Iterator[str]:
-    """The paths of the ``.py`` files to use, relative to ``library``, in an order that is the same everywhere."""
+    """The relative paths of the ``.py`` files to use, in the same order on every system."""
     found = []
     for folder, folders, names in os.walk(library):
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith("config-")]
@@ -54,11 +54,11 @@ def source_files(library: Path) -> Iterator[str]:
 
 
 def is_validation(path: str, share: float = 0.1) -> bool:
-    """Whether a file is held out, by a hash of its relative path: the same on every machine, whatever else is there.
+    """Whether a file is for validation, by a hash of its path: the same on every system.
 
     Args:
-        path: relative, with "/" between folders.
-        share: of all files, in [0, 1].
+        path: A relative path, with "/" between folders.
+        share: The fraction of validation files, in [0, 1].
     """
     digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
@@ -67,14 +67,14 @@ def is_validation(path: str, share: float = 0.1) -> bool:
 def read_corpus(library: Path | None = None, share: float = 0.1) -> Corpus:
     """Read the library and split it by file.
 
-    Files that are empty, not UTF-8, or the copy of another one are left out; line ends are made "\\n".
+    Skips files that are empty, not UTF-8, or a copy of another one; converts line ends to "\\n".
 
     Args:
-        library: a folder of Python files (default: the standard library of this Python).
-        share: of the files, held out for validation.
+        library: A folder of Python files (default: the standard library of this Python).
+        share: The fraction of validation files.
 
     Raises:
-        DataError: there are not enough source files to have both parts.
+        DataError: There are not enough source files for both parts.
     """
     library = Path(sysconfig.get_path("stdlib")) if library is None else library
     texts: dict[bool, list[bytes]] = {False: [], True: []}
@@ -98,7 +98,7 @@ def read_corpus(library: Path | None = None, share: float = 0.1) -> Corpus:
 
 
 def _read(path: Path) -> bytes:
-    """The text of a file, empty if it cannot be read as UTF-8."""
+    """The text of a file; empty if it is not UTF-8."""
     try:
         text = path.read_bytes()
         text.decode("utf-8")
@@ -110,17 +110,17 @@ def _read(path: Path) -> bytes:
 class Windows(Dataset[Tensor]):
     """Fixed windows over a text in memory.
 
-    An item is a ``uint8`` tensor of ``length + 1`` bytes: each of the first ``length`` is asked for the one after it.
-    Windows overlap by one byte, so that each byte but the very first is predicted once.
+    An item is a ``uint8`` tensor of ``length + 1`` bytes. Windows overlap by one byte, so that each byte except the first is
+    predicted once.
 
     Args:
-        text: at least ``length + 1`` bytes.
-        length: bytes that are predicted in a window.
-        limit: take only so many windows, spread evenly over the text.
+        text: At least ``length + 1`` bytes.
+        length: The number of predicted bytes per window.
+        limit: The largest number of windows, spread evenly over the text.
 
     Raises:
-        ConfigurationError: a length or limit below 1.
-        DataError: the text is shorter than one window.
+        ConfigurationError: A length or limit below 1.
+        DataError: The text is shorter than one window.
     """
 
     def __init__(self, text: bytes, length: int, limit: int | None = None) -> None:
@@ -154,14 +154,14 @@ class SourceCode(DataModule):
     """The standard library as batches of windows: ``uint8`` tensors of shape (batch, context + 1).
 
     Args:
-        context: bytes that are predicted in a window.
-        batch_size: windows in a training batch.
-        val_windows: windows to validate on, spread evenly over the validation files.
-        library: a folder of Python files (default: the standard library of this Python).
+        context: The number of predicted bytes per window.
+        batch_size: Windows per training batch.
+        val_windows: Windows to validate on, spread evenly over the validation files.
+        library: A folder of Python files (default: the standard library of this Python).
 
     Attributes:
-        corpus: the text and the names of the files, once ``setup`` has run.
-        train, val: the windows, likewise.
+        corpus: The text and the names of the files, after ``setup``.
+        train, val: The windows, after ``setup``.
     """
 
     corpus: Corpus
@@ -186,5 +186,5 @@ class SourceCode(DataModule):
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """The validation windows; batches are larger, since no gradients are kept."""
+        """The validation windows, in larger batches."""
         return DataLoader(self.val, batch_size=64)

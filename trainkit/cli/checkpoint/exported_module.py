@@ -1,9 +1,9 @@
-"""What of a checkpoint is exported: the tensors of one module, and what the checkpoint knows of it."""
+"""One module of a checkpoint, as an export reads it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +13,21 @@ from trainkit.checkpoint.reader import Checkpoint
 from trainkit.errors import CorruptCheckpointError, UnknownNameError, nearest
 from trainkit.state.parts import model_stems
 
-__all__ = ["Piece", "take"]
+__all__ = ["ExportedModule", "aliases_of", "read_module"]
 
 _MODEL = re.compile(r"(model(?:_\d+)?)(?:/(.+))?")
 
 
 @dataclass
-class Piece:
-    """One module out of a checkpoint; all names are those within it.
+class ExportedModule:
+    """One module of a checkpoint. All names are relative to the module.
 
     Attributes:
-        tensors: those that are stored.
-        aliases: name of a tied tensor → the name in ``tensors`` that it is stored under.
-        lacking: parameters that the module has and the checkpoint has not, because they were frozen.
-        configs: of the ``transformers`` and PEFT models inside, by path; ``""`` is the module itself.
-        within: the PEFT model that this is a part of, whose adapters lie between its parameters; "" if there is none.
+        tensors: The stored tensors.
+        aliases: Name of a tied tensor → the name in ``tensors`` under which it is stored.
+        lacking: Parameters that the checkpoint does not contain because they were frozen.
+        configs: Configurations of the ``transformers`` and PEFT models inside, by path; ``""`` is the module itself.
+        within: The PEFT model that contains this module, with adapters between its parameters; "" if there is none.
     """
 
     tensors: dict[str, Tensor]
@@ -38,14 +38,14 @@ class Piece:
 
     @property
     def kind(self) -> str:
-        """ "peft", "transformers" or "safetensors": what the module is, and so its format unless another is asked for."""
+        """The default format of the module: "peft", "transformers" or "safetensors"."""
         own = self.configs.get("", {})
         if self.within:
             return "safetensors"
         return "peft" if own.get("kind") == "peft" or own.get("adapters") else str(own.get("kind", "safetensors"))
 
 
-def take(checkpoint: Checkpoint, attribute: str | None) -> Piece:
+def read_module(checkpoint: Checkpoint, attribute: str | None) -> ExportedModule:
     """Read and verify the model's tensors, and keep those of one module.
 
     Args:
@@ -59,9 +59,8 @@ def take(checkpoint: Checkpoint, attribute: str | None) -> Piece:
     """
     stem, path = _split(checkpoint, attribute)
     loaded = checkpoint.read({stem, "state"}, unregistered=True)
-    tensors, aliases = loaded.tensors.get(stem, {}), checkpoint.manifest.aliases.get(stem, {})
-    if missing := [stored for stored in aliases.values() if stored not in tensors]:
-        raise CorruptCheckpointError(f"{checkpoint.path}: a tensor is said to be stored as {missing[0]!r}, which is not there")
+    tensors = loaded.tensors.get(stem, {})
+    aliases = aliases_of(checkpoint, stem, tensors)
     trained, configs = _trained_and_configs(loaded.state, stem)
     names = [*tensors, *aliases, *trained]
     if path and not any(name.startswith(f"{path}.") for name in names):
@@ -70,7 +69,15 @@ def take(checkpoint: Checkpoint, attribute: str | None) -> Piece:
     own_configs = {p.removeprefix(path).removeprefix("."): config for p, config in configs.items() if _within(p, path)}
     stored = {*own, *own_aliases}
     lacking = [name for name in _inside(trained, path) if name not in stored]
-    return Piece(own, own_aliases, lacking, own_configs, _enclosing_peft_model(configs, path))
+    return ExportedModule(own, own_aliases, lacking, own_configs, _enclosing_peft_model(configs, path))
+
+
+def aliases_of(checkpoint: Checkpoint, stem: str, tensors: Container[str]) -> Mapping[str, str]:
+    """Name of a tied tensor → the name under which it is stored, which must be in ``tensors``."""
+    aliases = checkpoint.manifest.aliases.get(stem, {})
+    if missing := [stored for stored in aliases.values() if stored not in tensors]:
+        raise CorruptCheckpointError(f"{checkpoint.path}: the manifest names the tensor {missing[0]!r}, which is missing")
+    return aliases
 
 
 def _inside(mapping: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -101,7 +108,7 @@ def _enclosing_peft_model(configs: Mapping[str, Mapping[str, Any]], path: str) -
 
 
 def _split(checkpoint: Checkpoint, attribute: str | None) -> tuple[str, str]:
-    """The stem of the model's files, and the path within the model."""
+    """The stem of the model's files, and the path of the module in the model."""
     match = None if attribute is None else _MODEL.fullmatch(attribute)
     stems = model_stems(checkpoint.manifest.files)
     if match and len(stems) > 1 and match[1] in stems:
@@ -110,7 +117,7 @@ def _split(checkpoint: Checkpoint, attribute: str | None) -> tuple[str, str]:
 
 
 def _trained_and_configs(state: Mapping[str, Any], stem: str) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
-    """What the state says of a model: which parameters are trained, and the configurations by path."""
+    """The trained parameters of a model and its configurations by path, as the state names them."""
     models, number = state.get("models"), int(stem.partition("_")[2] or 0)
     about = models[number] if isinstance(models, list) and number < len(models) else {}
     trained, configs = (_mapping(_mapping(about).get(key)) for key in ("trained", "configs"))
@@ -130,6 +137,5 @@ def _unknown(attribute: str, path: str, names: list[str], configs: Mapping[str, 
     tops = [*sorted({name.partition(".")[0] for name in names if "." in name}), *(p for p in configs if "." in p)]
     every = {".".join(module.split(".")[: depth + 1]) for module in modules for depth in range(module.count(".") + 1)}
     hint = nearest(path, tops) or nearest(path, sorted(every - {""}))
-    there = ", ".join(tops) or "none"
-    is_tensor = " That is a parameter or buffer, and a module is expected." if path in names else ""
-    return f"The model has no module {attribute!r}.{is_tensor}{hint} There are: {there}, and those in them."
+    is_tensor = " It is a parameter or buffer; expected a module." if path in names else ""
+    return f"The model has no module {attribute!r}.{is_tensor}{hint} Modules: {', '.join(tops) or 'none'}, and those inside."

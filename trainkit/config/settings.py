@@ -1,4 +1,4 @@
-"""``Settings``: what a configuration says, and what that comes to."""
+"""``Settings``: the values of a configuration, and what they mean."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_OF_PLUGIN = (CONFIG_FILE, HOSTFILE, MULTINODE_LAUNCHER)
 
 
 class Plugin(Protocol):
-    """The options of a strategy with a backend of its own, as Accelerate's users give them."""
+    """The options of a strategy with its own backend, in Accelerate's form."""
 
     @property
     def strategy(self) -> str:
@@ -31,31 +31,31 @@ class Plugin(Protocol):
 
     @property
     def source(self) -> str | None:
-        """The file that the options come from; ``None``: none."""
+        """The file of the options, if they are from a file."""
 
     @property
     def divides_at_once(self) -> bool:
         """Whether models of ``transformers`` are sharded while they are built."""
 
     def claimed(self, name: str) -> Any:
-        """What the options say of accumulation or clipping; ``None``: nothing."""
+        """The value of an option for accumulation or clipping; ``None``: not set."""
 
     def config_for(self, short: bool) -> dict[str, Any]:
-        """The strategy's argument ``config``, for parameters in 16 bits or not."""
+        """The strategy's argument ``config``, for 16-bit or float32 parameters."""
 
     def described(self) -> dict[str, Any]:
-        """The options that matter to a reader, by name."""
+        """The options to show to the user, by name."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a configuration says; what it leaves open is not in the mappings.
+    """The values of a configuration. Keys that are not set are not in the mappings.
 
     Attributes:
-        values: of the keys in :data:`~trainkit.config.keys.KEYS`, but for ``dynamo_backend``.
-        backend: of those in :data:`~trainkit.config.keys.BACKEND`, but for ``gradient_accumulation_steps``.
-        dynamo: of those in :data:`~trainkit.config.keys.DYNAMO`.
-        source: where it is from, for messages.
+        values: Keys of :data:`~trainkit.config.keys.KEYS`, except ``dynamo_backend``.
+        backend: Keys of :data:`~trainkit.config.keys.BACKEND`, except ``gradient_accumulation_steps``.
+        dynamo: Keys of :data:`~trainkit.config.keys.DYNAMO`.
+        source: The origin of the values, for messages.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -65,11 +65,7 @@ class Settings:
 
     @classmethod
     def out_of(cls, values: dict[str, Any], backend: dict[str, Any], dynamo: dict[str, Any], source: str) -> Settings:
-        """The same, with what may stand in two places in one.
-
-        Raises:
-            ConfigurationError: it stands in both, with two values.
-        """
+        """Settings from parts of a file; a ``ConfigurationError`` if a key has different values in two parts."""
         for name, home, other in (("gradient_accumulation_steps", values, backend), ("dynamo_backend", dynamo, values)):
             if name in other:
                 value = other.pop(name)
@@ -81,16 +77,13 @@ class Settings:
         return bool(self.values or self.backend or self.dynamo)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a key, wherever it is."""
-        for part in (self.values, self.backend, self.dynamo):
-            if name in part:
-                return part[name]
-        return default
+        """The value of a key of any part."""
+        return {**self.dynamo, **self.backend, **self.values}.get(name, default)
 
     def over(self, below: Settings) -> Settings:
-        """These, and what they leave open as ``below`` says.
+        """These settings, completed by ``below``.
 
-        Not its keys for a backend, where these ask for something else, nor the number of its machine, where these are of one.
+        Keys of ``below`` for another backend are not used, nor is its ``machine_rank`` if these settings are for one machine.
         """
         theirs = below.backend if self.takes_section or "distributed_type" not in self.values else {}
         if self.values.get("num_machines") == 1:
@@ -103,18 +96,14 @@ class Settings:
         )
 
     def without(self, *names: str) -> Settings:
-        """These, but for some keys."""
+        """These settings without some keys."""
         parts = (self.values, self.backend, self.dynamo)
         values, backend, dynamo = ({name: part[name] for name in part if name not in names} for part in parts)
         return replace(self, values=values, backend=backend, dynamo=dynamo)
 
     @contextmanager
     def blamed(self, *names: str) -> Iterator[None]:
-        """Within it an error says that what it is about is said here, and not by arguments that the user has written.
-
-        Args:
-            *names: the keys.
-        """
+        """In this context an error names these keys as its cause, instead of arguments that the user did not write."""
         values = ((name, self.get(name)) for name in names)
         said = ", ".join(f"{name}: {_written(value)}" for name, value in values if value is not None)
         try:
@@ -126,53 +115,53 @@ class Settings:
 
     @property
     def of_place(self) -> tuple[str, ...]:
-        """The keys that say where and under what processes run."""
+        """The keys for the device and the strategy."""
         return ("distributed_type", "use_cpu", *self.backend)
 
     @property
     def info(self) -> StrategyInfo | None:
-        """The declaration of the strategy that ``distributed_type`` means; ``None`` where it is left open."""
+        """The declaration of the strategy that ``distributed_type`` means; ``None`` if it is not set."""
         return find_info_by_type(self.values.get("distributed_type"))
 
     @property
     def takes_section(self) -> bool:
-        """Whether the file has a section for the strategy."""
+        """Whether the strategy has its own section in the file."""
         return self.info is not None and self.info.plugin is not None
 
     @property
     def strategy(self) -> str | None:
-        """What the strategy "auto" is by the configuration; ``None`` where it leaves that open or :meth:`plugin` says it."""
+        """The strategy that "auto" means; ``None`` if it is not set, or if :meth:`plugin` defines it."""
         info = self.info
         return None if info is None or self.takes_section else info.file_types[self.values["distributed_type"]]
 
     @property
     def devices(self) -> int | None:
-        """The devices that a process of this machine drives, where there is one process for all of them."""
+        """The number of devices of this machine, for a strategy with one process per machine."""
         if self.info is None or not self.info.one_process or "num_processes" not in self.values:
             return None
         return int(self.values["num_processes"]) // int(self.values.get("num_machines", 1))
 
     @property
     def compiling(self) -> dict[str, Any]:
-        """Arguments of ``torch.compile``; empty where nothing is said of it."""
+        """The arguments of ``torch.compile``; empty if not set."""
         return {name: self.get(key) for name, key in _COMPILER.items() if self.get(key) not in (None, "default")}
 
     def plugin(self) -> Plugin | None:
-        """The options of the section for the strategy; ``None`` where the strategy has no such section.
+        """The options of the strategy's section, or ``None`` without one.
 
         Raises:
-            ConfigurationError: keys that contradict each other, or a configuration file of the backend that cannot be read.
+            ConfigurationError: Contradictory keys, or a file of the backend that cannot be read.
         """
         if self.info is None or self.info.plugin is None:
             return None
-        told = {name: value for name, value in self.backend.items() if name not in _NOT_OF_PLUGIN and value != "auto"}
+        options = {name: value for name, value in self.backend.items() if name not in _NOT_OF_PLUGIN and value != "auto"}
         file, steps = self.backend.get(CONFIG_FILE), self.values.get("gradient_accumulation_steps")
         if file is None and steps != "auto":
-            told["gradient_accumulation_steps"] = steps
-        plugin: Plugin = load(self.info.plugin)(file, **told)
+            options["gradient_accumulation_steps"] = steps
+        plugin: Plugin = load(self.info.plugin)(file, **options)
         return plugin
 
 
 def _written(value: Any) -> str:
-    """As it is written in YAML."""
+    """The value in YAML."""
     return str(value).lower() if isinstance(value, bool) else str(value)

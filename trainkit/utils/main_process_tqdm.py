@@ -13,15 +13,15 @@ __all__ = ["tqdm"]
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """``tqdm.auto.tqdm``, which shows nothing in other processes than the main one. Make the ``Accelerator`` before it.
+    """``tqdm.auto.tqdm``, shown in the main process only. Create the ``Accelerator`` first.
 
     Args:
-        *args: of tqdm: what is iterated over.
-        main_process_only: ``False``: each process shows its own.
-        **kwargs: of tqdm.
+        *args: The arguments of ``tqdm.auto.tqdm``.
+        main_process_only: ``False``: each process shows its own bar.
+        **kwargs: The arguments of ``tqdm.auto.tqdm``.
 
     Raises:
-        ConfigurationError: the first argument is ``True`` or ``False``, as Accelerate had it once.
+        ConfigurationError: The first argument is ``True`` or ``False``, as in old versions of Accelerate.
     """
     if args and isinstance(args[0], bool):
         raise ConfigurationError(f"tqdm({args[0]}, ...): write tqdm(..., main_process_only={args[0]}).")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from trainkit.callback import Callback
 from trainkit.console import warn
 from trainkit.errors import HookError
-from trainkit.hooks.names import DATA_METHODS, HOOKS, MODULE_METHODS, REMOVED, STATE_METHODS, STEPS, WARNED
+from trainkit.hooks.hook_names import DATA_METHODS, HOOKS, MODULE_METHODS, REMOVED, STATE_METHODS, STEPS, WARNED
 from trainkit.module.overridable_hooks import is_overridden
 
 __all__ = ["accepts", "check_callback", "check_datamodule", "check_module", "check_names"]
@@ -18,15 +19,15 @@ __all__ = ["accepts", "check_callback", "check_datamodule", "check_module", "che
 def check_names(owner: object, base: type, known: Iterable[str]) -> None:
     """Refuse a method of a user's class that looks like a hook but would never be called.
 
-    A method with the name of a hook in :data:`WARNED` is a warning: the user's code may call it.
+    A method with a name in :data:`WARNED` causes a warning only: the user's code may call it.
 
     Args:
-        owner: the user's callback, module or data module.
-        base: the class of ours that it is of; what that defines is known.
-        known: names that are called.
+        owner: The user's callback, module or data module.
+        base: The class of trainkit that it derives from.
+        known: The names that trainkit calls.
 
     Raises:
-        HookError: a method within two edits of a known name, or one that Lightning removed.
+        HookError: A method whose name is almost that of a hook, or that of a hook that Lightning removed.
     """
     known = tuple(known)
     for cls in type(owner).__mro__:
@@ -58,38 +59,31 @@ def _check_methods(owner: str, methods: Mapping[str, Any], base: type, known: tu
 
 def _refuse_misspelt(name: str, where: str, known: tuple[str, ...]) -> None:
     for candidate in known:
-        if _edits(name, candidate, allowed := 2 if len(candidate) > 10 else 1) <= allowed:
+        if _edits(name, candidate) <= (2 if len(candidate) > 10 else 1):
             raise HookError(
                 f"{where} is never called: no hook has that name. Did you mean {candidate!r}? "
                 "If it is a method of your own, rename it so that it cannot be taken for the hook."
             )
 
 
-def _edits(first: str, second: str, limit: int) -> int:
-    """The Levenshtein distance of two names, or ``limit + 1`` if it is more."""
-    if abs(len(first) - len(second)) > limit:
-        return limit + 1
-    row = list(range(len(second) + 1))
-    for i, a in enumerate(first, 1):
-        previous, row[0] = row[0], i
-        for j, b in enumerate(second, 1):
-            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
-        if min(row) > limit:
-            return limit + 1
-    return row[-1]
+def _edits(first: str, second: str) -> int:
+    """The number of characters to insert, delete or replace."""
+    if abs(len(first) - len(second)) > 2:  # too many; the comparison below is slow
+        return 3
+    changes = difflib.SequenceMatcher(None, first, second).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in changes if kind != "equal")
 
 
 def check_callback(callback: object) -> None:
-    """Refuse a callback that is none, or whose hooks are misspelt or cannot be called.
-
-    Raises:
-        HookError: with the expected signature.
-    """
+    """Raise a ``HookError`` for an object that is not a callback, or whose hooks are misspelled or cannot be called."""
     if not isinstance(callback, Callback):
         raise HookError(
             f"callbacks must hold Callback objects, not {callback!r}. "
-            + (f"Did you forget to make an instance: {callback.__name__}()?" if isinstance(callback, type) else "")
-            + ("" if isinstance(callback, type) else "For example: callbacks=[EarlyStopping('val_loss')]")
+            + (
+                f"Did you forget to make an instance: {callback.__name__}()?"
+                if isinstance(callback, type)
+                else "For example: callbacks=[EarlyStopping('val_loss')]"
+            )
         )
     check_names(callback, Callback, [*HOOKS, *STATE_METHODS])
     hooks = {name: ("trainer", "module", *arguments) for name, arguments in HOOKS.items()}
@@ -97,11 +91,7 @@ def check_callback(callback: object) -> None:
 
 
 def check_module(module: object, base: type) -> None:
-    """Refuse a module with a hook or step that is misspelt, removed or cannot be called.
-
-    Raises:
-        HookError: with the expected signature.
-    """
+    """Raise a ``HookError`` for a hook or step of a module that is misspelled, removed or cannot be called."""
     check_names(module, base, [*HOOKS, *MODULE_METHODS, *STEPS])
     _check_signatures(module, base, {**HOOKS, **MODULE_METHODS})
     for name, arguments in STEPS.items():
@@ -112,24 +102,20 @@ def check_module(module: object, base: type) -> None:
             raise _not_callable(module, name, arguments)
         if "dataloader_iter" in inspect.signature(method).parameters:
             raise HookError(
-                f"{type(module).__name__}.{name} takes dataloader_iter, which is not offered. Take the batch: "
+                f"{type(module).__name__}.{name} takes dataloader_iter, which is not supported. Take the batch: "
                 f"def {name}({', '.join(('self', *arguments[:2]))}); copies to the device overlap with the work anyway."
             )
 
 
 def check_datamodule(datamodule: object, base: type) -> None:
-    """Refuse a data module with a method that is misspelt, removed or cannot be called.
-
-    Raises:
-        HookError: with the expected signature.
-    """
+    """Raise a ``HookError`` for a method of a data module that is misspelled, removed or cannot be called."""
     methods = {**DATA_METHODS, **STATE_METHODS, "setup": ("stage",), "teardown": ("stage",)}
     check_names(datamodule, base, methods)
     _check_signatures(datamodule, base, methods)
 
 
 def _check_signatures(owner: object, base: type, methods: Mapping[str, tuple[str, ...]]) -> None:
-    """Whether what is overridden can be called with these arguments, or with them but the loader's number."""
+    """Check that overridden methods take these arguments; the hooks of evaluation batches may omit ``dataloader_idx``."""
     for name, arguments in methods.items():
         if not hasattr(base, name) or not is_overridden(owner, name, base):
             continue

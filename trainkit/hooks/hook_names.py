@@ -1,69 +1,47 @@
-"""The names and arguments of all hooks, and of the methods that users override beside them."""
+"""The names and arguments of all hooks, and of the other methods that users override."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
+
+from trainkit.callback import Callback
+from trainkit.module.overridable_hooks import DataHooks, ModuleHooks
+from trainkit.module.train_module import TrainModule
+
 __all__ = ["DATA_METHODS", "HOOKS", "MODULE_METHODS", "REMOVED", "STATE_METHODS", "STEPS", "WARNED"]
 
+
+def _arguments(owner: type, names: Iterable[str], skipped: int = 1) -> dict[str, tuple[str, ...]]:
+    """Method → names of its arguments, without the first ones."""
+    return {name: tuple(inspect.signature(getattr(owner, name)).parameters)[skipped:] for name in names}
+
+
+def _methods(owner: type) -> list[str]:
+    """The public methods that a class itself defines."""
+    return [name for name, member in vars(owner).items() if inspect.isfunction(member) and not name.startswith("_")]
+
+
+_SETUP = ("setup", "teardown")
+
 # Hook → names of the arguments after (trainer, module). The module's own hooks take the same without these two.
-HOOKS: dict[str, tuple[str, ...]] = {
-    "setup": ("stage",),
-    "teardown": ("stage",),
-    "on_fit_start": (),
-    "on_fit_end": (),
-    "on_sanity_check_start": (),
-    "on_sanity_check_end": (),
-    "on_train_start": (),
-    "on_train_end": (),
-    "on_train_epoch_start": (),
-    "on_train_epoch_end": (),
-    "on_train_batch_start": ("batch", "batch_idx"),
-    "on_train_batch_end": ("outputs", "batch", "batch_idx"),
-    "on_before_backward": ("loss",),
-    "on_after_backward": (),
-    "on_before_optimizer_step": ("optimizer",),
-    "on_before_zero_grad": ("optimizer",),
-    **{f"on_{stage}_{when}": () for stage in ("validation", "test", "predict") for when in ("start", "end")},
-    **{f"on_{stage}_epoch_{when}": () for stage in ("validation", "test", "predict") for when in ("start", "end")},
-    **{f"on_{stage}_batch_start": ("batch", "batch_idx", "dataloader_idx") for stage in ("validation", "test", "predict")},
-    **{
-        f"on_{stage}_batch_end": ("outputs", "batch", "batch_idx", "dataloader_idx")
-        for stage in ("validation", "test", "predict")
-    },
-    "on_exception": ("exception",),
-    "on_save_checkpoint": ("checkpoint",),
-    "on_load_checkpoint": ("checkpoint",),
-}
+HOOKS = _arguments(Callback, [name for name in _methods(Callback) if name.startswith("on_") or name in _SETUP], skipped=3)
 
 # Method → names of its arguments, of callbacks, of data modules and modules, and of modules only.
-STATE_METHODS: dict[str, tuple[str, ...]] = {"state_dict": (), "load_state_dict": ("state_dict",)}
-DATA_METHODS: dict[str, tuple[str, ...]] = {
-    "prepare_data": (),
-    "train_dataloader": (),
-    "val_dataloader": (),
-    "test_dataloader": (),
-    "predict_dataloader": (),
-    "transfer_batch_to_device": ("batch", "device", "dataloader_idx"),
-    "on_before_batch_transfer": ("batch", "dataloader_idx"),
-    "on_after_batch_transfer": ("batch", "dataloader_idx"),
-}
-MODULE_METHODS: dict[str, tuple[str, ...]] = {
+STATE_METHODS = _arguments(Callback, ["state_dict", "load_state_dict"])
+DATA_METHODS = _arguments(DataHooks, [name for name in _methods(DataHooks) if name not in _SETUP])
+MODULE_METHODS = {
     **DATA_METHODS,
-    "configure_optimizers": (),
-    "configure_model": (),
-    "configure_callbacks": (),
-    "configure_gradient_clipping": ("optimizer", "gradient_clip_val", "gradient_clip_algorithm"),
-    "batch_weight": ("batch",),
-    "lr_scheduler_step": ("scheduler", "metric"),
-    "optimizer_zero_grad": ("epoch", "batch_idx", "optimizer"),
-    **{f"on_{stage}_model_{mode}": () for stage in ("validation", "test", "predict") for mode in ("eval", "train")},
+    **_arguments(ModuleHooks, [name for name in _methods(ModuleHooks) if name not in HOOKS]),
+    **_arguments(TrainModule, ["configure_optimizers", "configure_gradient_clipping"]),
 }
-# Steps may leave out arguments from the right.
+# A step may omit arguments from the right.
 STEPS: dict[str, tuple[str, ...]] = {
     "training_step": ("batch", "batch_idx"),
     **{f"{stage}_step": ("batch", "batch_idx", "dataloader_idx") for stage in ("validation", "test", "predict")},
 }
 
-# Overridable names of Lightning's, of this and earlier versions, that would never be called here → what to use.
+# Methods that Lightning calls, in this or earlier versions, and trainkit does not → what to use instead.
 REMOVED: dict[str, str] = {
     "training_epoch_end": "on_train_epoch_end (keep what you need of the outputs in an attribute)",
     "validation_epoch_end": "on_validation_epoch_end (keep what you need of the outputs in an attribute)",
@@ -99,7 +77,7 @@ REMOVED: dict[str, str] = {
     "tbptt_split_batch": "a loop over the parts of the sequence under manual optimization",
 }
 
-# Of these, the hooks whose names users also give to methods that they call themselves: a warning. The others are errors:
-# without them a run would train or restore something else than the user means.
+# Hooks among them whose names users also give to methods that they call themselves: these only warn. The others raise an error,
+# because without them a run would train or restore something other than the user means.
 _ERRORS_AMONG_HOOKS = ("on_configure_sharded_model", "on_hpc_load", "on_hpc_save", "on_post_move_to_device")
 WARNED: frozenset[str] = frozenset(name for name in REMOVED if name.startswith("on_") and name not in _ERRORS_AMONG_HOOKS)

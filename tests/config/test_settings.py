@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.config.values import Settings
+from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError
 
 FILE = Settings(
