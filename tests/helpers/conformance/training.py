@@ -5,8 +5,9 @@ What is compared is the loss of each optimizer step, the mean over its global ba
 
 from __future__ import annotations
 
+import os
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,20 @@ class Result:
     Attributes:
         losses: number of optimizer steps before → (samples, loss) of each micro-batch with a finite loss.
         parameters: at the end, in full.
+        buffers: at the end.
         steps: number of optimizer steps.
     """
 
     losses: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
+
+    def end(self, module: nn.Module, steps: int) -> None:
+        """Take down what there is at the end; the parameters are whole."""
+        self.parameters = {name: value.detach().cpu().clone() for name, value in module.named_parameters()}
+        self.buffers = {name: value.detach().cpu().clone() for name, value in module.named_buffers()}
+        self.steps = steps
 
     def note(self, step: int, batch: Any, loss: Tensor) -> None:
         """Take down the loss of a micro-batch."""
@@ -112,21 +121,22 @@ def combined(results: list[Result]) -> Result:
     """The results of all processes as one.
 
     Raises:
-        AssertionError: the processes have different parameters or numbers of steps.
+        AssertionError: the processes have different parameters, buffers or numbers of steps.
     """
     first, *others = results
-    whole = Result({step: list(own) for step, own in first.losses.items()}, first.parameters, first.steps)
+    whole = replace(first, losses={step: list(own) for step, own in first.losses.items()})
     for other in others:
         assert other.steps == first.steps
-        for name, value in first.parameters.items():
-            assert torch.equal(other.parameters[name], value), f"the processes have different values of {name}"
+        for name, value in [*first.parameters.items(), *first.buffers.items()]:
+            same = torch.equal({**other.parameters, **other.buffers}[name], value)
+            assert same, f"the processes have different values of {name}"
         for step, own in other.losses.items():
             whole.losses.setdefault(step, []).extend(own)
     return whole
 
 
 def assert_same(found: Result, expected: Result, limit: float = 0.0) -> None:
-    """The same steps, and their losses and parameters to a relative limit; 0: bit for bit."""
+    """The same steps, and their losses and parameters to a relative limit; 0: bit for bit, buffers too."""
     assert found.steps == expected.steps
     mine, theirs = found.means(), expected.means()
     assert mine.keys() == theirs.keys()
@@ -135,6 +145,8 @@ def assert_same(found: Result, expected: Result, limit: float = 0.0) -> None:
     for name, value in expected.parameters.items():
         difference = float((found.parameters[name] - value).norm() / value.norm())
         assert difference <= limit, f"{name} differs by {difference:.1e}"
+    for name, value in expected.buffers.items() if limit == 0.0 else ():
+        assert torch.equal(found.buffers[name], value), name
 
 
 class Numbers(Dataset[Any]):
@@ -155,18 +167,24 @@ class Numbers(Dataset[Any]):
 
 
 class Net(TrainModule):
-    """A small network, trained one way."""
+    """A small network, trained one way; a buffer has statistics of the data, as BatchNorm has.
 
-    def __init__(self, way: Way) -> None:
+    On ranks other than 0 it begins with other values, which a strategy has to replace by those of rank 0.
+    """
+
+    def __init__(self, way: Way, rank: int = 0) -> None:
         super().__init__()
         self.way = way
+        self.register_buffer("mean", torch.full((), float(rank)))
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2 if way.random else 0.0), nn.Linear(16, 8))
         generator = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator) + rank
 
     def forward(self, batch: Any) -> Tensor:
         dtype = self.net[0].weight.dtype
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * batch["x"].to(dtype).mean())
         out, target = self.net(batch["x"].to(dtype)), batch["y"]
         dtype = torch.promote_types(out.dtype, torch.float32)  # losses are computed in at least float32
         return (out.to(dtype) - target.to(dtype)).square().mean()
@@ -202,12 +220,11 @@ class Notes(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         with trainer.strategy.gathered_parameters(module):
-            self.result.parameters = _values(module)
-        self.result.steps = trainer.global_step
+            self.result.end(module, trainer.global_step)
 
 
-def _values(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
+def _module(way: Way) -> Net:
+    return Net(way, int(os.environ.get("RANK", "0")))
 
 
 def trainer_of(setting: Setting, way: Way, like: Setting, *callbacks: Callback) -> Trainer:
@@ -255,7 +272,7 @@ def by_trainer(
         like: the strategy whose global batches are used; default: the one that trains.
     """
     notes, like = Notes(), like or setting
-    trainer_of(setting, way, like, notes, *callbacks).fit(Net(way), loader_of(way, way.samples(like)), ckpt_path=resume)
+    trainer_of(setting, way, like, notes, *callbacks).fit(_module(way), loader_of(way, way.samples(like)), ckpt_path=resume)
     return notes.result
 
 
@@ -269,7 +286,7 @@ def by_own_loop(setting: Setting, way: Way) -> Result:
         gradient_accumulation_steps=way.accumulate,
         even_batches=False,
     )
-    module, result = Net(way), Result()
+    module, result = _module(way), Result()
     data = loader_of(way, way.samples(setting))
     model, optimizer, loader = accelerator.prepare(module, module.configure_optimizers(), data)
     for _ in range(EPOCHS):
@@ -286,8 +303,7 @@ def by_own_loop(setting: Setting, way: Way) -> Result:
             if accelerator.micro_batch.kind is MicroBatchKind.DATA:
                 result.note(step, batch, loss)
     with accelerator.strategy.gathered_parameters(module):
-        result.parameters = _values(module)
-    result.steps = accelerator.updates
+        result.end(module, accelerator.updates)
     accelerator.free_memory()
     return result
 
@@ -295,8 +311,8 @@ def by_own_loop(setting: Setting, way: Way) -> Result:
 def by_hand(setting: Setting, way: Way) -> Result:
     """Train with a loop of plain torch on the CPU, over the global batches that the strategy has.
 
-    It uses nothing of trainkit. The micro-batches have the size of those of the strategy's processes, which matters only where one
-    has no loss: the gradient is the mean over the global batch, however it is split.
+    It uses nothing of trainkit. The micro-batches have the size of those of the strategy's processes, which matters only where
+    one has no loss: the gradient is the mean over the global batch, however it is split.
     """
     dtype = torch.float64 if way.precision_under(setting) == "64-true" else torch.float32
     half = way.precision == "16-mixed"
@@ -327,5 +343,5 @@ def by_hand(setting: Setting, way: Way) -> Result:
                 scaler.step(optimizer)
                 scaler.update()
                 result.steps += not half or scaler.get_scale() >= before
-    result.parameters = _values(net)
+    result.end(net, result.steps)
     return result

@@ -103,7 +103,7 @@ def test_the_comparison_can_fail() -> None:
     for way in (replace(ACCUMULATION, clip=0.1), replace(ACCUMULATION, without_loss=(5,)), replace(ACCUMULATION, rest=1)):
         with pytest.raises(AssertionError):
             assert_same(by_hand(setting, way), expected, LIMITS["16-mixed"])
-    other = Result(expected.losses, dict(expected.parameters), expected.steps)
-    other.parameters["net.0.bias"] = torch.nextafter(expected.parameters["net.0.bias"], torch.tensor(9.0).double())
+    bias = torch.nextafter(expected.parameters["net.0.bias"], torch.tensor(9.0).double())
+    other = replace(expected, parameters={**expected.parameters, "net.0.bias": bias})
     with pytest.raises(AssertionError, match="net.0.bias differs by"):
         assert_same(other, expected, 0.0)
