@@ -83,9 +83,10 @@ class Setting:
 
     def launch(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What ``function(setting, *args)`` returned in each of the strategy's processes, which are fresh ones."""
+        named = {VARIABLE: os.environ.get(VARIABLE, "")}
         if self.info.one_process:
-            return [run_xla(function, self, *args, devices=self.devices, env=QUICK)]
-        return run_world(self.processes, function, self, *args)
+            return [run_xla(function, self, *args, devices=self.devices, env={**QUICK, **named})]
+        return run_world(self.processes, function, self, *args, env=named)
 
 
 ONE_DEVICE = Setting("single", processes=1)
@@ -103,14 +104,20 @@ def register() -> None:
     """Make the strategies of other packages known in this process."""
     if find_info(*toy.INFO.names) is None:
         register_strategy(toy.INFO)
+    _import_named()
+
+
+def _import_named() -> None:
     for module in filter(None, os.environ.get(VARIABLE, "").split(",")):
         importlib.import_module(module)
 
 
 def settings() -> list[Any]:
-    """A setting for each short name in the registry that this machine can run, as parameters of a test."""
-    for module in filter(None, os.environ.get(VARIABLE, "").split(",")):
-        importlib.import_module(module)  # the toy is registered in the processes of its runs only
+    """A setting for each short name in the registry, and those of the table, as parameters of a test.
+
+    The toy is registered in the processes of its runs only: what is registered here would be known to all tests.
+    """
+    _import_named()
     names = [name for info in (*strategy_infos(), toy.INFO) for name in info.names]
     known = {setting.name: setting for setting in _SETTINGS}
     chosen = [known.get(name, Setting(name)) for name in names] + [s for s in _SETTINGS if s.name not in names]
