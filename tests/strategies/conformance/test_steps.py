@@ -64,15 +64,21 @@ def test_a_short_last_window(setting: Setting) -> None:
 
 
 @each
-def test_no_loss_on_one_rank(setting: Setting) -> None:
-    """Its gradient counts as zero; where a backward is a collective, it is refused on all ranks."""
-    window = ACCUMULATION.window(setting)
-    way = replace(ACCUMULATION, without_loss=(window + window // (2 * setting.processes),))
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_no_loss_on_one_rank(setting: Setting, accumulate: int) -> None:
+    """Its gradient counts as zero; where a backward is a collective, it is refused on all ranks.
+
+    The last rank has none at the end of the second window, and rank 0 none at the beginning of the third.
+    """
+    way = replace(ACCUMULATION, accumulate=accumulate)
+    window = way.window(setting)
+    way = replace(way, without_loss=(2 * window - 1, 2 * window))
     if setting.shards_parameters:
         with pytest.raises(WorldError, match="LossError: training_step returned no loss"):
             setting.launch(by_trainer, way)
-    else:
-        assert assert_as_by_hand(setting, way).steps == 4 * EPOCHS
+        return
+    found = assert_as_by_hand(setting, way)
+    assert found.steps == (4 if setting.processes * accumulate > 1 else 2) * EPOCHS
 
 
 @each
