@@ -300,7 +300,7 @@ def by_own_loop(setting: Setting, way: Way) -> Result:
                     accelerator.clip_grad_norm_(model.parameters(), way.clip)
                 optimizer.step()
                 optimizer.zero_grad()
-            if accelerator.micro_batch.kind is MicroBatchKind.DATA:
+            if accelerator.accumulation.current.kind is MicroBatchKind.DATA:
                 result.note(step, batch, loss)
     with accelerator.strategy.gathered_parameters(module):
         result.end(module, accelerator.updates)
