@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from helpers.support import ROOT
 
-from trainkit import Trainer
+from trainkit import Trainer, precision, registry
 from trainkit.hooks.hook_names import HOOKS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -20,6 +23,17 @@ BLOCKS = [
 ]
 
 
+@pytest.fixture
+def _registrations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a block registers is gone after the test."""
+    monkeypatch.setattr(registry, "_registered", [])
+    with ExitStack() as stack:
+        for table in (precision.PRECISIONS, precision.MIXED, precision.OVER_MASTERS, precision._ALIASES):
+            stack.enter_context(patch.dict(table))
+        yield
+
+
+@pytest.mark.usefixtures("_registrations")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_of_the_docs_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(block, "documentation", "exec"), {"__name__": "__main__"})

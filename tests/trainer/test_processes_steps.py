@@ -1,4 +1,4 @@
-"""What a step does on several processes: several optimizers, micro-batches without a loss, ends that one process asks for."""
+"""What a step does on several processes: several optimizers, ends that one process asks for, streams, gathering."""
 
 from __future__ import annotations
 
@@ -83,49 +83,6 @@ def test_a_gan(samples: int) -> None:
     for first, second, single in zip(ranks[0][0], ranks[1][0], alone, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(first, single, strict=True))
-
-
-# ---------------------------------------------------------------------------------------------------- steps without a loss
-
-
-class Picky(RegressionModule):
-    """No loss on some micro-batches."""
-
-    none_at: tuple[tuple[int, int], ...] = ()  # (row, rank)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        if (batch_idx, self.global_rank) in self.none_at:
-            return None
-        return self.loss(batch)
-
-
-def picky(none_at: tuple[tuple[int, int], ...], accumulate: int, batch_size: int = 4) -> tuple[int, list[Tensor]]:
-    module = Picky(optimizer="adamw")
-    module.net[2] = module.net[4] = nn.Identity()
-    module.none_at = none_at
-    trainer = make_trainer(accelerator="cpu", precision="64-true", max_epochs=1, accumulate_grad_batches=accumulate, seed=1)
-    trainer.fit(module, DataLoader(Noisy(32), batch_size))
-    return trainer.global_step, list(module.parameters())
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_no_loss_on_one_process(accumulate: int) -> None:
-    """Its gradient is zero, and its samples stay in the denominator."""
-    first, second = run_world(2, picky, ((1, 1), (2, 0)), accumulate)
-    assert first[0] == second[0] == 4 // accumulate
-    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
-    # on one process the same micro-batches are number 3 and 4
-    steps, alone = picky(((3, 0), (4, 0)), 2 * accumulate)
-    assert steps == first[0]
-    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(first[1], alone, strict=True))
-
-
-def test_no_loss_anywhere_is_no_update() -> None:
-    first, second = run_world(2, picky, ((1, 0), (1, 1)), 1)
-    assert first[0] == second[0] == 3
-    steps, alone = picky(((2, 0), (3, 0)), 2)
-    assert steps == 3
-    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(first[1], alone, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------- ends together

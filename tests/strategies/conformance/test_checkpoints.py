@@ -1,0 +1,86 @@
+"""A checkpoint of each strategy is resumed exactly, and moves to one device and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.conformance.settings import LIMITS, ONE_DEVICE, Setting, settings
+from helpers.conformance.training import EPOCHS, Result, Way, assert_same, by_hand, by_trainer, combined
+from torch import Tensor
+
+from trainkit import Callback
+from trainkit.checkpoint import open_checkpoint
+
+each = pytest.mark.parametrize("setting", settings())
+SAVED = 3  # optimizer steps before the save; an epoch has five, of which the last is short
+
+
+class Saving(Callback):
+    """Saves after some optimizer steps, and again at the start if that continues a checkpoint."""
+
+    def __init__(self, folder: Path, steps: int, stop: bool = False) -> None:
+        self.folder, self.steps, self.stop = folder, steps, stop
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == self.steps:
+            trainer.save_checkpoint(self.folder)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.steps and trainer.accelerator.sync_gradients:
+            trainer.save_checkpoint(self.folder)
+            trainer.should_stop = self.stop
+
+
+def train(setting: Setting, way: Way, folder: Path, like: Setting, stop: bool = False, resume: Path | None = None) -> Result:
+    """Train, and save to ``folder`` after three optimizer steps, or what has been loaded at once."""
+    return by_trainer(setting, way, Saving(folder, SAVED, stop), like=like, resume=resume)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """The parameters and the optimizer state of a checkpoint."""
+    loaded = open_checkpoint(folder).read().tensors
+    return {f"{stem}/{name}": tensor for stem in ("model", "optimizer") for name, tensor in loaded[stem].items()}
+
+
+def after_the_save(result: Result) -> Result:
+    """A result without the steps before the save."""
+    return replace(result, losses={step: own for step, own in result.losses.items() if step >= SAVED})
+
+
+@each
+def test_exact_resume(setting: Setting, run_dir: Path) -> None:
+    """Fresh processes continue as the ones that saved did: bit for bit, with shuffling, augmentation and dropout."""
+    way = Way(accumulate=2, rest=1, optimizer="adamw", random=True)
+    whole = combined(setting.launch(train, way, run_dir / "saved", setting))
+    resumed = combined(setting.launch(train, way, run_dir / "again", setting, False, run_dir / "saved"))
+    assert resumed.steps == 5 * EPOCHS
+    assert_same(resumed, after_the_save(whole))
+
+
+def assert_moves(source: Setting, target: Setting, like: Setting, folder: Path) -> None:
+    """Saved under one strategy and continued under another, over the same global batches."""
+    precision = "64-true" if source.precision == target.precision == "64-true" else "32-true"
+    way = Way(accumulate=2, rest=1, optimizer="adamw", precision=precision)
+    stopped = combined(source.launch(train, way, folder / "saved", like, True))
+    assert stopped.steps < 5 * EPOCHS
+    found = combined(target.launch(train, way, folder / "again", like, False, folder / "saved"))
+    saved, again = tensors(folder / "saved"), tensors(folder / "again")
+    assert saved.keys() == again.keys()
+    assert len(saved) == 5 + 3 * 4  # parameters and a buffer; two moments and a count of each parameter
+    for name, tensor in saved.items():
+        assert torch.equal(again[name], tensor), name
+    assert_same(found, after_the_save(by_hand(like, way)), LIMITS[precision])
+
+
+@each
+def test_a_checkpoint_moves_to_one_device(setting: Setting, run_dir: Path) -> None:
+    assert_moves(setting, ONE_DEVICE, setting, run_dir)
+
+
+@each
+def test_a_checkpoint_moves_from_one_device(setting: Setting, run_dir: Path) -> None:
+    assert_moves(ONE_DEVICE, setting, setting, run_dir)
