@@ -191,7 +191,6 @@ STILL_COMPLEX: set[str] = {
     "reason_against",
     "register",
     "start",
-    "supervise",
     "train_epoch",
     "with_settings",
 }

@@ -219,6 +219,28 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     assert gone(pids)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_lost_guard_is_a_failure(tmp_path: Path) -> None:
+    """Torch elastic takes it for a lost worker: all workers are ended and restarted, as often as allowed."""
+    agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path, max_restarts=1)
+    for restart in (0, 1):
+        pids = agent.ready(restart)
+        os.kill(guards(agent.process)[1], signal.SIGKILL)
+        wait_until(lambda started=pids: gone(started))
+    assert agent.code() == 1
+    assert agent.output == (
+        "trainkit: another node has joined, or has failed; restarting all processes.\n"
+        "trainkit: torch elastic has stopped the processes.\n"
+    )
+
+
+def guards(launcher: int) -> list[int]:
+    """The process IDs of a launcher's guards."""
+    children = Path(f"/proc/{launcher}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return [pid for pid in pids if "guard.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
 def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
     agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path)
     pids = agent.ready()
@@ -370,7 +392,7 @@ if restart == 0:
 
 @pytest.mark.parametrize("options, words", [
     ({"node_rank": 1, "join_timeout": 1.0}, ["nobody answers at 127.0.0.1:", "within 1 s", "--node-rank 0"]),
-    ({"node_rank": 0, "join_timeout": 1.0}, ["fewer than 2 machines have come to 127.0.0.1:", "within 1 s"]),
+    ({"node_rank": 0, "join_timeout": 1.0}, ["fewer than 2 nodes have come to 127.0.0.1:", "within 1 s"]),
     ({"node_rank": 0, "master_addr": None}, ["2 machines need a place to meet", "--master-addr"]),
 ])  # fmt: skip
 def test_machines_that_do_not_meet(options: dict[str, object], words: list[str], caplog: pytest.LogCaptureFixture) -> None:

@@ -1,11 +1,12 @@
-"""The launcher of a node: ``run_job`` starts the workers through torch elastic, passes signals on and returns their exit code.
+"""The launcher of a node: ``run_job`` starts the workers, passes signals on to them and returns their exit code.
 
-``torch.distributed.launcher`` runs in a thread: it finds the other nodes, numbers the workers, starts a supervisor for each and
-restarts all after a failure. The main thread has the signals. How long workers may take to end is up to their supervisors.
+Torch elastic runs in a thread: it finds the other nodes, numbers the workers and decides on restarts, watching a guard for each
+worker. The main thread handles signals and starts, watches and ends the workers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import json
 import logging
@@ -16,13 +17,14 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, SimpleNamespace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -30,25 +32,23 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from trainkit.console import notice
 from trainkit.distributed.restart_store import RESTART_STORE
 from trainkit.errors import ConfigurationError
-from trainkit.launch import workers
+from trainkit.launch import guard
 from trainkit.launch.environment import LAUNCHER
 from trainkit.launch.interface import lead_gloo_out
 from trainkit.launch.place import is_local
 from trainkit.launch.rendezvous import BACKEND, Rendezvous
 from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, judge
-from trainkit.launch.workers import PLAN, Events
+from trainkit.launch.workers import Limits, Workers
 
 __all__ = ["Job", "conduct", "run_job"]
 
-_PATIENCE = 4.0  # seconds in which the other workers end by themselves when one has failed: they have things to print
+_PATIENCE = 4.0  # seconds in which the other workers may end by themselves after a failure: they print their own errors
 _SHUTDOWN = 5.0  # seconds between SIGTERM and SIGKILL
-_ONE = 1.0  # seconds within which SIGTERM twice is once: a batch system signals the launcher and all around it
-_LEAVE = 2.0  # seconds in which torch's launcher ends when it is not waited for
-_STEP = 0.05  # seconds between two looks at the signals
+_REPEAT = 1.0  # seconds within which a repeated signal counts once: a batch system signals the launcher and its process group
+_LEAVE = 2.0  # seconds for elastic's thread to end when the job is over
+_STEP = 0.05  # seconds between two looks at the workers
 _PORT = 29500
-_STOP_AND_GO = [getattr(signal, name) for name in ("SIGTSTP", "SIGCONT") if hasattr(signal, name)]
-# Of elastic's variables, those that workers get.
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_STOP_AND_CONTINUE = [getattr(signal, name) for name in ("SIGTSTP", "SIGCONT") if hasattr(signal, name)]
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ class Job:
 
     Attributes:
         command: the command line of a worker.
-        environment: its variables; what it must know of its place is added.
-        per_node: workers of this node.
-        least: nodes that are needed.
-        most: nodes that are taken.
-        node_rank: the number of this node; ``None``: any.
-        master_addr: of the node that hosts the store; needed for several nodes.
-        master_port: there, default 29500, for a single node any free port.
-        max_restarts: how many times to restart the workers after a failure.
-        launcher: what the workers say has started them.
-        grace: seconds that workers have to save and end after a signal.
+        environment: its environment variables; the launcher adds its rank and so on.
+        per_node: workers on this node.
+        least: smallest number of nodes.
+        most: largest number of nodes.
+        node_rank: rank of this node; ``None``: any.
+        master_addr: address of the node that hosts the store; required for several nodes.
+        master_port: its port; default: 29500, on a single node any free port.
+        max_restarts: how many times to restart all workers after a failure.
+        launcher: name of the launcher, for messages of the workers.
+        grace: seconds that workers have to save and exit after a signal.
         join_timeout: seconds that nodes wait for each other.
-        output: gets the local rank, the rank and an object with the pipes ``stdout`` and ``stderr`` of each worker. Default:
-            they write where this process does.
+        output: gets the local rank, the rank and the process of each worker, with the pipes ``stdout`` and ``stderr``. Default:
+            workers inherit the streams of this process.
     """
 
     command: tuple[str, ...]
@@ -88,70 +88,54 @@ class Job:
 
 
 class _Stopped(Exception):  # noqa: N818
-    """A signal came while there were no workers."""
-
-
-class _Starts(LogsSpecs):
-    """Where elastic asks for the log files of workers, just before it starts them: the moment to prepare a start."""
-
-    def __init__(self, start: Callable[[dict[int, dict[str, str]]], None]) -> None:
-        super().__init__()
-        self._start = start
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """No files."""
-        self._start(envs)
-        return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), error_files=dict.fromkeys(envs, os.devnull))
-
-    @property
-    def root_log_dir(self) -> str:
-        return os.devnull
+    """Elastic must not start the workers again."""
 
 
 class _Run:
-    """A job on this node, from its start to its end, with a folder for files of the launcher and its supervisors."""
+    """A job on this node, with a folder that the launcher and its guards share."""
 
     def __init__(self, job: Job, folder: str) -> None:
-        self._job, self._folder = job, folder
+        self._job, self._folder = job, Path(folder)
         self._rendezvous: Rendezvous | None = None
-        self._events: Events | None = None  # of the workers that there are
-        self._first_rank = self._failures = 0
-        self._noted: list[tuple[int, float]] = []  # signals, and when they came
+        self._lock = threading.Lock()  # to start workers, and for elastic to begin another start
+        self._workers: Workers | None = None
+        self._verdict: Verdict | None = None  # on the previous workers
+        self._error: Exception | None = None  # of elastic
+        self._failures = 0
+        self._noted: list[int] = []  # signals that are not handled yet
         self._received: list[int] = []
-        self._last = 0.0
-        self._pipes: dict[int, list[int]] = {}
-        self._verdict: Verdict | None = None
-        self._error: Exception | None = None
+        self._last = -_REPEAT
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """A signal has come; Ctrl-C comes from the terminal to the launcher alone."""
-        self._noted.append((number, time.monotonic()))
+        """The handler of signals. Only the launcher gets Ctrl-C: the workers have no terminal."""
+        self._noted.append(number)
 
     def verdict(self) -> Verdict:
         """Run the job."""
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(self._launch,), daemon=True)
-        thread.start()
-        while thread.is_alive() and not self._is_over():
-            thread.join(_STEP)
-            self._pass_signals()
-            events = self._events
-            if self._pipes and events is not None:
-                self._close_pipes(event.number for event in events.read() if event.kind == "started")
-        self._judge()
-        stopped = thread.is_alive() or isinstance(self._error, _Stopped)
-        if thread.is_alive() and self._rendezvous is not None:
+        elastic = threading.Thread(target=contextvars.copy_context().run, args=(self._run_elastic,), daemon=True)
+        elastic.start()
+        while self._workers is not None or (elastic.is_alive() and not self._is_over()):
+            elastic.join(_STEP) if elastic.is_alive() else time.sleep(_STEP)
+            self._handle_signals()
+            if self._workers is not None:
+                self._workers.stopped |= not elastic.is_alive()
+                self._watch(self._workers)
+            elif elastic.is_alive() and not self._received:
+                self._start_workers()
+        if elastic.is_alive() and self._rendezvous is not None:
             self._rendezvous.shutdown()
-            thread.join(_LEAVE)
-        return self._outcome(stopped)
+            elastic.join(_LEAVE)
+        return self._outcome()
 
-    def _launch(self) -> None:
-        """Run torch's launcher; in a thread, where it leaves signals alone."""
+    # ------------------------------------------------------------------------------------------ in elastic's thread
+
+    def _run_elastic(self) -> None:
         job = self._job
         config = LaunchConfig(
             job.least,
             job.most,
             job.per_node,
-            logs_specs=_Starts(self._start),
+            logs_specs=DefaultLogsSpecs(os.devnull),
             run_id=BACKEND,
             role=BACKEND,
             rdzv_backend=BACKEND,
@@ -159,8 +143,8 @@ class _Run:
             max_restarts=job.max_restarts,
         )
         try:
-            launch_agent(config, sys.executable, ["-I", "-S", workers.__file__])
-        except ChildFailedError:  # the events say more
+            launch_agent(config, sys.executable, ["-I", "-S", guard.__file__, str(self._folder), str(os.getpid())])
+        except ChildFailedError:  # the verdict says more
             pass
         except Exception as error:
             self._error = error
@@ -172,135 +156,121 @@ class _Run:
         return self._rendezvous
 
     def _before_start(self) -> None:
-        """Elastic is about to meet the other nodes and start workers: refuse if the last ones were told to end."""
-        verdict = self._judge()
-        if verdict is not None and verdict.final:
+        """Wait until the previous workers have ended, and refuse another start after a stop request."""
+        while not self._make_way():
+            time.sleep(_STEP)
+        verdict = self._verdict
+        if self._received or (verdict is not None and verdict.final):
             raise _Stopped
         if verdict is not None:
             self._failures += 1
-            first, most = verdict.first or "the processes were lost", self._job.max_restarts
-            notice(f"{first}; restarting all processes (restart {self._failures} of {most}).")
+            notice(f"{verdict.first}; restarting all processes (restart {self._failures} of {self._job.max_restarts}).")
+        elif self._rendezvous is not None and self._rendezvous.restarts >= 0:
+            notice("another node has joined, or has failed; restarting all processes.")
 
-    def _start(self, environments: dict[int, dict[str, str]]) -> None:
-        """Elastic is about to start the supervisors of workers with these variables, which it hands to the supervisors."""
+    def _make_way(self) -> bool:
+        """Prepare the folder for new guards if there are no workers, else stop them."""
+        with self._lock:
+            if self._workers is not None:
+                self._workers.stopped = True
+                return False
+            for file in self._folder.glob("*"):
+                file.unlink()
+            (self._folder / guard.WORKERS).touch()
+            return True
+
+    # ------------------------------------------------------------------------------------------ in the main thread
+
+    def _start_workers(self) -> None:
+        """Start the workers as soon as all guards have reported."""
         job, rendezvous = self._job, self._rendezvous
-        assert rendezvous is not None
-        self._first_rank = int(environments[0]["RANK"])
-        shared = dict(job.environment)
-        if job.per_node > 1:  # else each takes all cores, and they get into each other's way
-            shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.per_node)))
-        if job.most > 1 and job.master_addr is not None and not is_local(job.master_addr):
-            lead_gloo_out(shared, job.master_addr)
-        own = {"TORCHELASTIC_RESTART_COUNT": str(rendezvous.restarts), LAUNCHER: job.launcher, RESTART_STORE: rendezvous.where}
-        places = [{name: each[name] for name in each if name.startswith(_PLACE)} for _, each in sorted(environments.items())]
-        events = Events(f"{self._folder}/{rendezvous.restarts}")
-        events.add("start", job.per_node)
-        plan = {
-            "launcher": os.getpid(),
-            "workers": job.per_node,
-            "limits": {"grace": job.grace, "patience": _PATIENCE, "shutdown": _SHUTDOWN},
-            "events": events.file,
-            "command": job.command,
-            "environments": [{**shared, **place, **own} for place in places],
-            "outputs": [self._take_output(events.file, int(place["RANK"])) for place in places] if job.output else None,
-        }
-        with open(f"{events.file}.json", "w") as file:
-            json.dump(plan, file)
-        for each in environments.values():
-            each[PLAN] = file.name
-        self._events = events
-        if any(number not in _STOP_AND_GO for number, _ in self._noted) or self._received:
-            self._events = None
-            raise _Stopped
+        files = [self._folder / guard.place_file(local_rank) for local_rank in range(job.per_node)]
+        with self._lock, contextlib.suppress(FileNotFoundError):
+            places = [json.loads(file.read_text()) for file in files]
+            assert rendezvous is not None
+            shared = dict(job.environment)
+            if job.per_node > 1:  # else each worker would use all cores
+                shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.per_node)))
+            if job.most > 1 and job.master_addr is not None and not is_local(job.master_addr):
+                lead_gloo_out(shared, job.master_addr)
+            own = {"TORCHELASTIC_RESTART_COUNT": str(rendezvous.restarts), LAUNCHER: job.launcher}
+            own[RESTART_STORE] = rendezvous.where
+            if self._noted:
+                return
+            for file in files:
+                file.unlink()
+            environments = [{**shared, **place, **own} for place in places]
+            limits = Limits(job.grace, _PATIENCE, _SHUTDOWN)
+            self._workers = Workers(job.command, environments, str(self._folder / guard.WORKERS), limits, job.output)
 
-    def _take_output(self, name: str, rank: int) -> list[str]:
-        """Make the pipes of a worker, and hand their reading ends on; the writing ends are open until the worker has them."""
-        assert self._job.output is not None
-        paths, local_rank = [f"{name}.{rank}.{stream}" for stream in ("out", "err")], rank - self._first_rank
-        for path in paths:
-            os.mkfifo(path)
-        reading = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in paths]
-        self._pipes[local_rank] = [os.open(path, os.O_WRONLY) for path in paths]
-        for end in reading:
-            os.set_blocking(end, True)
-        out, err = (os.fdopen(end, "rb") for end in reading)
-        self._job.output(local_rank, rank, SimpleNamespace(stdout=out, stderr=err))
-        return paths
+    def _watch(self, workers: Workers) -> None:
+        """End workers in time; when all have ended, let the guards exit."""
+        workers.check()
+        if not workers.is_over():
+            return
+        workers.sweep()
+        self._verdict = self._judge(workers)
+        file = self._folder / guard.WORKERS
+        if workers.failed():
+            file.unlink(missing_ok=True)
+        else:
+            file.rename(file.with_name(guard.DONE))
+        self._workers = None
 
-    def _close_pipes(self, local_ranks: Iterable[int]) -> None:
-        for end in [end for local_rank in local_ranks for end in self._pipes.pop(local_rank, ())]:
-            os.close(end)
+    def _judge(self, workers: Workers) -> Verdict | None:
+        """The verdict on workers that have ended; ``None`` if elastic has ended them."""
+        ended = [(end.rank, end.code) for end in workers.ended if end.rank not in workers.terminated]
+        if workers.stopped and workers.terminated and not any(code for _, code in ended):
+            return None
+        return judge(ended, [] if workers.stopped else sorted(workers.terminated), self._received, self._job.grace)
 
-    def _pass_signals(self) -> None:
-        """Pass on what has come: the workers have no terminal."""
-        events = self._events or Events(os.devnull)
+    def _handle_signals(self) -> None:
+        """Pass the signals of this process on to the workers."""
+        workers = self._workers
         while self._noted:
-            number, when = self._noted[0]
-            if number in _STOP_AND_GO:  # Ctrl-Z and fg
-                events.add("signal", signal.SIGSTOP if number == signal.SIGTSTP else number, 1)
+            number, now = self._noted.pop(0), time.monotonic()
+            if number in _STOP_AND_CONTINUE:  # Ctrl-Z, and fg
+                if workers is not None:
+                    workers.signal_all(signal.SIGSTOP if number == signal.SIGTSTP else number)
                 if number == signal.SIGTSTP:
-                    time.sleep(4 * _STEP)  # until the supervisors have seen it
                     os.kill(os.getpid(), signal.SIGSTOP)
-            elif number == signal.SIGINT or number not in self._received or when - self._last > _ONE:
+            elif number == signal.SIGINT or number not in self._received or now - self._last > _REPEAT:
                 self._received.append(number)
-                self._last = when
-                # a terminal that is closed means an end, which workers know as SIGTERM
-                events.add("signal", signal.SIGTERM if number == getattr(signal, "SIGHUP", 0) else number)
-            self._noted.pop(0)  # not before: either the workers get it, or _start refuses to start them
-
-    def _judge(self) -> Verdict | None:
-        """What came of the last workers, unless it was elastic that ended them."""
-        events, self._events = self._events, None
-        if events is None:
-            return None
-        self._close_pipes(range(self._job.per_node))
-        seen = events.read()
-        ended = {event.number: event.code for event in seen if event.kind == "ended"}
-        killed = sorted(event.number for event in seen if event.kind == "killed")
-        stopped = [event.number for event in seen if event.kind == "stopped"]
-        if stopped and not any(ended.values()):
-            notice("another machine has joined, or has failed; restarting all processes.")
-            return None
-        for lost in set(range(self._job.per_node)).difference(ended, killed, stopped):  # killed with its supervisor
-            ended[lost] = -signal.SIGKILL
-        self._verdict = judge([*ended.items()], killed, self._received, self._first_rank, self._job.grace)
-        return self._verdict
+                self._last = now
+                if workers is not None:  # to which a closed terminal is a request to end
+                    workers.signal(signal.SIGTERM if number == getattr(signal, "SIGHUP", 0) else number)
 
     def _is_over(self) -> bool:
-        """Whether there is nothing to wait for, though torch's launcher still runs: it waits for other nodes."""
-        events, rendezvous = self._events, self._rendezvous
-        over = [] if events is None else [event for event in events.read() if event.kind in ("ended", "killed", "stopped")]
-        if events is not None and len(over) < self._job.per_node:
-            return False
-        done = events is not None and not any(event.code for event in over)
-        return bool(self._received) or (done and rendezvous is not None and rendezvous.is_closed())
+        """Whether to leave although elastic still waits for other nodes."""
+        done = self._verdict is not None and self._verdict.code == 0
+        return bool(self._received) or (done and self._rendezvous is not None and self._rendezvous.is_closed())
 
-    def _outcome(self, stopped: bool) -> Verdict:
-        verdict, error, rendezvous = self._verdict, self._error, self._rendezvous
+    def _outcome(self) -> Verdict:
+        verdict, error = self._verdict, self._error
         if verdict is None or not verdict.final:
-            if stopped:
-                self._pass_signals()
+            if self._received:
                 return Verdict(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
             if isinstance(error, RendezvousError):
-                why, needed = self._explain(error), rendezvous is None or rendezvous.needed
+                why, needed = self._explain(error), self._rendezvous is None or self._rendezvous.needed
                 notice(f"{why}.")
                 return verdict or Verdict(FAILED if needed else 0, True, why, None)
             if error is not None:
                 raise error
-        if verdict is not None and verdict.last_words is not None:
-            notice(f"{verdict.last_words}.")
-        return verdict or Verdict(0, True, None, None)
+        verdict = verdict or Verdict(FAILED, True, None, "torch elastic has stopped the processes")
+        if verdict.message is not None:
+            notice(f"{verdict.message}.")
+        return verdict
 
     def _explain(self, error: RendezvousError) -> str:
         job = self._job
         where = f"{job.master_addr}:{job.master_port or _PORT}"
         if self._rendezvous is not None and not self._rendezvous.needed:
-            return "this machine is not needed: the job has as many as it takes"
+            return "this node is not needed: the job has as many as it takes"
         if isinstance(error, RendezvousClosedError):
-            return f"another machine has ended the job that meets at {where}"
+            return f"another node has ended the job that meets at {where}"
         if isinstance(error, RendezvousTimeoutError):
-            return f"fewer than {job.least} machines have come to {where} within {job.join_timeout:.0f} s"
-        return f"the connection to the first machine, {where}, is lost"
+            return f"fewer than {job.least} nodes have come to {where} within {job.join_timeout:.0f} s"
+        return f"the connection to the first node, {where}, is lost"
 
 
 def run_job(job: Job) -> int:
