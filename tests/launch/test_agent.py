@@ -229,7 +229,7 @@ def test_a_lost_guard_is_a_failure(tmp_path: Path) -> None:
         wait_until(lambda started=pids: gone(started))
     assert agent.code() == 1
     assert agent.output == (
-        "trainkit: another node has joined, or has failed; restarting all processes.\n"
+        "trainkit: torch elastic has stopped the processes; restarting all processes (restart 1 of 1).\n"
         "trainkit: torch elastic has stopped the processes.\n"
     )
 
@@ -391,9 +391,9 @@ if restart == 0:
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"node_rank": 1, "join_timeout": 1.0}, ["nobody answers at 127.0.0.1:", "within 1 s", "--node-rank 0"]),
+    ({"node_rank": 1, "join_timeout": 1.0}, ["no answer from 127.0.0.1:", "within 1 s", "--node-rank 0"]),
     ({"node_rank": 0, "join_timeout": 1.0}, ["fewer than 2 nodes have come to 127.0.0.1:", "within 1 s"]),
-    ({"node_rank": 0, "master_addr": None}, ["2 machines need a place to meet", "--master-addr"]),
+    ({"node_rank": 0, "master_addr": None}, ["2 nodes need the address of the first one", "--master-addr"]),
 ])  # fmt: skip
 def test_machines_that_do_not_meet(options: dict[str, object], words: list[str], caplog: pytest.LogCaptureFixture) -> None:
     given = {"least": 2, "most": 2, "master_addr": "127.0.0.1", "master_port": free_port(), **options}
@@ -411,12 +411,12 @@ def test_somebody_else_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=rf"what answers at 127.0.0.1:{port} is not an agent of this job"):
-            Rendezvous((2, 2), ("127.0.0.1", port), 1, 1.0, lambda: None)
+        with pytest.raises(ConfigurationError, match=rf"what answers at 127.0.0.1:{port} is not a launcher of this job"):
+            Rendezvous((2, 2), ("127.0.0.1", port), 1, 1.0)
 
 
 def test_a_port_that_is_in_use(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=rf"port {port} of this machine cannot be used.*--master-port PORT"):
-            Rendezvous((2, 2), ("127.0.0.1", port), 0, 1.0, lambda: None)
+        with pytest.raises(ConfigurationError, match=rf"cannot use port {port} of this node.*--master-port PORT"):
+            Rendezvous((2, 2), ("127.0.0.1", port), 0, 1.0)

@@ -218,7 +218,7 @@ def test_a_killed_host_comes_back(hosts: Hosts, tmp_path: Path, host: int, expec
     other = job.programs[1 - host]
     job.wait_for(lambda: f"rank {host} has died" in other.output and "restart 1 of 1" in other.output, LIMIT)
     if host == 0:
-        job.wait_for(lambda: f"the connection to the first machine, {ADDRESSES[0]}:29500, is lost" in other.output, LIMIT)
+        job.wait_for(lambda: f"the connection to the first node, {ADDRESSES[0]}:29500, is lost" in other.output, LIMIT)
     job.start(host)
     assert job.codes() == [0, 0], job
     assert went_on(job)

@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def start(script: str, limits: Limits = LIMITS, command: str = "/bin/sh") -> Workers:
         environments = [{**os.environ, "RANK": str(rank)} for rank in (4, 5)]
-        started.append(Workers([command, "-c", script], environments, str(tmp_path / "pids"), limits))
+        started.append(Workers([command, "-c", script], environments, tmp_path / "pids", limits))
         return started[-1]
 
     yield start

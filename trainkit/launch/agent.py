@@ -1,12 +1,11 @@
 """The launcher of a node: ``run_job`` starts the workers, passes signals on to them and returns their exit code.
 
-Torch elastic runs in a thread: it finds the other nodes, numbers the workers and decides on restarts, watching a guard for each
-worker. The main thread handles signals and starts, watches and ends the workers.
+Torch elastic runs in a thread: it finds the other nodes, numbers the workers and watches a guard for each of them. The main
+thread handles signals and starts, watches, ends and restarts the workers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import json
 import logging
@@ -26,7 +25,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from trainkit.console import notice
@@ -36,7 +35,7 @@ from trainkit.launch import guard
 from trainkit.launch.environment import LAUNCHER
 from trainkit.launch.interface import lead_gloo_out
 from trainkit.launch.place import is_local
-from trainkit.launch.rendezvous import BACKEND, Rendezvous
+from trainkit.launch.rendezvous import BACKEND, NodesChanged, Rendezvous
 from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, judge
 from trainkit.launch.workers import Limits, Workers
 
@@ -48,6 +47,7 @@ _REPEAT = 1.0  # seconds within which a repeated signal counts once: a batch sys
 _LEAVE = 2.0  # seconds for elastic's thread to end when the job is over
 _STEP = 0.05  # seconds between two looks at the workers
 _PORT = 29500
+_LOST = "torch elastic has stopped the processes"
 _STOP_AND_CONTINUE = [getattr(signal, name) for name in ("SIGTSTP", "SIGCONT") if hasattr(signal, name)]
 
 
@@ -87,21 +87,14 @@ class Job:
     output: Callable[[int, int, Any], None] | None = None
 
 
-class _Stopped(Exception):  # noqa: N818
-    """Elastic must not start the workers again."""
-
-
 class _Run:
-    """A job on this node, with a folder that the launcher and its guards share."""
+    """A job on this node."""
 
-    def __init__(self, job: Job, folder: str) -> None:
-        self._job, self._folder = job, Path(folder)
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._rendezvous: Rendezvous | None = None
-        self._lock = threading.Lock()  # to start workers, and for elastic to begin another start
-        self._workers: Workers | None = None
-        self._verdict: Verdict | None = None  # on the previous workers
+        self._elastic: threading.Thread | None = None
         self._error: Exception | None = None  # of elastic
-        self._failures = 0
         self._noted: list[int] = []  # signals that are not handled yet
         self._received: list[int] = []
         self._last = -_REPEAT
@@ -110,26 +103,66 @@ class _Run:
         """The handler of signals. Only the launcher gets Ctrl-C: the workers have no terminal."""
         self._noted.append(number)
 
-    def verdict(self) -> Verdict:
-        """Run the job."""
-        elastic = threading.Thread(target=contextvars.copy_context().run, args=(self._run_elastic,), daemon=True)
-        elastic.start()
-        while self._workers is not None or (elastic.is_alive() and not self._is_over()):
-            elastic.join(_STEP) if elastic.is_alive() else time.sleep(_STEP)
-            self._handle_signals()
-            if self._workers is not None:
-                self._workers.stopped |= not elastic.is_alive()
-                self._watch(self._workers)
-            elif elastic.is_alive() and not self._received:
-                self._start_workers()
-        if elastic.is_alive() and self._rendezvous is not None:
-            self._rendezvous.shutdown()
-            elastic.join(_LEAVE)
-        return self._outcome()
+    def run(self, folder: str) -> Verdict:
+        """Start the workers until they succeed or must not be restarted. The launcher shares the folder with its guards."""
+        failures, verdict = 0, None
+        while True:
+            previous, verdict = verdict, self._start(Path(tempfile.mkdtemp(dir=folder)))
+            if self._received and (verdict is None or not verdict.final):
+                return Verdict(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
+            if verdict is None and isinstance(self._error, NodesChanged):
+                notice("another node has joined, or has failed; restarting all processes.")
+                continue
+            if verdict is None and isinstance(self._error, RendezvousError):
+                notice(f"{self._error}.")
+                needed = self._rendezvous is None or self._rendezvous.needed
+                return previous or Verdict(FAILED if needed else 0, True, str(self._error), None)
+            if verdict is None and self._error is not None:
+                raise self._error
+            verdict = verdict or Verdict(FAILED, False, _LOST, _LOST)
+            if verdict.final or failures == self._job.max_restarts:
+                break
+            failures += 1
+            notice(f"{verdict.first}; restarting all processes (restart {failures} of {self._job.max_restarts}).")
+        if verdict.message is not None:
+            notice(f"{verdict.message}.")
+        return verdict
 
-    # ------------------------------------------------------------------------------------------ in elastic's thread
+    def close(self) -> None:
+        """Leave the other nodes."""
+        if self._rendezvous is not None and self._elastic is not None:
+            self._rendezvous.leave()
+            self._elastic.join(_LEAVE)
 
-    def _run_elastic(self) -> None:
+    def _start(self, folder: Path) -> Verdict | None:
+        """Run the workers once; returns ``None`` if there were none or elastic has ended them."""
+        pids = folder / guard.WORKERS
+        pids.touch()
+        self._error = None
+        self._elastic = threading.Thread(target=contextvars.copy_context().run, args=(self._run_elastic, folder), daemon=True)
+        self._elastic.start()
+        workers, verdict = None, None
+        while workers is None and self._elastic.is_alive() and not self._received:
+            self._elastic.join(_STEP)
+            workers = self._start_workers(folder)
+            self._handle_signals(workers)
+        while workers is not None and not workers.is_over():
+            time.sleep(_STEP)
+            self._handle_signals(workers)
+            workers.stopped |= not self._elastic.is_alive()
+            workers.check()
+        if workers is not None:
+            workers.sweep()
+            verdict = self._judge(workers)
+        succeeded = verdict is not None and verdict.code == 0
+        pids.rename(folder / guard.DONE) if succeeded else pids.unlink()
+        while self._elastic.is_alive() and not self._received and not (succeeded and self._is_closed()):
+            self._elastic.join(_STEP)
+            self._handle_signals(None)
+        return verdict
+
+    def _run_elastic(self, folder: Path) -> None:
+        """Let elastic find the other nodes, number the workers and watch the guards; in a thread, where it ignores signals."""
         job = self._job
         config = LaunchConfig(
             job.least,
@@ -140,82 +173,42 @@ class _Run:
             role=BACKEND,
             rdzv_backend=BACKEND,
             rdzv_configs={"make": self._make_rendezvous},
-            max_restarts=job.max_restarts,
+            max_restarts=0,  # restarts begin with another call
         )
         try:
-            launch_agent(config, sys.executable, ["-I", "-S", guard.__file__, str(self._folder), str(os.getpid())])
+            launch_agent(config, sys.executable, ["-I", "-S", guard.__file__, str(folder), str(os.getpid())])
         except ChildFailedError:  # the verdict says more
             pass
         except Exception as error:
             self._error = error
 
     def _make_rendezvous(self) -> Rendezvous:
-        job = self._job
-        first = job.master_addr or "", job.master_port or (0 if job.most == 1 else _PORT)
-        self._rendezvous = Rendezvous((job.least, job.most), first, job.node_rank, job.join_timeout, self._before_start)
+        if self._rendezvous is None:
+            job = self._job
+            first = job.master_addr or "", job.master_port or (0 if job.most == 1 else _PORT)
+            self._rendezvous = Rendezvous((job.least, job.most), first, job.node_rank, job.join_timeout)
         return self._rendezvous
 
-    def _before_start(self) -> None:
-        """Wait until the previous workers have ended, and refuse another start after a stop request."""
-        while not self._make_way():
-            time.sleep(_STEP)
-        verdict = self._verdict
-        if self._received or (verdict is not None and verdict.final):
-            raise _Stopped
-        if verdict is not None:
-            self._failures += 1
-            notice(f"{verdict.first}; restarting all processes (restart {self._failures} of {self._job.max_restarts}).")
-        elif self._rendezvous is not None and self._rendezvous.restarts >= 0:
-            notice("another node has joined, or has failed; restarting all processes.")
+    def _is_closed(self) -> bool:
+        return self._rendezvous is not None and self._rendezvous.is_closed()
 
-    def _make_way(self) -> bool:
-        """Prepare the folder for new guards if there are no workers, else stop them."""
-        with self._lock:
-            if self._workers is not None:
-                self._workers.stopped = True
-                return False
-            for file in self._folder.glob("*"):
-                file.unlink()
-            (self._folder / guard.WORKERS).touch()
-            return True
-
-    # ------------------------------------------------------------------------------------------ in the main thread
-
-    def _start_workers(self) -> None:
-        """Start the workers as soon as all guards have reported."""
+    def _start_workers(self, folder: Path) -> Workers | None:
+        """Start the workers, if all guards have reported and no signal has come."""
         job, rendezvous = self._job, self._rendezvous
-        files = [self._folder / guard.place_file(local_rank) for local_rank in range(job.per_node)]
-        with self._lock, contextlib.suppress(FileNotFoundError):
-            places = [json.loads(file.read_text()) for file in files]
-            assert rendezvous is not None
-            shared = dict(job.environment)
-            if job.per_node > 1:  # else each worker would use all cores
-                shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.per_node)))
-            if job.most > 1 and job.master_addr is not None and not is_local(job.master_addr):
-                lead_gloo_out(shared, job.master_addr)
-            own = {"TORCHELASTIC_RESTART_COUNT": str(rendezvous.restarts), LAUNCHER: job.launcher}
-            own[RESTART_STORE] = rendezvous.where
-            if self._noted:
-                return
-            for file in files:
-                file.unlink()
-            environments = [{**shared, **place, **own} for place in places]
-            limits = Limits(job.grace, _PATIENCE, _SHUTDOWN)
-            self._workers = Workers(job.command, environments, str(self._folder / guard.WORKERS), limits, job.output)
-
-    def _watch(self, workers: Workers) -> None:
-        """End workers in time; when all have ended, let the guards exit."""
-        workers.check()
-        if not workers.is_over():
-            return
-        workers.sweep()
-        self._verdict = self._judge(workers)
-        file = self._folder / guard.WORKERS
-        if workers.failed():
-            file.unlink(missing_ok=True)
-        else:
-            file.rename(file.with_name(guard.DONE))
-        self._workers = None
+        files = [folder / guard.place_file(local_rank) for local_rank in range(job.per_node)]
+        if rendezvous is None or not all(file.exists() for file in files):
+            return None
+        shared = dict(job.environment)
+        if job.per_node > 1:  # else each worker would use all cores
+            shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.per_node)))
+        if job.most > 1 and job.master_addr is not None and not is_local(job.master_addr):
+            lead_gloo_out(shared, job.master_addr)
+        own = {LAUNCHER: job.launcher, RESTART_STORE: rendezvous.where}
+        own["TORCHELASTIC_RESTART_COUNT"] = str(rendezvous.restarts)
+        own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
+        environments = [{**shared, **json.loads(file.read_text()), **own} for file in files]
+        limits = Limits(job.grace, _PATIENCE, _SHUTDOWN)
+        return None if self._noted else Workers(job.command, environments, folder / guard.WORKERS, limits, job.output)
 
     def _judge(self, workers: Workers) -> Verdict | None:
         """The verdict on workers that have ended; ``None`` if elastic has ended them."""
@@ -224,9 +217,8 @@ class _Run:
             return None
         return judge(ended, [] if workers.stopped else sorted(workers.terminated), self._received, self._job.grace)
 
-    def _handle_signals(self) -> None:
+    def _handle_signals(self, workers: Workers | None) -> None:
         """Pass the signals of this process on to the workers."""
-        workers = self._workers
         while self._noted:
             number, now = self._noted.pop(0), time.monotonic()
             if number in _STOP_AND_CONTINUE:  # Ctrl-Z, and fg
@@ -239,38 +231,6 @@ class _Run:
                 self._last = now
                 if workers is not None:  # to which a closed terminal is a request to end
                     workers.signal(signal.SIGTERM if number == getattr(signal, "SIGHUP", 0) else number)
-
-    def _is_over(self) -> bool:
-        """Whether to leave although elastic still waits for other nodes."""
-        done = self._verdict is not None and self._verdict.code == 0
-        return bool(self._received) or (done and self._rendezvous is not None and self._rendezvous.is_closed())
-
-    def _outcome(self) -> Verdict:
-        verdict, error = self._verdict, self._error
-        if verdict is None or not verdict.final:
-            if self._received:
-                return Verdict(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
-            if isinstance(error, RendezvousError):
-                why, needed = self._explain(error), self._rendezvous is None or self._rendezvous.needed
-                notice(f"{why}.")
-                return verdict or Verdict(FAILED if needed else 0, True, why, None)
-            if error is not None:
-                raise error
-        verdict = verdict or Verdict(FAILED, True, None, "torch elastic has stopped the processes")
-        if verdict.message is not None:
-            notice(f"{verdict.message}.")
-        return verdict
-
-    def _explain(self, error: RendezvousError) -> str:
-        job = self._job
-        where = f"{job.master_addr}:{job.master_port or _PORT}"
-        if self._rendezvous is not None and not self._rendezvous.needed:
-            return "this node is not needed: the job has as many as it takes"
-        if isinstance(error, RendezvousClosedError):
-            return f"another node has ended the job that meets at {where}"
-        if isinstance(error, RendezvousTimeoutError):
-            return f"fewer than {job.least} nodes have come to {where} within {job.join_timeout:.0f} s"
-        return f"the connection to the first node, {where}, is lost"
 
 
 def run_job(job: Job) -> int:
@@ -290,13 +250,16 @@ def conduct(job: Job) -> Verdict:
     """Run a job to its end; returns all that is known of the end."""
     if job.most > 1 and job.master_addr is None:
         raise ConfigurationError(
-            f"{job.most} machines need a place to meet. Name the first one, on all of them: --master-addr HOST"
+            f"{job.most} nodes need the address of the first one. Give it on all nodes: --master-addr HOST"
         )
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # which does not fill up as a disk does
     with _quiet(), tempfile.TemporaryDirectory(prefix="trainkit-", dir=place, ignore_cleanup_errors=True) as folder:
-        run = _Run(job, folder)
+        run = _Run(job)
         with _signals(run.note):
-            return run.verdict()
+            try:
+                return run.run(folder)
+            finally:
+                run.close()
 
 
 @contextmanager
@@ -318,14 +281,10 @@ def _signals(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence elastic's log and warnings: what the user should know is said here. Undo what it sets in the environment."""
+    """Silence elastic's log and warnings, and remove the variable that it sets: our own messages say what users need."""
     log, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
     before, log.propagate = log.propagate, False
     log.addHandler(silent)
-    variables = {
-        name: os.environ.get(name) for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE")
-    }
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the rendezvous hosts the workers' store itself
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -333,9 +292,7 @@ def _quiet() -> Iterator[None]:
     finally:
         log.propagate = before
         log.removeHandler(silent)
-        for name, value in variables.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
 
 
 def _cores() -> int:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainkit.console import notice
@@ -84,7 +85,7 @@ class Workers:
         self,
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
-        pids: str,
+        pids: Path,
         limits: Limits,
         output: Callable[[int, int, Any], None] | None = None,
     ) -> None:
@@ -105,7 +106,7 @@ class Workers:
                 notice(f"cannot start rank {rank}: {error}.")
                 self.ended.append(End(rank, 1, time.monotonic()))
                 continue
-            with open(pids, "a") as file:
+            with pids.open("a") as file:
                 file.write(f"{process.pid}\n")
             self._processes[rank] = process
             threading.Thread(target=self._wait, args=(rank, process), daemon=True).start()
