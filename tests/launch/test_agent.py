@@ -16,7 +16,7 @@ from helpers.patience import within
 from helpers.worlds.worlds import free_port
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch import agent as agent_module
+from trainkit.launch import workers
 from trainkit.launch.agent import Job, run_job
 from trainkit.launch.rendezvous import Rendezvous
 
@@ -73,7 +73,7 @@ def test_the_code_is_that_of_the_first_that_failed(tmp_path: Path) -> None:
 
 
 def test_all_have_ended_ten_seconds_after_a_failure() -> None:
-    assert agent_module._PATIENCE + agent_module._SHUTDOWN < 9.5
+    assert workers._PATIENCE + workers._SHUTDOWN < 9.5
 
 
 def test_the_others_are_ended_when_one_has_failed(tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ def both(function: Callable[[int], Any]) -> list[Any]:
     return results
 
 
+@pytest.fixture(autouse=True)
+def no_shared_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
+
+
 def launchers(*numbers: int | None) -> list[Rendezvous]:
     """Two of them; the first one hosts the store."""
     first = ("127.0.0.1", free_port())

@@ -98,7 +98,7 @@ class Job:
         files = sorted(self.folder.glob(f"world-{attempt}-*"), key=lambda file: int(file.name.rpartition("-")[2]))
         return [json.loads(file.read_text()) for file in files]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(f"--- host {host}:\n{program.output}" for host, program in self.programs.items())
 
 

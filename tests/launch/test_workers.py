@@ -13,12 +13,12 @@ import pytest
 from helpers.launch.agents import alive, wait_until
 from helpers.patience import PATIENCE, within
 
-from trainkit.launch.workers import End, Limits, Workers, deadline
+from trainkit.launch import workers as module
+from trainkit.launch.workers import End, Workers, deadline
 
 pytestmark = [pytest.mark.prompt, pytest.mark.skipif(os.name != "posix", reason="sessions and signals of POSIX")]
 
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
-LIMITS = Limits(grace=30.0, patience=4.0, shutdown=5.0)
 
 
 # The signals and when; the workers that ended; until when the others may end by themselves.
@@ -35,7 +35,7 @@ LIMITS = Limits(grace=30.0, patience=4.0, shutdown=5.0)
     ([(INT, 1.0), (INT, 3.0)], [(0, 0, 2.0)], 8.0),
 ])  # fmt: skip
 def test_deadlines(signals: list[tuple[int, float]], ended: list[tuple[int, int, float]], expected: float) -> None:
-    assert deadline(signals, [End(*end) for end in ended], LIMITS) == expected
+    assert deadline(signals, [End(*end) for end in ended], 30.0) == expected
 
 
 Start = Callable[..., Workers]
@@ -46,9 +46,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """``start("exit $RANK")``: two workers that run a shell script, with the ranks 4 and 5."""
     started: list[Workers] = []
 
-    def start(script: str, limits: Limits = LIMITS, command: str = "/bin/sh") -> Workers:
+    def start(script: str, grace: float = 30.0, command: str = "/bin/sh") -> Workers:
         environments = [{**os.environ, "RANK": str(rank)} for rank in (4, 5)]
-        started.append(Workers([command, "-c", script], environments, tmp_path / "pids", limits))
+        started.append(Workers([command, "-c", script], environments, tmp_path / "pids", grace))
         return started[-1]
 
     yield start
@@ -77,7 +77,6 @@ def pid(file: Path) -> int:
 def test_exit_codes_come_in_order(start: Start) -> None:
     workers = start('if [ "$RANK" = 5 ]; then exit 3; fi; sleep 1; exit 4')
     assert ends(workers) == [(5, 3), (4, 4)]
-    assert workers.failed()
     assert not workers.terminated
 
 
@@ -91,11 +90,15 @@ def test_each_worker_has_a_session_of_its_own(start: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_worker_that_ignores_sigterm_is_killed(start: Start, tmp_path: Path, stopped: bool) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed(
+    start: Start, tmp_path: Path, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With everything that it has started; after a failure, and when elastic asks for the end."""
     failure = "sleep 100" if stopped else "exit 3"
     script = f'if [ "$RANK" = 4 ]; then {failure}; fi; trap "" TERM; sleep 100 & echo $! > {tmp_path}/child; wait; sleep 100'
-    workers = start(script, Limits(grace=0.3, patience=0.3, shutdown=0.3))
+    for name in ("_PATIENCE", "_SHUTDOWN"):
+        monkeypatch.setattr(module, name, 0.3)
+    workers = start(script, grace=0.3)
     child = pid(tmp_path / "child")
     workers.stopped = stopped
     assert ends(workers) == [(4, -15 if stopped else 3), (5, -9)]

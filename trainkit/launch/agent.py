@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,12 +37,10 @@ from trainkit.launch.interface import lead_gloo_out
 from trainkit.launch.place import is_local
 from trainkit.launch.rendezvous import BACKEND, NodesChanged, Rendezvous
 from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, judge
-from trainkit.launch.workers import Limits, Workers
+from trainkit.launch.workers import Workers
 
 __all__ = ["Job", "conduct", "run_job"]
 
-_PATIENCE = 4.0  # seconds in which the other workers may end by themselves after a failure: they print their own errors
-_SHUTDOWN = 5.0  # seconds between SIGTERM and SIGKILL
 _REPEAT = 1.0  # seconds within which a repeated signal counts once: a batch system signals the launcher and its process group
 _LEAVE = 2.0  # seconds for elastic's thread to end when the job is over
 _STEP = 0.05  # seconds between two looks at the workers
@@ -105,21 +103,15 @@ class _Run:
 
     def run(self, folder: str) -> Verdict:
         """Start the workers until they succeed or must not be restarted. The launcher shares the folder with its guards."""
-        failures, verdict = 0, None
+        failures: int = 0
+        verdict: Verdict | None = None
         while True:
-            previous, verdict = verdict, self._start(Path(tempfile.mkdtemp(dir=folder)))
-            if self._received and (verdict is None or not verdict.final):
-                return Verdict(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
-            if verdict is None and isinstance(self._error, NodesChanged):
+            verdict = self._start(Path(tempfile.mkdtemp(dir=folder))) or self._without_workers(verdict)
+            if verdict is None:
                 notice("another node has joined, or has failed; restarting all processes.")
                 continue
-            if verdict is None and isinstance(self._error, RendezvousError):
-                notice(f"{self._error}.")
-                needed = self._rendezvous is None or self._rendezvous.needed
-                return previous or Verdict(FAILED if needed else 0, True, str(self._error), None)
-            if verdict is None and self._error is not None:
-                raise self._error
-            verdict = verdict or Verdict(FAILED, False, _LOST, _LOST)
+            if self._received and not verdict.final:
+                return self._stopped()
             if verdict.final or failures == self._job.max_restarts:
                 break
             failures += 1
@@ -127,6 +119,23 @@ class _Run:
         if verdict.message is not None:
             notice(f"{verdict.message}.")
         return verdict
+
+    def _without_workers(self, previous: Verdict | None) -> Verdict | None:
+        """The verdict if there were no workers or elastic has ended them; ``None`` if they are to be started again."""
+        if self._received:
+            return self._stopped()
+        if isinstance(self._error, NodesChanged):
+            return None
+        if isinstance(self._error, RendezvousError):
+            notice(f"{self._error}.")
+            needed = self._rendezvous is None or self._rendezvous.needed
+            return replace(previous or Verdict(FAILED if needed else 0, True, str(self._error), None), final=True, message=None)
+        if self._error is not None:
+            raise self._error
+        return Verdict(FAILED, False, _LOST, _LOST)
+
+    def _stopped(self) -> Verdict:
+        return Verdict(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
 
     def close(self) -> None:
         """Leave the other nodes."""
@@ -207,8 +216,7 @@ class _Run:
         own["TORCHELASTIC_RESTART_COUNT"] = str(rendezvous.restarts)
         own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
         environments = [{**shared, **json.loads(file.read_text()), **own} for file in files]
-        limits = Limits(job.grace, _PATIENCE, _SHUTDOWN)
-        return None if self._noted else Workers(job.command, environments, folder / guard.WORKERS, limits, job.output)
+        return None if self._noted else Workers(job.command, environments, folder / guard.WORKERS, job.grace, job.output)
 
     def _judge(self, workers: Workers) -> Verdict | None:
         """The verdict on workers that have ended; ``None`` if elastic has ended them."""
@@ -237,7 +245,7 @@ def run_job(job: Job) -> int:
     """Run a job to its end.
 
     Returns:
-        The exit code: 0; 143 if the workers were told to end and have saved; 130 after Ctrl-C; else that of the worker that
+        The exit code: 0; 143 if the workers have saved after a stop request; 130 after Ctrl-C; else that of the worker that
         failed first.
 
     Raises:
@@ -247,7 +255,7 @@ def run_job(job: Job) -> int:
 
 
 def conduct(job: Job) -> Verdict:
-    """Run a job to its end; returns all that is known of the end."""
+    """Run a job to its end; returns the verdict on it."""
     if job.most > 1 and job.master_addr is None:
         raise ConfigurationError(
             f"{job.most} nodes need the address of the first one. Give it on all nodes: --master-addr HOST"
@@ -264,27 +272,31 @@ def conduct(job: Job) -> Verdict:
 
 @contextmanager
 def _signals(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Note the signals to this process. Those that are ignored, by nohup or a shell's &, stay so."""
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCONT")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in numbers if main}
-    before = {number: was for number, was in before.items() if was not in (None, signal.SIG_IGN)}
+    """Note the signals to this process, but those that are ignored, by nohup or a shell's &."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCONT")
+        numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        before = {number: signal.getsignal(number) for number in numbers}
+        before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
     try:
         for number in before:
             signal.signal(number, note)
         yield
     finally:
-        for number, was in before.items():
-            signal.signal(number, was)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence elastic's log and warnings, and remove the variable that it sets: our own messages say what users need."""
+    """Silence elastic's log and warnings: our own messages say what users need. Remove the variables that are set here."""
     log, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
     before, log.propagate = log.propagate, False
     log.addHandler(silent)
+    variables = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE")  # torch sets the second one
+    new = [name for name in variables if name not in os.environ]
+    os.environ[variables[0]] = "1"  # else a node that joins waits for the address of a store, which the others know
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -292,9 +304,10 @@ def _quiet() -> Iterator[None]:
     finally:
         log.propagate = before
         log.removeHandler(silent)
-        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+        for name in new:
+            os.environ.pop(name, None)
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1

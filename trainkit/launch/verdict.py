@@ -41,22 +41,24 @@ def judge(ended: Sequence[tuple[int, int]], killed: Sequence[int], received: Seq
         received: the signals that the launcher got.
         grace: seconds that workers had after a signal.
     """
-    if not killed and not any(code for _, code in ended):
-        return Verdict(0, True, None, None)
     failed = [(rank, code) for rank, code in ended if code != 0]
     codes = [code for _, code in failed]
+    if not failed and not killed:
+        return Verdict(0, True, None, None)
     first = _exit(*failed[0]) if failed else None
-    if signal.SIGINT in received[:1] or -signal.SIGINT in codes or INTERRUPTED in codes:
+    if signal.SIGINT in received[:1] or not {-signal.SIGINT, INTERRUPTED}.isdisjoint(codes):
         return Verdict(INTERRUPTED, True, first, None)
     if received or PREEMPTED in codes:
-        passed_on = {-signal.SIGTERM, *(-number for number in received)}
-        own = [code for code in codes if code not in passed_on] or codes
-        code = PREEMPTED if PREEMPTED in codes else _shell_code(own)
-        return Verdict(code, True, first, _too_slow(killed, received, grace) if killed else None)
+        return Verdict(_preempted_code(codes, received), True, first, _too_slow(killed, received, grace))
     if codes[:1] == [-signal.SIGTERM]:  # outside a run, where there is nothing to save
         return Verdict(PREEMPTED, True, first, first)
     message = "; ".join([_exit(rank, code) for rank, code in failed if code < 0][:_MANY])
     return Verdict(_shell_code(codes), False, first, message or None)
+
+
+def _preempted_code(codes: Sequence[int], received: Sequence[int]) -> int:
+    passed_on = {-signal.SIGTERM, *(-number for number in received)}
+    return PREEMPTED if PREEMPTED in codes else _shell_code([code for code in codes if code not in passed_on] or codes)
 
 
 def _shell_code(codes: Sequence[int]) -> int:
@@ -64,7 +66,9 @@ def _shell_code(codes: Sequence[int]) -> int:
     return _KILLED if not codes else codes[0] if codes[0] >= 0 else 128 - codes[0]
 
 
-def _too_slow(killed: Sequence[int], received: Sequence[int], grace: float) -> str:
+def _too_slow(killed: Sequence[int], received: Sequence[int], grace: float) -> str | None:
+    if not killed:
+        return None
     ranks = ", ".join(map(str, killed[:_MANY]))
     after = f"after {_signal_name(received[0])}" if received else "after the others"
     are, were = ("ranks", "were") if len(killed) > 1 else ("rank", "was")

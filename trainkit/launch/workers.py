@@ -9,15 +9,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainkit.console import notice
 
-__all__ = ["End", "Limits", "Workers", "deadline"]
+__all__ = ["End", "Workers", "deadline"]
 
 _PREEMPTED = 143
+_PATIENCE = 4.0  # seconds in which the other workers may end by themselves after a failure: they print their own errors
+_SHUTDOWN = 5.0  # seconds after a second signal, and between SIGTERM and SIGKILL
 _SWEEP = 0.5  # seconds in which killed processes disappear
 _POSIX = os.name == "posix"
 _KILL = signal.SIGKILL if _POSIX else signal.SIGTERM
@@ -31,38 +32,23 @@ class End(NamedTuple):
     when: float
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How long workers may take to end, in seconds.
-
-    Attributes:
-        grace: after a signal, or after the first worker has saved and exited.
-        patience: after the first failure.
-        shutdown: after a second signal, and between SIGTERM and SIGKILL.
-    """
-
-    grace: float
-    patience: float
-    shutdown: float
-
-
-def deadline(signals: Sequence[tuple[int, float]], ended: Sequence[End], limits: Limits) -> float:
+def deadline(signals: Sequence[tuple[int, float]], ended: Sequence[End], grace: float) -> float:
     """The time on the monotonic clock until which workers may end by themselves.
 
     Args:
         signals: sent to the workers: the number and the time.
         ended: the workers that have exited.
-        limits: see :class:`Limits`.
+        grace: seconds after a signal, or after the first worker has saved and exited.
     """
     if len(signals) > 1:
-        return signals[1][1] + limits.shutdown
+        return signals[1][1] + _SHUTDOWN
     interrupted = [number for number, _ in signals] == [signal.SIGINT]
     leaving = [end.when for end in ended if interrupted or end.code == _PREEMPTED]
     if leaving:
-        return leaving[0] + limits.grace
+        return leaving[0] + grace
     if signals:  # after Ctrl-C the user is there, and can press it again
-        return math.inf if interrupted else signals[0][1] + limits.grace
-    return min((end.when + limits.patience for end in ended if end.code), default=math.inf)
+        return math.inf if interrupted else signals[0][1] + grace
+    return min((end.when + _PATIENCE for end in ended if end.code), default=math.inf)
 
 
 class Workers:
@@ -72,7 +58,7 @@ class Workers:
         command: of each worker.
         environments: their variables, by local rank.
         pids: the file that gets their process IDs.
-        limits: see :class:`Limits`.
+        grace: seconds to save and exit after a signal.
         output: gets the local rank, the rank and the process of each worker, with the pipes ``stdout`` and ``stderr``.
 
     Attributes:
@@ -86,13 +72,13 @@ class Workers:
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
         pids: Path,
-        limits: Limits,
+        grace: float,
         output: Callable[[int, int, Any], None] | None = None,
     ) -> None:
         self.ended: list[End] = []
         self.terminated: set[int] = set()
         self.stopped = False
-        self._limits, self._ranks = limits, [int(environment["RANK"]) for environment in environments]
+        self._grace, self._ranks = grace, [int(environment["RANK"]) for environment in environments]
         self._signals: list[tuple[int, float]] = []
         self._kill_at: float | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -121,10 +107,6 @@ class Workers:
         """Whether all workers have exited."""
         return len(self.ended) == len(self._ranks)
 
-    def failed(self) -> bool:
-        """Whether a worker has failed or had to be ended."""
-        return bool(self.terminated) or any(end.code for end in self.ended)
-
     def signal(self, number: int) -> None:
         """Send a signal to the workers, which are to end."""
         self._signals.append((number, time.monotonic()))
@@ -138,16 +120,16 @@ class Workers:
         """End the workers whose time is up."""
         now = time.monotonic()
         if self._kill_at is None:
-            if self.stopped or now > deadline(self._signals, self.ended, self._limits):
+            if self.stopped or now > deadline(self._signals, self.ended, self._grace):
                 self.terminated = set(self._ranks).difference(end.rank for end in self.ended)
-                self._kill_at = now + (self._limits.grace if self.stopped else self._limits.shutdown)
+                self._kill_at = now + (self._grace if self.stopped else _SHUTDOWN)
                 self._send(signal.SIGTERM)
         elif now > self._kill_at:
             self.signal_all(_KILL)
 
     def sweep(self) -> None:
         """Kill the processes that the workers have left behind, unless all went well."""
-        if not self.failed() and not self._signals:
+        if not self._signals and not self.terminated and not any(end.code for end in self.ended):
             return
         last = time.monotonic() + _SWEEP
         self.signal_all(_KILL)
