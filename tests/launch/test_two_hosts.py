@@ -131,7 +131,7 @@ def test_two_hosts_are_as_one(hosts: Hosts, tmp_path: Path, expected: dict[tuple
     facts = {"size": 2, "local_rank": 0, "local_size": 1, "nodes": 2, "restarts": 0, "step": 0}
     assert job.worlds(0) == [{**facts, "rank": host, "node": host, "host": f"host-{host}"} for host in (0, 1)]
     assert losses(job.folder) == expected
-    assert "2 processes on 2 machines" in job.programs[0].output
+    assert "2 processes on 2 nodes" in job.programs[0].output
 
 
 @pytest.mark.slow
