@@ -412,11 +412,11 @@ def test_somebody_else_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"what answers at 127.0.0.1:{port} is not a launcher of this job"):
-            Rendezvous((2, 2), ("127.0.0.1", port), 1, 1.0)
+            Rendezvous((2, 2), ("127.0.0.1", port), 1, 1.0).next_rendezvous()
 
 
 def test_a_port_that_is_in_use(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"cannot use port {port} of this node.*--master-port PORT"):
-            Rendezvous((2, 2), ("127.0.0.1", port), 0, 1.0)
+            Rendezvous((2, 2), ("127.0.0.1", port), 0, 1.0).next_rendezvous()

@@ -90,7 +90,8 @@ class _Run:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._rendezvous: Rendezvous | None = None
+        first = job.master_addr or "", job.master_port or (0 if job.most == 1 else _PORT)
+        self._rendezvous = Rendezvous((job.least, job.most), first, job.node_rank, job.join_timeout)
         self._elastic: threading.Thread | None = None
         self._error: Exception | None = None  # of elastic
         self._noted: list[int] = []  # signals that are not handled yet
@@ -103,8 +104,7 @@ class _Run:
 
     def run(self, folder: str) -> Verdict:
         """Start the workers until they succeed or must not be restarted. The launcher shares the folder with its guards."""
-        failures: int = 0
-        verdict: Verdict | None = None
+        failures, verdict = 0, None
         while True:
             verdict = self._start(Path(tempfile.mkdtemp(dir=folder))) or self._without_workers(verdict)
             if verdict is None:
@@ -128,8 +128,8 @@ class _Run:
             return None
         if isinstance(self._error, RendezvousError):
             notice(f"{self._error}.")
-            needed = self._rendezvous is None or self._rendezvous.needed
-            return replace(previous or Verdict(FAILED if needed else 0, True, str(self._error), None), final=True, message=None)
+            code = FAILED if self._rendezvous.needed else 0
+            return replace(previous or Verdict(code, True, str(self._error), None), final=True, message=None)
         if self._error is not None:
             raise self._error
         return Verdict(FAILED, False, _LOST, _LOST)
@@ -139,8 +139,7 @@ class _Run:
 
     def close(self) -> None:
         """Leave the other nodes."""
-        if self._rendezvous is not None and self._elastic is not None:
-            self._rendezvous.leave()
+        if self._rendezvous.leave() and self._elastic is not None:
             self._elastic.join(_LEAVE)
 
     def _start(self, folder: Path) -> Verdict | None:
@@ -165,7 +164,7 @@ class _Run:
             verdict = self._judge(workers)
         succeeded = verdict is not None and verdict.code == 0
         pids.rename(folder / guard.DONE) if succeeded else pids.unlink()
-        while self._elastic.is_alive() and not self._received and not (succeeded and self._is_closed()):
+        while self._elastic.is_alive() and not self._received and not (succeeded and self._rendezvous.is_closed()):
             self._elastic.join(_STEP)
             self._handle_signals(None)
         return verdict
@@ -181,7 +180,7 @@ class _Run:
             run_id=BACKEND,
             role=BACKEND,
             rdzv_backend=BACKEND,
-            rdzv_configs={"make": self._make_rendezvous},
+            rdzv_configs={"handler": self._rendezvous},
             max_restarts=0,  # restarts begin with another call
         )
         try:
@@ -191,29 +190,19 @@ class _Run:
         except Exception as error:
             self._error = error
 
-    def _make_rendezvous(self) -> Rendezvous:
-        if self._rendezvous is None:
-            job = self._job
-            first = job.master_addr or "", job.master_port or (0 if job.most == 1 else _PORT)
-            self._rendezvous = Rendezvous((job.least, job.most), first, job.node_rank, job.join_timeout)
-        return self._rendezvous
-
-    def _is_closed(self) -> bool:
-        return self._rendezvous is not None and self._rendezvous.is_closed()
-
     def _start_workers(self, folder: Path) -> Workers | None:
         """Start the workers, if all guards have reported and no signal has come."""
-        job, rendezvous = self._job, self._rendezvous
+        job = self._job
         files = [folder / guard.place_file(local_rank) for local_rank in range(job.per_node)]
-        if rendezvous is None or not all(file.exists() for file in files):
+        if not all(file.exists() for file in files):
             return None
         shared = dict(job.environment)
         if job.per_node > 1:  # else each worker would use all cores
             shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.per_node)))
         if job.most > 1 and job.master_addr is not None and not is_local(job.master_addr):
             lead_gloo_out(shared, job.master_addr)
-        own = {LAUNCHER: job.launcher, RESTART_STORE: rendezvous.where}
-        own["TORCHELASTIC_RESTART_COUNT"] = str(rendezvous.restarts)
+        own = {LAUNCHER: job.launcher, RESTART_STORE: self._rendezvous.where}
+        own["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous.restarts)
         own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
         environments = [{**shared, **json.loads(file.read_text()), **own} for file in files]
         return None if self._noted else Workers(job.command, environments, folder / guard.WORKERS, job.grace, job.output)

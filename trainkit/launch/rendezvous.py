@@ -69,7 +69,7 @@ class Rendezvous(RendezvousHandler):
         needed: the job has not ended without this node.
 
     Raises:
-        ConfigurationError: the port is in use, or there is no answer in that time.
+        ConfigurationError: the port is in use, or there is no answer in that time; see :meth:`next_rendezvous`.
     """
 
     def __init__(self, nodes: tuple[int, int], first: tuple[str, int], node_rank: int | None, timeout: float) -> None:
@@ -81,12 +81,11 @@ class Rendezvous(RendezvousHandler):
         self._nodes, self._first, self._node_rank, self._timeout = nodes, first, node_rank, timeout
         if nodes[1] > 1:
             self._run, self.where = f"trainkit-{first[1]}", f"{first[0]}:{first[1]}"
-            self._connect(timeout)
         else:
             self._run, self._store = uuid.uuid4().hex, _loopback_store(0)
             self.where = f"{_LOOPBACK}:{self._store.port}"
 
-    def _connect(self, timeout: float) -> None:
+    def _connect(self, timeout: float) -> DynamicRendezvousHandler:
         host, port = self._first
         options: dict[str, Any] = {} if self._node_rank is None else {"is_host": self._node_rank == 0}
         options["read_timeout"] = max(1, int(timeout))
@@ -113,13 +112,15 @@ class Rendezvous(RendezvousHandler):
             mine = str(probe.getsockname()[0])
         self._address = host if self._node_rank == 0 or is_local(mine) else mine
         limits = RendezvousTimeout(timedelta(seconds=self._timeout), timedelta(seconds=min(self._timeout, _LAST_CALL)))
-        self._inner = DynamicRendezvousHandler.from_backend(
+        inner: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
             self._run, store, backend, *self._nodes, self._address, limits, keep_alive_interval=_HEARTBEAT
         )
+        self._inner = inner
+        return inner
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._workers = None  # the port is free again
-        if self._inner is None:
+        if self._nodes[1] == 1:
             self.restarts += 1
             self._workers = _loopback_store(self._first[1])
             place = RendezvousStoreInfo(_LOOPBACK, self._workers.port)
@@ -142,11 +143,10 @@ class Rendezvous(RendezvousHandler):
 
     def _join(self) -> RendezvousInfo:
         """Wait for the other nodes. If the connection to the first node is lost, wait until it answers again."""
-        deadline = time.monotonic() + self._timeout
+        inner, deadline = self._inner or self._connect(self._timeout), time.monotonic() + self._timeout
         while True:
             try:
-                assert self._inner is not None
-                return self._inner.next_rendezvous()
+                return inner.next_rendezvous()
             except RendezvousGracefulExitError as error:  # which torch's launcher does not expect
                 self.needed = False
                 raise RendezvousClosedError("this node is not needed: the job has as many as it takes") from error
@@ -161,7 +161,7 @@ class Rendezvous(RendezvousHandler):
             notice(f"the connection to the first node, {self.where}, is lost; waiting for it.")
             time.sleep(_POLL)
             try:
-                self._connect(deadline - time.monotonic())
+                inner = self._connect(deadline - time.monotonic())
             except ConfigurationError as error:
                 raise self._lost() from error
 
@@ -204,16 +204,17 @@ class Rendezvous(RendezvousHandler):
         """Nothing: elastic calls this after each start; see :meth:`leave`."""
         return True
 
-    def leave(self) -> None:
-        """End the job for all launchers; wait until they know if the store is here."""
+    def leave(self) -> bool:
+        """End the job for all launchers; wait until they know if the store is here. Returns whether this one is connected."""
         self._workers = None
         with contextlib.suppress(*_LOST):
-            if self._inner is None or not self._inner.shutdown() or self._round is None:
-                return
-            left, deadline = self._round.add("trainkit/left", 1), time.monotonic() + _LEAVE
+            told = self._inner is not None and self._inner.shutdown()
+            deadline = time.monotonic() + _LEAVE
+            left = self._round.add("trainkit/left", 1) if told and self._round is not None else self._size
             while not self._node_rank and left < self._size and time.monotonic() < deadline:
                 time.sleep(_POLL / 5)
-                left = self._round.add("trainkit/left", 0)
+                left = self._round.add("trainkit/left", 0) if self._round is not None else self._size
+        return self._inner is not None or self._nodes[1] == 1
 
 
 def _loopback_store(port: int) -> TCPStore:
@@ -235,4 +236,4 @@ def _refuse_duplicates(node_ranks: list[int | None]) -> None:
             raise ConfigurationError(f"{count} nodes were started with --node-rank {rank}. Number them 0, 1, …, each once.")
 
 
-rendezvous_handler_registry.register(BACKEND, lambda params: params.get("make")())  # given in LaunchConfig.rdzv_configs
+rendezvous_handler_registry.register(BACKEND, lambda params: params.get("handler"))  # in LaunchConfig.rdzv_configs
