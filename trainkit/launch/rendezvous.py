@@ -1,6 +1,6 @@
 """``Rendezvous``: how the launchers of a job find each other and number their nodes; registered with torch elastic.
 
-Of torch's own handlers, "static" numbers the nodes and cannot restart them; "c10d" restarts them and numbers them as it likes.
+Of torch's handlers, "static" numbers the nodes as the user does, but cannot restart them; "c10d" can, but numbers them itself.
 """
 
 from __future__ import annotations
@@ -67,9 +67,6 @@ class Rendezvous(RendezvousHandler):
         where: address of the launchers' store, as "host:port".
         restarts: how many times the workers were restarted.
         needed: the job has not ended without this node.
-
-    Raises:
-        ConfigurationError: the port is in use, or there is no answer in that time; see :meth:`next_rendezvous`.
     """
 
     def __init__(self, nodes: tuple[int, int], first: tuple[str, int], node_rank: int | None, timeout: float) -> None:
@@ -119,6 +116,11 @@ class Rendezvous(RendezvousHandler):
         return inner
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """See ``RendezvousHandler``.
+
+        Raises:
+            ConfigurationError: the port is in use, there is no answer in time, or nodes have the same rank.
+        """
         self._workers = None  # the port is free again
         if self._nodes[1] == 1:
             self.restarts += 1
