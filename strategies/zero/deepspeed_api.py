@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, MissingPackageError
-from trainkit.launch.joining import alone
+from trainkit.launch.process_group import alone
 
 __all__ = ["Session", "imported", "quiet", "require", "supports_float16", "variable"]
 

@@ -16,7 +16,7 @@ from helpers.patience import within
 from helpers.worlds.worlds import free_port
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch import agent as agent_module
+from trainkit.launch import workers
 from trainkit.launch.agent import Job, run_job
 from trainkit.launch.rendezvous import Rendezvous
 
@@ -73,7 +73,7 @@ def test_the_code_is_that_of_the_first_that_failed(tmp_path: Path) -> None:
 
 
 def test_all_have_ended_ten_seconds_after_a_failure() -> None:
-    assert agent_module._PATIENCE + agent_module._SHUTDOWN < 9.5
+    assert workers._PATIENCE + workers._SHUTDOWN < 9.5
 
 
 def test_the_others_are_ended_when_one_has_failed(tmp_path: Path) -> None:
@@ -217,6 +217,28 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     agent.signal(signal.SIGINT)
     assert agent.code() == 130
     assert gone(pids)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_lost_guard_is_a_failure(tmp_path: Path) -> None:
+    """Torch elastic takes it for a lost worker: all workers are ended and restarted, as often as allowed."""
+    agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path, max_restarts=1)
+    for restart in (0, 1):
+        pids = agent.ready(restart)
+        os.kill(guards(agent.process)[1], signal.SIGKILL)
+        wait_until(lambda started=pids: gone(started))
+    assert agent.code() == 1
+    assert agent.output == (
+        "trainkit: torch elastic has stopped the processes; restarting all processes (restart 1 of 1).\n"
+        "trainkit: torch elastic has stopped the processes.\n"
+    )
+
+
+def guards(launcher: int) -> list[int]:
+    """The process IDs of a launcher's guards."""
+    children = Path(f"/proc/{launcher}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return [pid for pid in pids if "guard.py" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
@@ -369,9 +391,9 @@ if restart == 0:
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"node_rank": 1, "join_timeout": 1.0}, ["nobody answers at 127.0.0.1:", "within 1 s", "--node-rank 0"]),
-    ({"node_rank": 0, "join_timeout": 1.0}, ["fewer than 2 machines have come to 127.0.0.1:", "within 1 s"]),
-    ({"node_rank": 0, "master_addr": None}, ["2 machines need a place to meet", "--master-addr"]),
+    ({"node_rank": 1, "join_timeout": 1.0}, ["no answer from 127.0.0.1:", "within 1 s", "--node-rank 0"]),
+    ({"node_rank": 0, "join_timeout": 1.0}, ["fewer than 2 nodes have come to 127.0.0.1:", "within 1 s"]),
+    ({"node_rank": 0, "master_addr": None}, ["2 nodes need the address of the first one", "--master-addr"]),
 ])  # fmt: skip
 def test_machines_that_do_not_meet(options: dict[str, object], words: list[str], caplog: pytest.LogCaptureFixture) -> None:
     given = {"least": 2, "most": 2, "master_addr": "127.0.0.1", "master_port": free_port(), **options}
@@ -389,12 +411,12 @@ def test_somebody_else_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=rf"what answers at 127.0.0.1:{port} is not an agent of this job"):
-            Rendezvous((2, 2), ("127.0.0.1", port), 1, 1.0, lambda: None)
+        with pytest.raises(ConfigurationError, match=rf"what answers at 127.0.0.1:{port} is not a launcher of this job"):
+            Rendezvous((2, 2), ("127.0.0.1", port), 1, 1.0).next_rendezvous()
 
 
 def test_a_port_that_is_in_use(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=rf"port {port} of this machine cannot be used.*--master-port PORT"):
-            Rendezvous((2, 2), ("127.0.0.1", port), 0, 1.0, lambda: None)
+        with pytest.raises(ConfigurationError, match=rf"cannot use port {port} of this node.*--master-port PORT"):
+            Rendezvous((2, 2), ("127.0.0.1", port), 0, 1.0).next_rendezvous()

@@ -44,7 +44,9 @@ def test_where_only_the_argument_says_it() -> None:
 
 
 def test_an_argument_that_contradicts_the_variables() -> None:
-    with pytest.raises(ConfigurationError, match=r"--local_rank=0, but deepspeed says .* the number 1 .*\(it says so\). Leave"):
+    with pytest.raises(
+        ConfigurationError, match=r"--local_rank=0, but the local rank .* is 1 .* deepspeed \(it says so\). Remove"
+    ):
         placed(PLACE, ["--local_rank=0"])
 
 

@@ -80,7 +80,7 @@ def test_an_argument_that_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(JOIN)
     done = deepspeed("script.py", "--local_rank=0")
     assert done.returncode == 1
-    assert "--local_rank=0, but deepspeed says that this process has the number 1 on its machine" in done.stderr
+    assert "--local_rank=0, but the local rank of this process is 1 according to deepspeed" in done.stderr
 
 
 def test_the_argument_alone(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from trainkit import console
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.launch import joining
+from trainkit.launch import joining, process_group
 from trainkit.launch.joining import join, processes
 from trainkit.launch.place import Place
 
@@ -192,7 +192,7 @@ def test_a_group_of_the_user() -> None:
     world = join(CPU, timeout=SHORT)
     assert dist.group.WORLD is group
     assert (world.rank, world.local_rank, world.local_size, world.nodes) == (dist.get_rank(), dist.get_rank(), 2, 1)
-    assert lines == (["2 processes, of the process group that you initialised."] if world.rank == 0 else [])
+    assert lines == (["2 processes, of the process group that you initialized."] if world.rank == 0 else [])
     with pytest.raises(ConfigurationError, match="devices=3 contradicts what was started: 2 processes on 1 node, by your own"):
         join(RequestedDevices("cpu", 3), timeout=SHORT)
     assert world.sums([1]) == [2]
@@ -200,7 +200,7 @@ def test_a_group_of_the_user() -> None:
     dist.destroy_process_group()
 
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    dist.init_process_group("gloo", timeout=SHORT)  # the user begins anew
+    dist.init_process_group("gloo", timeout=SHORT)  # the user makes another group
     again = join(CPU, timeout=SHORT)
     assert again is not world
     assert again.sums([1]) == [2]
@@ -334,7 +334,7 @@ def test_somebody_else_who_answers() -> None:
 
 
 def joins_impatiently() -> None:
-    joining._LATE = 0.5
+    process_group._LATE = 0.5
     joins(1.0)
 
 
@@ -368,7 +368,7 @@ def test_lines_are_written_as_wholes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_our_group_is_destroyed_at_the_end(env: pytest.MonkeyPatch) -> None:
     destroyed: list[int] = []
     group = object()
-    env.setattr(joining, "_group", lambda: group)
+    env.setattr(joining, "default_group", lambda: group)
     env.setattr(dist, "destroy_process_group", lambda: destroyed.append(1))
     for ours, of, process, failed, expected in (
         (True, group, os.getpid(), False, 1),

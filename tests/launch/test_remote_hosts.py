@@ -94,7 +94,7 @@ def test_one_command_trains_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert found == {where: loss.hex() for where, loss in trained(CASE, 2).losses.items()}
     worlds = [json.loads((run / f"world-0-{rank}").read_text()) for rank in range(2)]
     assert [(world["host"], world["node"], world["local_size"]) for world in worlds] == [("host-0", 0, 1), ("host-1", 1, 1)]
-    assert f"{ADDRESSES[0]}: trainkit: 2 processes on 2 machines, started by trainkit launch" in program.output
+    assert f"{ADDRESSES[0]}: trainkit: 2 processes on 2 nodes, started by trainkit launch" in program.output
 
 
 @pytest.mark.slow

@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 from helpers.patience import PATIENCE
 from helpers.worlds.worlds import free_port
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.prompt
-
-
-def nothing() -> None:
-    """What is done before a start."""
 
 
 def both(function: Callable[[int], Any]) -> list[Any]:
@@ -41,24 +36,23 @@ def both(function: Callable[[int], Any]) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_shared_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
 
 
 def launchers(*numbers: int | None) -> list[Rendezvous]:
     """Two of them; the first one hosts the store."""
     first = ("127.0.0.1", free_port())
-    return [Rendezvous((2, 2), first, number, PATIENCE, nothing) for number in numbers]
+    return [Rendezvous((2, 2), first, number, PATIENCE) for number in numbers]
 
 
 def close(pair: list[Rendezvous]) -> None:
-    both(lambda index: pair[index].shutdown())
+    both(lambda index: pair[index].leave())
 
 
 def test_a_single_node() -> None:
     """Each start has a new store for the workers; the store of the launcher stays."""
-    before: list[int] = []
-    alone = Rendezvous((1, 1), ("", 0), None, 1.0, lambda: before.append(len(before)))
+    alone = Rendezvous((1, 1), ("", 0), None, 1.0)
     first = alone.next_rendezvous()
     assert (first.rank, first.world_size, alone.restarts) == (0, 1, 0)
     assert first.bootstrap_store_info is not None
@@ -67,17 +61,9 @@ def test_a_single_node() -> None:
     second = alone.next_rendezvous()
     assert alone.restarts == 1
     assert not second.store.check(["key"])
-    assert (alone.num_nodes_waiting(), alone.is_closed(), before) == (0, False, [0, 1])
+    assert (alone.num_nodes_waiting(), alone.is_closed()) == (0, False)
     assert alone.where.startswith("127.0.0.1:")
-    assert alone.shutdown()
-
-
-def test_what_comes_before_a_start_can_refuse_it() -> None:
-    def refuse() -> None:
-        raise RendezvousClosedError("the workers were told to end")
-
-    with pytest.raises(RendezvousClosedError, match="told to end"):
-        Rendezvous((1, 1), ("", 0), None, 1.0, refuse).next_rendezvous()
+    alone.leave()
 
 
 def test_two_that_are_numbered() -> None:
@@ -99,10 +85,10 @@ def test_two_that_are_numbered() -> None:
 
 def test_numbers_that_are_given_twice() -> None:
     pair = launchers(0, 1)
-    pair[1]._number = 0
+    pair[1]._node_rank = 0
     for error in both(lambda index: pair[index].next_rendezvous()):
         assert isinstance(error, ConfigurationError)
-        assert "2 machines were started with --node-rank 0" in str(error)
+        assert "2 nodes were started with --node-rank 0" in str(error)
     close(pair)
 
 

@@ -130,7 +130,7 @@ def test_one_process_and_then_two(tmp_path: Path) -> None:
     assert first == "{} 1"
     assert sorted(others) == ["{'devices': 2} 2"] * 2 + ["{} 2"] * 2
     told, started = done.stderr.splitlines()
-    assert told.startswith(f"{AGAIN}: what it has done up to here, with one process, is done again there, with 2. ")
+    assert told.startswith(f"{AGAIN}: what it has done so far with one process is repeated with 2. ")
     assert started == "trainkit: 2 processes, started by this script (it asks for them)."
 
 
@@ -143,9 +143,8 @@ def test_devices_1_and_then_2(option: dict[str, object], tmp_path: Path) -> None
     *_, last = done.stderr.splitlines()
     assert last == (
         "trainkit.errors.ConfigurationError: devices=2 needs 2 processes, and each of them runs this script from its first "
-        "line. There has been a Trainer with devices=1 or strategy='single' in it before, which is for one process, so nothing "
-        "has been run again. Use devices=2 for all Trainers of a script, or put the part for one process into a script of its "
-        "own and load its checkpoint here."
+        "line. An earlier Trainer in it has devices=1 or strategy='single', which is for one process. Use devices=2 for all "
+        "Trainers of the script, or move the part for one process to a script of its own and load its checkpoint here."
     )
     assert done.stderr.count("trainkit.errors.ConfigurationError") == 1
 

@@ -98,7 +98,7 @@ class Job:
         files = sorted(self.folder.glob(f"world-{attempt}-*"), key=lambda file: int(file.name.rpartition("-")[2]))
         return [json.loads(file.read_text()) for file in files]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(f"--- host {host}:\n{program.output}" for host, program in self.programs.items())
 
 
@@ -131,7 +131,7 @@ def test_two_hosts_are_as_one(hosts: Hosts, tmp_path: Path, expected: dict[tuple
     facts = {"size": 2, "local_rank": 0, "local_size": 1, "nodes": 2, "restarts": 0, "step": 0}
     assert job.worlds(0) == [{**facts, "rank": host, "node": host, "host": f"host-{host}"} for host in (0, 1)]
     assert losses(job.folder) == expected
-    assert "2 processes on 2 machines" in job.programs[0].output
+    assert "2 processes on 2 nodes" in job.programs[0].output
 
 
 @pytest.mark.slow
@@ -218,7 +218,7 @@ def test_a_killed_host_comes_back(hosts: Hosts, tmp_path: Path, host: int, expec
     other = job.programs[1 - host]
     job.wait_for(lambda: f"rank {host} has died" in other.output and "restart 1 of 1" in other.output, LIMIT)
     if host == 0:
-        job.wait_for(lambda: f"the connection to the first machine, {ADDRESSES[0]}:29500, is lost" in other.output, LIMIT)
+        job.wait_for(lambda: f"the connection to the first node, {ADDRESSES[0]}:29500, is lost" in other.output, LIMIT)
     job.start(host)
     assert job.codes() == [0, 0], job
     assert went_on(job)

@@ -1,4 +1,4 @@
-"""``trainkit launch script.py``: runs a script in several processes, on one machine or several; leaves with their exit code."""
+"""``trainkit launch script.py``: runs a script in several processes, on one or several nodes; exits with their exit code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainkit.launch.place import is_local
 
 __all__ = ["add_arguments", "run"]
 
-# Settings of this command that are for what it starts.
+# Settings of this command that the nodes need too.
 _SETTINGS = ("TRAINKIT_GRACE", "TRAINKIT_JOIN_TIMEOUT", "TRAINKIT_CHANNEL_PORT", "TRAINKIT_TRACEBACK")
 
 
@@ -39,24 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc-per-node",
         metavar="N",
-        help='processes of this machine: a number, "gpu" (one for each), or "auto" (one for each, at least one). Default: auto',
+        help='processes per node: a number, "gpu" (one for each), or "auto" (one for each, at least one). Default: auto',
     )
-    parser.add_argument("--nnodes", metavar="N", help="machines, or the smallest and the largest number as 2:4. Default: 1")
-    parser.add_argument("--node-rank", metavar="R", help="the number of this machine, from 0")
-    parser.add_argument("--master-addr", metavar="HOST", help="the machine with number 0, as the others can reach it")
-    parser.add_argument("--master-port", metavar="PORT", help="a free port there. Default: 29500 for several machines")
+    parser.add_argument("--nnodes", metavar="N", help="nodes, or the smallest and the largest number as 2:4. Default: 1")
+    parser.add_argument("--node-rank", metavar="R", help="rank of this node, from 0")
+    parser.add_argument("--master-addr", metavar="HOST", help="address of the node with rank 0")
+    parser.add_argument("--master-port", metavar="PORT", help="a free port there. Default: 29500 for several nodes")
     parser.add_argument(
-        "--max-restarts", metavar="N", help="how often all processes are started anew when one has failed. Default: 0"
+        "--max-restarts", metavar="N", help="how many times to restart all processes after a failure. Default: 0"
     )
-    parser.add_argument(
-        "--hostfile", metavar="FILE", help="start all machines that it names by ssh; lines such as: node1 slots=8"
-    )
-    parser.add_argument("--setup", metavar="TEXT", help="with --hostfile: what bash is to do on each machine before")
+    parser.add_argument("--hostfile", metavar="FILE", help="start the nodes that it names by ssh; lines such as: node1 slots=8")
+    parser.add_argument("--setup", metavar="TEXT", help="with --hostfile: commands for bash on each node before the start")
     parser.add_argument(
         "--export",
         metavar="NAME",
         action="append",
-        help="with --hostfile: a variable that the machines get, as NAME or NAME=VALUE",
+        help="with --hostfile: an environment variable for the nodes, as NAME or NAME=VALUE",
     )
     parser.add_argument("--ssh", metavar="COMMAND", help="with --hostfile: ssh and its options. Default: ssh")
     add_config_file(parser, "a file of trainkit config, or of Accelerate; a flag beats it. Default: that of trainkit config")
@@ -75,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
     settings = with_environment(merge_settings(args, flags, file), flags, os.environ)
     if hostfile(args, settings) is not None:
         return _run_hosts(args, flags, settings)
-    alone = [name for name in ("setup", "export", "ssh") if getattr(args, name) is not None]
-    if alone:
-        raise ConfigurationError(f"--{alone[0]} is for machines that are started by ssh: name them with --hostfile FILE")
+    given = [name for name in ("setup", "export", "ssh") if getattr(args, name) is not None]
+    if given:
+        raise ConfigurationError(f"--{given[0]} is for nodes that are started by ssh: name them with --hostfile FILE")
     nodes = find_nodes(args, flags, file, os.environ)
-    unbuffered = () if sys.stdout.isatty() else ("-u",)  # what is not yet written is lost when a process is killed
+    unbuffered = () if sys.stdout.isatty() else ("-u",)  # buffered output is lost when a process is killed
     command = (sys.executable, *unbuffered, *_program(args.SCRIPT, args.module), *args.ARGS)
     processes = processes_per_node(args, flags, settings, nodes)
     restarts = count(args.max_restarts, "--max-restarts") if args.max_restarts is not None else nodes.max_restarts or 0
@@ -104,15 +102,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_hosts(args: argparse.Namespace, flags: Settings, settings: Settings) -> int:
-    """Run the script on all machines of a file."""
+    """Run the script on all nodes of a hostfile."""
     file = str(hostfile(args, settings))
     hosts = read_hostfile(file)
     check_hosts(hosts, file, args, flags, settings)
     address = args.master_addr or settings.get("main_process_ip") or hosts[0].address
     if len(hosts) > 1 and is_local(address):
         raise ConfigurationError(
-            f"{address} means each machine itself, and {len(hosts)} of them are to meet there. Name the first one in "
-            f"{file} as the others know it, or give --master-addr HOST."
+            f"{address} is another host on each of the {len(hosts)} nodes. Name the first one in {file} as the others know it, "
+            "or give --master-addr HOST."
         )
     common = ["--nnodes", str(len(hosts))]
     if len(hosts) > 1:
@@ -142,7 +140,7 @@ def _run_hosts(args: argparse.Namespace, flags: Settings, settings: Settings) ->
 
 
 def _exports(wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that travel: those that are asked for, and the settings of what runs there."""
+    """The environment variables for the nodes: those of ``--export``, and the settings of this command."""
     found = {name: env[name] for name in _SETTINGS if name in env}
     for text in wanted:
         name, given, value = text.partition("=")

@@ -1,7 +1,7 @@
-"""The launcher of a node: ``run_job`` starts the workers through torch elastic, passes signals on and returns their exit code.
+"""The launcher of a node: ``run_job`` starts the workers, passes signals on to them and returns their exit code.
 
-``torch.distributed.launcher`` runs in a thread: it finds the other nodes, numbers the workers, starts a supervisor for each and
-restarts all after a failure. The main thread has the signals. How long workers may take to end is up to their supervisors.
+Torch elastic runs in a thread: it finds the other nodes, numbers the workers and watches a guard for each of them. The main
+thread handles signals and starts, watches, ends and restarts the workers.
 """
 
 from __future__ import annotations
@@ -16,39 +16,37 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType, SimpleNamespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from trainkit.console import notice
 from trainkit.distributed.restart_store import RESTART_STORE
 from trainkit.errors import ConfigurationError
-from trainkit.launch import workers
+from trainkit.launch import guard
 from trainkit.launch.environment import LAUNCHER
 from trainkit.launch.interface import lead_gloo_out
 from trainkit.launch.place import is_local
-from trainkit.launch.rendezvous import BACKEND, Rendezvous
+from trainkit.launch.rendezvous import BACKEND, NodesChanged, Rendezvous
 from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, judge
-from trainkit.launch.workers import PLAN, Events
+from trainkit.launch.workers import Workers
 
 __all__ = ["Job", "conduct", "run_job"]
 
-_PATIENCE = 4.0  # seconds in which the other workers end by themselves when one has failed: they have things to print
-_SHUTDOWN = 5.0  # seconds between SIGTERM and SIGKILL
-_ONE = 1.0  # seconds within which SIGTERM twice is once: a batch system signals the launcher and all around it
-_LEAVE = 2.0  # seconds in which torch's launcher ends when it is not waited for
-_STEP = 0.05  # seconds between two looks at the signals
+_REPEAT = 1.0  # seconds within which a repeated signal counts once: a batch system signals the launcher and its process group
+_LEAVE = 2.0  # seconds for elastic's thread to end when the job is over
+_STEP = 0.05  # seconds between two looks at the workers
 _PORT = 29500
-_STOP_AND_GO = [getattr(signal, name) for name in ("SIGTSTP", "SIGCONT") if hasattr(signal, name)]
-# Of elastic's variables, those that workers get.
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_LOST = "torch elastic has stopped the processes"
+_STOP_AND_CONTINUE = [getattr(signal, name) for name in ("SIGTSTP", "SIGCONT") if hasattr(signal, name)]
 
 
 @dataclass(frozen=True)
@@ -57,19 +55,19 @@ class Job:
 
     Attributes:
         command: the command line of a worker.
-        environment: its variables; what it must know of its place is added.
-        per_node: workers of this node.
-        least: nodes that are needed.
-        most: nodes that are taken.
-        node_rank: the number of this node; ``None``: any.
-        master_addr: of the node that hosts the store; needed for several nodes.
-        master_port: there, default 29500, for a single node any free port.
-        max_restarts: how many times to restart the workers after a failure.
-        launcher: what the workers say has started them.
-        grace: seconds that workers have to save and end after a signal.
+        environment: its environment variables; the launcher adds its rank and so on.
+        per_node: workers on this node.
+        least: smallest number of nodes.
+        most: largest number of nodes.
+        node_rank: rank of this node; ``None``: any.
+        master_addr: address of the node that hosts the store; required for several nodes.
+        master_port: its port; default: 29500, on a single node any free port.
+        max_restarts: how many times to restart all workers after a failure.
+        launcher: name of the launcher, for messages of the workers.
+        grace: seconds that workers have to save and exit after a signal.
         join_timeout: seconds that nodes wait for each other.
-        output: gets the local rank, the rank and an object with the pipes ``stdout`` and ``stderr`` of each worker. Default:
-            they write where this process does.
+        output: gets the local rank, the rank and the process of each worker, with the pipes ``stdout`` and ``stderr``. Default:
+            workers inherit the streams of this process.
     """
 
     command: tuple[str, ...]
@@ -87,227 +85,156 @@ class Job:
     output: Callable[[int, int, Any], None] | None = None
 
 
-class _Stopped(Exception):  # noqa: N818
-    """A signal came while there were no workers."""
-
-
-class _Starts(LogsSpecs):
-    """Where elastic asks for the log files of workers, just before it starts them: the moment to prepare a start."""
-
-    def __init__(self, start: Callable[[dict[int, dict[str, str]]], None]) -> None:
-        super().__init__()
-        self._start = start
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """No files."""
-        self._start(envs)
-        return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), error_files=dict.fromkeys(envs, os.devnull))
-
-    @property
-    def root_log_dir(self) -> str:
-        return os.devnull
-
-
 class _Run:
-    """A job on this node, from its start to its end, with a folder for files of the launcher and its supervisors."""
+    """A job on this node."""
 
-    def __init__(self, job: Job, folder: str) -> None:
-        self._job, self._folder = job, folder
-        self._rendezvous: Rendezvous | None = None
-        self._events: Events | None = None  # of the workers that there are
-        self._first_rank = self._failures = 0
-        self._noted: list[tuple[int, float]] = []  # signals, and when they came
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        first = job.master_addr or "", job.master_port or (0 if job.most == 1 else _PORT)
+        self._rendezvous = Rendezvous((job.least, job.most), first, job.node_rank, job.join_timeout)
+        self._elastic: threading.Thread | None = None
+        self._error: Exception | None = None  # of elastic
+        self._noted: list[int] = []  # signals that are not handled yet
         self._received: list[int] = []
-        self._last = 0.0
-        self._pipes: dict[int, list[int]] = {}
-        self._verdict: Verdict | None = None
-        self._error: Exception | None = None
+        self._last = -_REPEAT
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """A signal has come; Ctrl-C comes from the terminal to the launcher alone."""
-        self._noted.append((number, time.monotonic()))
+        """The handler of signals. Only the launcher gets Ctrl-C: the workers have no terminal."""
+        self._noted.append(number)
 
-    def verdict(self) -> Verdict:
-        """Run the job."""
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(self._launch,), daemon=True)
-        thread.start()
-        while thread.is_alive() and not self._is_over():
-            thread.join(_STEP)
-            self._pass_signals()
-            events = self._events
-            if self._pipes and events is not None:
-                self._close_pipes(event.number for event in events.read() if event.kind == "started")
-        self._judge()
-        stopped = thread.is_alive() or isinstance(self._error, _Stopped)
-        if thread.is_alive() and self._rendezvous is not None:
-            self._rendezvous.shutdown()
-            thread.join(_LEAVE)
-        return self._outcome(stopped)
+    def run(self, folder: str) -> Verdict:
+        """Start the workers until they succeed or must not be restarted. The launcher shares the folder with its guards."""
+        failures, verdict = 0, None
+        while True:
+            verdict = self._start(Path(tempfile.mkdtemp(dir=folder))) or self._without_workers(verdict)
+            if verdict is None:
+                notice("another node has joined, or has failed; restarting all processes.")
+                continue
+            if self._received and not verdict.final:
+                return self._stopped()
+            if verdict.final or failures == self._job.max_restarts:
+                break
+            failures += 1
+            notice(f"{verdict.first}; restarting all processes (restart {failures} of {self._job.max_restarts}).")
+        if verdict.message is not None:
+            notice(f"{verdict.message}.")
+        return verdict
 
-    def _launch(self) -> None:
-        """Run torch's launcher; in a thread, where it leaves signals alone."""
+    def _without_workers(self, previous: Verdict | None) -> Verdict | None:
+        """The verdict if there were no workers or elastic has ended them; ``None`` if they are to be started again."""
+        if self._received:
+            return self._stopped()
+        if isinstance(self._error, NodesChanged):
+            return None
+        if isinstance(self._error, RendezvousError):
+            notice(f"{self._error}.")
+            code = FAILED if self._rendezvous.needed else 0
+            return replace(previous or Verdict(code, True, str(self._error), None), final=True, message=None)
+        if self._error is not None:
+            raise self._error
+        return Verdict(FAILED, False, _LOST, _LOST)
+
+    def _stopped(self) -> Verdict:
+        return Verdict(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
+
+    def close(self) -> None:
+        """Leave the other nodes."""
+        if self._rendezvous.leave() and self._elastic is not None:
+            self._elastic.join(_LEAVE)
+
+    def _start(self, folder: Path) -> Verdict | None:
+        """Run the workers once; returns ``None`` if there were none or elastic has ended them."""
+        pids = folder / guard.WORKERS
+        pids.touch()
+        self._error = None
+        self._elastic = threading.Thread(target=contextvars.copy_context().run, args=(self._run_elastic, folder), daemon=True)
+        self._elastic.start()
+        workers, verdict = None, None
+        while workers is None and self._elastic.is_alive() and not self._received:
+            self._elastic.join(_STEP)
+            workers = self._start_workers(folder)
+            self._handle_signals(workers)
+        while workers is not None and not workers.is_over():
+            time.sleep(_STEP)
+            self._handle_signals(workers)
+            workers.stopped |= not self._elastic.is_alive()
+            workers.check()
+        if workers is not None:
+            workers.sweep()
+            verdict = self._judge(workers)
+        succeeded = verdict is not None and verdict.code == 0
+        pids.rename(folder / guard.DONE) if succeeded else pids.unlink()
+        while self._elastic.is_alive() and not self._received and not (succeeded and self._rendezvous.is_closed()):
+            self._elastic.join(_STEP)
+            self._handle_signals(None)
+        return verdict
+
+    def _run_elastic(self, folder: Path) -> None:
+        """Let elastic find the other nodes, number the workers and watch the guards; in a thread, where it ignores signals."""
         job = self._job
         config = LaunchConfig(
             job.least,
             job.most,
             job.per_node,
-            logs_specs=_Starts(self._start),
+            logs_specs=DefaultLogsSpecs(os.devnull),
             run_id=BACKEND,
             role=BACKEND,
             rdzv_backend=BACKEND,
-            rdzv_configs={"make": self._make_rendezvous},
-            max_restarts=job.max_restarts,
+            rdzv_configs={"handler": self._rendezvous},
+            max_restarts=0,  # restarts begin with another call
         )
         try:
-            launch_agent(config, sys.executable, ["-I", "-S", workers.__file__])
-        except ChildFailedError:  # the events say more
+            launch_agent(config, sys.executable, ["-I", "-S", guard.__file__, str(folder), str(os.getpid())])
+        except ChildFailedError:  # the verdict says more
             pass
         except Exception as error:
             self._error = error
 
-    def _make_rendezvous(self) -> Rendezvous:
+    def _start_workers(self, folder: Path) -> Workers | None:
+        """Start the workers, if all guards have reported and no signal has come."""
         job = self._job
-        first = job.master_addr or "", job.master_port or (0 if job.most == 1 else _PORT)
-        self._rendezvous = Rendezvous((job.least, job.most), first, job.node_rank, job.join_timeout, self._before_start)
-        return self._rendezvous
-
-    def _before_start(self) -> None:
-        """Elastic is about to meet the other nodes and start workers: refuse if the last ones were told to end."""
-        verdict = self._judge()
-        if verdict is not None and verdict.final:
-            raise _Stopped
-        if verdict is not None:
-            self._failures += 1
-            first, most = verdict.first or "the processes were lost", self._job.max_restarts
-            notice(f"{first}; restarting all processes (restart {self._failures} of {most}).")
-
-    def _start(self, environments: dict[int, dict[str, str]]) -> None:
-        """Elastic is about to start the supervisors of workers with these variables, which it hands to the supervisors."""
-        job, rendezvous = self._job, self._rendezvous
-        assert rendezvous is not None
-        self._first_rank = int(environments[0]["RANK"])
+        files = [folder / guard.place_file(local_rank) for local_rank in range(job.per_node)]
+        if not all(file.exists() for file in files):
+            return None
         shared = dict(job.environment)
-        if job.per_node > 1:  # else each takes all cores, and they get into each other's way
+        if job.per_node > 1:  # else each worker would use all cores
             shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.per_node)))
         if job.most > 1 and job.master_addr is not None and not is_local(job.master_addr):
             lead_gloo_out(shared, job.master_addr)
-        own = {"TORCHELASTIC_RESTART_COUNT": str(rendezvous.restarts), LAUNCHER: job.launcher, RESTART_STORE: rendezvous.where}
-        places = [{name: each[name] for name in each if name.startswith(_PLACE)} for _, each in sorted(environments.items())]
-        events = Events(f"{self._folder}/{rendezvous.restarts}")
-        events.add("start", job.per_node)
-        plan = {
-            "launcher": os.getpid(),
-            "workers": job.per_node,
-            "limits": {"grace": job.grace, "patience": _PATIENCE, "shutdown": _SHUTDOWN},
-            "events": events.file,
-            "command": job.command,
-            "environments": [{**shared, **place, **own} for place in places],
-            "outputs": [self._take_output(events.file, int(place["RANK"])) for place in places] if job.output else None,
-        }
-        with open(f"{events.file}.json", "w") as file:
-            json.dump(plan, file)
-        for each in environments.values():
-            each[PLAN] = file.name
-        self._events = events
-        if any(number not in _STOP_AND_GO for number, _ in self._noted) or self._received:
-            self._events = None
-            raise _Stopped
+        own = {LAUNCHER: job.launcher, RESTART_STORE: self._rendezvous.where}
+        own["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous.restarts)
+        own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
+        environments = [{**shared, **json.loads(file.read_text()), **own} for file in files]
+        return None if self._noted else Workers(job.command, environments, folder / guard.WORKERS, job.grace, job.output)
 
-    def _take_output(self, name: str, rank: int) -> list[str]:
-        """Make the pipes of a worker, and hand their reading ends on; the writing ends are open until the worker has them."""
-        assert self._job.output is not None
-        paths, local_rank = [f"{name}.{rank}.{stream}" for stream in ("out", "err")], rank - self._first_rank
-        for path in paths:
-            os.mkfifo(path)
-        reading = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in paths]
-        self._pipes[local_rank] = [os.open(path, os.O_WRONLY) for path in paths]
-        for end in reading:
-            os.set_blocking(end, True)
-        out, err = (os.fdopen(end, "rb") for end in reading)
-        self._job.output(local_rank, rank, SimpleNamespace(stdout=out, stderr=err))
-        return paths
+    def _judge(self, workers: Workers) -> Verdict | None:
+        """The verdict on workers that have ended; ``None`` if elastic has ended them."""
+        ended = [(end.rank, end.code) for end in workers.ended if end.rank not in workers.terminated]
+        if workers.stopped and workers.terminated and not any(code for _, code in ended):
+            return None
+        return judge(ended, [] if workers.stopped else sorted(workers.terminated), self._received, self._job.grace)
 
-    def _close_pipes(self, local_ranks: Iterable[int]) -> None:
-        for end in [end for local_rank in local_ranks for end in self._pipes.pop(local_rank, ())]:
-            os.close(end)
-
-    def _pass_signals(self) -> None:
-        """Pass on what has come: the workers have no terminal."""
-        events = self._events or Events(os.devnull)
+    def _handle_signals(self, workers: Workers | None) -> None:
+        """Pass the signals of this process on to the workers."""
         while self._noted:
-            number, when = self._noted[0]
-            if number in _STOP_AND_GO:  # Ctrl-Z and fg
-                events.add("signal", signal.SIGSTOP if number == signal.SIGTSTP else number, 1)
+            number, now = self._noted.pop(0), time.monotonic()
+            if number in _STOP_AND_CONTINUE:  # Ctrl-Z, and fg
+                if workers is not None:
+                    workers.signal_all(signal.SIGSTOP if number == signal.SIGTSTP else number)
                 if number == signal.SIGTSTP:
-                    time.sleep(4 * _STEP)  # until the supervisors have seen it
                     os.kill(os.getpid(), signal.SIGSTOP)
-            elif number == signal.SIGINT or number not in self._received or when - self._last > _ONE:
+            elif number == signal.SIGINT or number not in self._received or now - self._last > _REPEAT:
                 self._received.append(number)
-                self._last = when
-                # a terminal that is closed means an end, which workers know as SIGTERM
-                events.add("signal", signal.SIGTERM if number == getattr(signal, "SIGHUP", 0) else number)
-            self._noted.pop(0)  # not before: either the workers get it, or _start refuses to start them
-
-    def _judge(self) -> Verdict | None:
-        """What came of the last workers, unless it was elastic that ended them."""
-        events, self._events = self._events, None
-        if events is None:
-            return None
-        self._close_pipes(range(self._job.per_node))
-        seen = events.read()
-        ended = {event.number: event.code for event in seen if event.kind == "ended"}
-        killed = sorted(event.number for event in seen if event.kind == "killed")
-        stopped = [event.number for event in seen if event.kind == "stopped"]
-        if stopped and not any(ended.values()):
-            notice("another machine has joined, or has failed; restarting all processes.")
-            return None
-        for lost in set(range(self._job.per_node)).difference(ended, killed, stopped):  # killed with its supervisor
-            ended[lost] = -signal.SIGKILL
-        self._verdict = judge([*ended.items()], killed, self._received, self._first_rank, self._job.grace)
-        return self._verdict
-
-    def _is_over(self) -> bool:
-        """Whether there is nothing to wait for, though torch's launcher still runs: it waits for other nodes."""
-        events, rendezvous = self._events, self._rendezvous
-        over = [] if events is None else [event for event in events.read() if event.kind in ("ended", "killed", "stopped")]
-        if events is not None and len(over) < self._job.per_node:
-            return False
-        done = events is not None and not any(event.code for event in over)
-        return bool(self._received) or (done and rendezvous is not None and rendezvous.is_closed())
-
-    def _outcome(self, stopped: bool) -> Verdict:
-        verdict, error, rendezvous = self._verdict, self._error, self._rendezvous
-        if verdict is None or not verdict.final:
-            if stopped:
-                self._pass_signals()
-                return Verdict(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
-            if isinstance(error, RendezvousError):
-                why, needed = self._explain(error), rendezvous is None or rendezvous.needed
-                notice(f"{why}.")
-                return verdict or Verdict(FAILED if needed else 0, True, why, None)
-            if error is not None:
-                raise error
-        if verdict is not None and verdict.last_words is not None:
-            notice(f"{verdict.last_words}.")
-        return verdict or Verdict(0, True, None, None)
-
-    def _explain(self, error: RendezvousError) -> str:
-        job = self._job
-        where = f"{job.master_addr}:{job.master_port or _PORT}"
-        if self._rendezvous is not None and not self._rendezvous.needed:
-            return "this machine is not needed: the job has as many as it takes"
-        if isinstance(error, RendezvousClosedError):
-            return f"another machine has ended the job that meets at {where}"
-        if isinstance(error, RendezvousTimeoutError):
-            return f"fewer than {job.least} machines have come to {where} within {job.join_timeout:.0f} s"
-        return f"the connection to the first machine, {where}, is lost"
+                self._last = now
+                if workers is not None:  # to which a closed terminal is a request to end
+                    workers.signal(signal.SIGTERM if number == getattr(signal, "SIGHUP", 0) else number)
 
 
 def run_job(job: Job) -> int:
     """Run a job to its end.
 
     Returns:
-        The exit code: 0; 143 if the workers were told to end and have saved; 130 after Ctrl-C; else that of the worker that
+        The exit code: 0; 143 if the workers have saved after a stop request; 130 after Ctrl-C; else that of the worker that
         failed first.
 
     Raises:
@@ -317,45 +244,48 @@ def run_job(job: Job) -> int:
 
 
 def conduct(job: Job) -> Verdict:
-    """Run a job to its end; returns all that is known of the end."""
+    """Run a job to its end; returns the verdict on it."""
     if job.most > 1 and job.master_addr is None:
         raise ConfigurationError(
-            f"{job.most} machines need a place to meet. Name the first one, on all of them: --master-addr HOST"
+            f"{job.most} nodes need the address of the first one. Give it on all nodes: --master-addr HOST"
         )
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # which does not fill up as a disk does
     with _quiet(), tempfile.TemporaryDirectory(prefix="trainkit-", dir=place, ignore_cleanup_errors=True) as folder:
-        run = _Run(job, folder)
+        run = _Run(job)
         with _signals(run.note):
-            return run.verdict()
+            try:
+                return run.run(folder)
+            finally:
+                run.close()
 
 
 @contextmanager
 def _signals(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Note the signals to this process. Those that are ignored, by nohup or a shell's &, stay so."""
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCONT")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in numbers if main}
-    before = {number: was for number, was in before.items() if was not in (None, signal.SIG_IGN)}
+    """Note the signals to this process, but those that are ignored, by nohup or a shell's &."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCONT")
+        numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        before = {number: signal.getsignal(number) for number in numbers}
+        before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
     try:
         for number in before:
             signal.signal(number, note)
         yield
     finally:
-        for number, was in before.items():
-            signal.signal(number, was)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence elastic's log and warnings: what the user should know is said here. Undo what it sets in the environment."""
+    """Silence elastic's log and warnings: our own messages say what users need. Remove the variables that are set here."""
     log, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
     before, log.propagate = log.propagate, False
     log.addHandler(silent)
-    variables = {
-        name: os.environ.get(name) for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE")
-    }
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the rendezvous hosts the workers' store itself
+    variables = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE")  # torch sets the second one
+    new = [name for name in variables if name not in os.environ]
+    os.environ[variables[0]] = "1"  # else a node that joins waits for the address of a store, which the others know
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -363,11 +293,10 @@ def _quiet() -> Iterator[None]:
     finally:
         log.propagate = before
         log.removeHandler(silent)
-        for name, value in variables.items():
+        for name in new:
             os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1

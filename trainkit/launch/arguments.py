@@ -1,4 +1,4 @@
-"""What is read from the command line of a script: the options of its launcher and its user, ``--local_rank`` above all."""
+"""What is read from the command line of a script: options that its launcher passes, above all ``--local_rank``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["local_rank", "option", "placed"]
 
 
 def local_rank(argv: Sequence[str]) -> int | None:
-    """The number of the process on its machine by ``--local_rank N`` or ``--local_rank=N``, hyphens likewise.
+    """The local rank by ``--local_rank N`` or ``--local_rank=N``, also with a hyphen.
 
     Returns:
-        It; ``None`` if it is not given, is below 0, which by custom means one process alone, or is no number, which the
-        script's own parser will not take.
+        The local rank; ``None`` if it is not given, is negative, which by custom means a single process, or is not a number,
+        which the script's own parser will refuse.
     """
     text = option(argv, "local_rank") or ""
     return int(text) if text.isascii() and text.isdigit() else None
@@ -26,12 +26,12 @@ def option(argv: Sequence[str], name: str) -> str | None:
     """The value of the option ``--name VALUE`` or ``--name=VALUE``, also with hyphens.
 
     Returns:
-        The value, of several the last one, as in argparse; ``""`` if none follows; ``None`` if the option is not given.
+        The value, the last of several, as in argparse; ``""`` if no value follows; ``None`` if the option is not given.
     """
     names = {f"--{name}", f"--{name.replace('_', '-')}"}
     value: str | None = None
     for at, argument in enumerate(argv):
-        if argument == "--":  # what follows are no options
+        if argument == "--":  # the rest are not options
             break
         option, equals, given = argument.partition("=")
         if option in names:
@@ -41,36 +41,36 @@ def option(argv: Sequence[str], name: str) -> str | None:
 
 
 def placed(place: Place | None, argv: Sequence[str]) -> Place | None:
-    """The place of this process, if it agrees with the ``--local_rank`` on its command line.
+    """The place of this process, checked against the ``--local_rank`` on its command line.
 
-    DeepSpeed's launcher and ``torch.distributed.launch`` pass it beside the variables that they set.
+    DeepSpeed's launcher and ``torch.distributed.launch`` pass it in addition to environment variables.
 
     Args:
-        place: what the variables say; ``None``: nobody has started several processes.
+        place: what the environment variables say; ``None``: this is a single process.
         argv: the arguments of the script.
 
     Returns:
-        The place, with the local rank where only the argument says it.
+        The place, with the local rank if only the argument says it.
 
     Raises:
-        ConfigurationError: it contradicts the variables, or there are none and it is not 0.
+        ConfigurationError: the argument contradicts the variables, or is not 0 and there are no variables.
     """
     said = local_rank(argv)
     if said is None:
         return place
     if place is None:
-        if said == 0:  # the only process has this number too
+        if said == 0:  # a single process has this local rank too
             return None
         raise ConfigurationError(
             f"--local_rank={said} says that this is one of several processes, but RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT are not set, so it would train alone. Start the script with what sets them: trainkit launch "
-            "--nproc-per-node N script.py   (or deepspeed, or torchrun); for a single process leave --local_rank out."
+            "MASTER_PORT are not set, so it would train alone. Start the script with a launcher, which sets them: trainkit "
+            "launch --nproc-per-node N script.py   (or deepspeed, or torchrun). For a single process, remove --local_rank."
         )
     if place.local_rank is None:
         return replace(place, local_rank=said)
     if place.local_rank != said:
         raise ConfigurationError(
-            f"--local_rank={said}, but {place.launcher} says that this process has the number {place.local_rank} on its "
-            f"machine ({place.reason}). Leave --local_rank out: what starts the processes passes it, if it has to be passed."
+            f"--local_rank={said}, but the local rank of this process is {place.local_rank} according to {place.launcher} "
+            f"({place.reason}). Remove --local_rank: the launcher passes it if necessary."
         )
     return place

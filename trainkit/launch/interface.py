@@ -1,7 +1,6 @@
-"""Which network interface gloo is to use, where it would take the one that leads nowhere.
+"""``lead_gloo_out``: set the network interface of gloo, where gloo would choose one that other nodes cannot reach.
 
-gloo takes the address that the machine's own name stands for. On many machines that is a loopback address (``127.0.1.1`` in
-``/etc/hosts``), at which no other machine can reach it.
+gloo uses the address of the host name. On many hosts that is a loopback address (``127.0.1.1`` in ``/etc/hosts``).
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _OUTSIDE = "192.0.2.1"  # an address for documentation: nothing is sent there
 
 
 def lead_gloo_out(env: MutableMapping[str, str], master_addr: str) -> None:
-    """Set gloo's variable if it is not set and gloo would take the loopback interface; Linux only.
+    """Set ``GLOO_SOCKET_IFNAME`` if it is not set and gloo would use the loopback interface; Linux only.
 
     Args:
-        env: the variables of the processes.
-        master_addr: the machine of rank 0, which the interface must lead to.
+        env: the environment variables of the processes.
+        master_addr: the node of rank 0, which must be reachable through the interface.
     """
     if GLOO in env or not _own_name_is_loopback():
         return
@@ -39,13 +38,13 @@ def lead_gloo_out(env: MutableMapping[str, str], master_addr: str) -> None:
 def _own_name_is_loopback() -> bool:
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:  # then it takes the loopback interface, too
+    except OSError:  # then gloo uses the loopback interface, too
         return True
     return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found)
 
 
 def _source(target: str) -> str | None:
-    """This machine's address for another one; "loopback" is none."""
+    """The address from which this node reaches another one; ``None`` for a loopback address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))  # sends nothing
         address = str(probe.getsockname()[0])
@@ -58,7 +57,7 @@ def _interface(address: str | None) -> str | None:
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """The interfaces with their IPv4 addresses."""
+    """Pairs of a network interface and its IPv4 address."""
     try:
         import fcntl
     except ImportError:

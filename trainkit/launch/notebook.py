@@ -188,7 +188,7 @@ def _raise_failure(verdict: Verdict, failures: list[dict[str, Any]]) -> None:
         return
     if first is not None:
         raise ProcessFailedError(f"rank {first['rank']} failed: {first['summary']}. Its traceback is in the output.")
-    why = verdict.last_words or next((failure["summary"] for failure in failures), None) or verdict.first
+    why = verdict.message or next((failure["summary"] for failure in failures), None) or verdict.first
     raise ProcessFailedError(f"{why or 'the processes have failed'}.")
 
 

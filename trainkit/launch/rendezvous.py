@@ -1,4 +1,7 @@
-"""``Rendezvous``: how the launchers of a job find each other and number their nodes; registered with torch elastic."""
+"""``Rendezvous``: how the launchers of a job find each other and number their nodes; registered with torch elastic.
+
+Of torch's handlers, "static" numbers the nodes as the user does, but cannot restart them; "c10d" can, but numbers them itself.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -32,7 +35,7 @@ from trainkit.distributed.stores import connected
 from trainkit.errors import ConfigurationError
 from trainkit.launch.place import is_local
 
-__all__ = ["BACKEND", "Rendezvous"]
+__all__ = ["BACKEND", "NodesChanged", "Rendezvous"]
 
 BACKEND = "trainkit"
 _LOOPBACK = "127.0.0.1"
@@ -40,122 +43,132 @@ _ANSWER = 15.0  # seconds: timeout of the store's operations
 _HEARTBEAT = 5  # seconds between two heartbeats at torch's rendezvous; a node that misses three is gone
 _LAST_CALL = 30.0  # seconds that the smallest number of nodes waits for more
 _POLL = 0.5  # seconds
-_LEAVING = 3.0  # seconds for which the node that hosts the store lets the others learn that the job is over
+_LEAVE = 3.0  # seconds for which the node that hosts the store waits for the others to learn that the job is over
+_LOST = (RendezvousError, RuntimeError)  # what torch raises when the connection to the store is lost
+
+
+class NodesChanged(Exception):  # noqa: N818
+    """Another node waits to join, so the workers of all nodes must be restarted."""
 
 
 class Rendezvous(RendezvousHandler):
-    """torch's dynamic rendezvous with the order of nodes that the user gave and one number of restarts for all nodes.
+    """torch's dynamic rendezvous with the node ranks that the user gave and one number of restarts for all nodes.
 
-    The store of the launchers lives as long as they do. The workers of each start get a new one, on the first of the nodes. A
-    single node needs no rendezvous; it hosts both stores on the loopback interface.
+    The store of the launchers lives as long as they do. The workers of each start get a new one, on the first node. A single
+    node hosts both stores on the loopback interface.
 
     Args:
-        nodes: the smallest and the largest number.
-        first: the address of the node that hosts the store, and the port; of a single node the port of the workers, 0 for any.
-        number: of this node; ``None``: any.
-        patience: seconds to wait for the other nodes.
-        before: called before each start; what it raises ends the job.
+        nodes: the smallest and the largest number of nodes.
+        first: address and port of the node that hosts the store; on a single node the port of the workers, 0 for any.
+        node_rank: rank of this node; ``None``: any.
+        timeout: seconds to wait for the other nodes.
 
     Attributes:
-        where: the launchers' store is, as "host:port".
+        where: address of the launchers' store, as "host:port".
         restarts: how many times the workers were restarted.
         needed: the job has not ended without this node.
-
-    Raises:
-        ConfigurationError: the port is in use, or nothing answers there in that time.
     """
 
-    def __init__(
-        self, nodes: tuple[int, int], first: tuple[str, int], number: int | None, patience: float, before: Callable[[], None]
-    ) -> None:
+    def __init__(self, nodes: tuple[int, int], first: tuple[str, int], node_rank: int | None, timeout: float) -> None:
         self.restarts, self.needed = -1, True
         self._inner: DynamicRendezvousHandler | None = None
         self._workers: TCPStore | None = None
         self._round: Store | None = None
-        self._size, self._before = 1, before
-        self._nodes, self._first, self._number, self._patience = nodes, first, number, patience
+        self._size = 1
+        self._nodes, self._first, self._node_rank, self._timeout = nodes, first, node_rank, timeout
         if nodes[1] > 1:
             self._run, self.where = f"trainkit-{first[1]}", f"{first[0]}:{first[1]}"
-            self._connect(patience)
         else:
             self._run, self._store = uuid.uuid4().hex, _loopback_store(0)
             self.where = f"{_LOOPBACK}:{self._store.port}"
 
-    def _connect(self, patience: float) -> None:
+    def _connect(self, timeout: float) -> DynamicRendezvousHandler:
         host, port = self._first
-        options: dict[str, Any] = {} if self._number is None else {"is_host": self._number == 0}
-        params = RendezvousParameters(
-            "c10d", self.where, self._run, *self._nodes, read_timeout=max(1, int(patience)), **options
-        )
+        options: dict[str, Any] = {} if self._node_rank is None else {"is_host": self._node_rank == 0}
+        options["read_timeout"] = max(1, int(timeout))
+        params = RendezvousParameters("c10d", self.where, self._run, *self._nodes, **options)
         try:
-            backend, store = connected(lambda: create_backend(params), port, patience + _ANSWER)
+            backend, store = connected(lambda: create_backend(params), port, timeout + _ANSWER)
         except RendezvousConnectionError as error:
             cause = str(error.__cause__).partition("\n")[0]
-            if self._number == 0:
+            if self._node_rank == 0:
                 raise ConfigurationError(
-                    f"port {port} of this machine cannot be used: {cause}. Choose another, on all machines: --master-port PORT"
+                    f"cannot use port {port} of this node: {cause}. Choose another, on all nodes: --master-port PORT"
                 ) from error
             raise ConfigurationError(
-                f"nobody answers at {self.where} within {patience:.0f} s ({cause}). Start the machine with --node-rank 0 "
-                "there, give all the same --master-addr and --master-port, and let no firewall be between."
+                f"no answer from {self.where} within {timeout:.0f} s ({cause}). Start the node with --node-rank 0 there, give "
+                "all nodes the same --master-addr and --master-port, and let no firewall block that port."
             ) from error
         except TimeoutError as error:
             raise ConfigurationError(
-                f"what answers at {self.where} is not an agent of this job. Choose another, on all machines: --master-port PORT"
+                f"what answers at {self.where} is not a launcher of this job. Choose another port, on all nodes: "
+                "--master-port PORT"
             ) from error
         store.set_timeout(timedelta(seconds=_ANSWER))
         with socket.create_connection((host, port)) as probe:
             mine = str(probe.getsockname()[0])
-        self._address = host if self._number == 0 or is_local(mine) else mine
-        limits = RendezvousTimeout(timedelta(seconds=self._patience), timedelta(seconds=min(self._patience, _LAST_CALL)))
-        self._inner = DynamicRendezvousHandler.from_backend(
+        self._address = host if self._node_rank == 0 or is_local(mine) else mine
+        limits = RendezvousTimeout(timedelta(seconds=self._timeout), timedelta(seconds=min(self._timeout, _LAST_CALL)))
+        inner: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
             self._run, store, backend, *self._nodes, self._address, limits, keep_alive_interval=_HEARTBEAT
         )
+        self._inner = inner
+        return inner
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._before()
+        """See ``RendezvousHandler``.
+
+        Raises:
+            ConfigurationError: the port is in use, there is no answer in time, or nodes have the same rank.
+        """
         self._workers = None  # the port is free again
-        if self._inner is None:
+        if self._nodes[1] == 1:
             self.restarts += 1
             self._workers = _loopback_store(self._first[1])
             place = RendezvousStoreInfo(_LOOPBACK, self._workers.port)
             return RendezvousInfo(PrefixStore(f"start{self.restarts}", self._store), 0, 1, place)
-        met = self._met()
-        store, size = met.store, met.world_size
+        met = self._join()
+        self._round, self._size = met.store, met.world_size
         try:
-            store.set(f"trainkit/{met.rank}", json.dumps([self._number, self.restarts]))
-            said: list[list[Any]] = [json.loads(store.get(f"trainkit/{index}")) for index in range(size)]
-            _refuse_twice([number for number, _ in said])
-            order = sorted(range(size), key=lambda index: (said[index][0] is None, said[index][0], index))
+            self._round.set(f"trainkit/{met.rank}", json.dumps([self._node_rank, self.restarts]))
+            facts = [json.loads(self._round.get(f"trainkit/{index}")) for index in range(self._size)]
+            _refuse_duplicates([node_rank for node_rank, _ in facts])
+            order = sorted(range(self._size), key=lambda index: (facts[index][0] is None, facts[index][0], index))
             rank = order.index(met.rank)
             self._workers = TCPStore(self._address, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-            port = self._workers.port if self._workers is not None else None
-            place = RendezvousStoreInfo.build(rank, PrefixStore("trainkit", store), self._address, port)
-        except (DistError, RuntimeError) as error:
-            raise RendezvousConnectionError("lost the connection to the other nodes") from error
-        self.restarts = 1 + max(restarts for _, restarts in said)
-        self._round, self._size = store, size
-        return RendezvousInfo(store, rank, size, place)
+            port = None if self._workers is None else self._workers.port
+            place = RendezvousStoreInfo.build(rank, PrefixStore("trainkit", self._round), self._address, port)
+        except RuntimeError as error:
+            raise self._lost() from error
+        self.restarts = 1 + max(restarts for _, restarts in facts)
+        return RendezvousInfo(self._round, rank, self._size, place)
 
-    def _met(self) -> RendezvousInfo:
-        """Meet the other nodes. If the connection to the first one is lost: when it answers again."""
-        deadline = time.monotonic() + self._patience
+    def _join(self) -> RendezvousInfo:
+        """Wait for the other nodes. If the connection to the first node is lost, wait until it answers again."""
+        inner, deadline = self._inner or self._connect(self._timeout), time.monotonic() + self._timeout
         while True:
             try:
-                assert self._inner is not None
-                return self._inner.next_rendezvous()
+                return inner.next_rendezvous()
             except RendezvousGracefulExitError as error:  # which torch's launcher does not expect
                 self.needed = False
-                raise RendezvousClosedError("there are as many nodes as the job takes") from error
+                raise RendezvousClosedError("this node is not needed: the job has as many as it takes") from error
+            except RendezvousClosedError as error:
+                raise RendezvousClosedError(f"another node has ended the job that meets at {self.where}") from error
+            except RendezvousTimeoutError as error:
+                few = f"fewer than {self._nodes[0]} nodes have come to {self.where} within {self._timeout:.0f} s"
+                raise RendezvousTimeoutError(few) from error
             except (DistError, RendezvousConnectionError) as error:
-                if self._number == 0 or time.monotonic() > deadline:
-                    raise RendezvousConnectionError("lost the connection to the other nodes") from error
-            notice(f"the connection to the first machine, {self.where}, is lost; waiting for it.")
+                if self._node_rank == 0 or time.monotonic() > deadline:
+                    raise self._lost() from error
+            notice(f"the connection to the first node, {self.where}, is lost; waiting for it.")
             time.sleep(_POLL)
             try:
-                self._connect(deadline - time.monotonic())
+                inner = self._connect(deadline - time.monotonic())
             except ConfigurationError as error:
-                raise RendezvousConnectionError(str(error)) from error
+                raise self._lost() from error
+
+    def _lost(self) -> RendezvousConnectionError:
+        return RendezvousConnectionError(f"the connection to the first node, {self.where}, is lost")
 
     def get_backend(self) -> str:
         return BACKEND
@@ -171,7 +184,7 @@ class Rendezvous(RendezvousHandler):
         """Whether another launcher has ended the job, or cannot be reached any more."""
         try:
             return self._inner is not None and bool(self._inner.is_closed())
-        except (RendezvousError, DistError, RuntimeError):
+        except _LOST:
             return True
 
     def set_closed(self) -> None:
@@ -179,51 +192,50 @@ class Rendezvous(RendezvousHandler):
             self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """See ``RendezvousHandler``. 0 if the store cannot be reached: the workers notice that themselves."""
-        try:
-            return 0 if self._inner is None else int(self._inner.num_nodes_waiting())
-        except (RendezvousError, DistError, RuntimeError):
-            return 0
+        """See ``RendezvousHandler``. 0 if the store cannot be reached: the workers notice that themselves.
+
+        Raises:
+            NodesChanged: there are some.
+        """
+        with contextlib.suppress(*_LOST):
+            if self._inner is not None and self._inner.num_nodes_waiting() > 0:
+                raise NodesChanged
+        return 0
 
     def shutdown(self) -> bool:
-        """Tell the other launchers that the job is over, and let them hear it if the store is here; free the port."""
-        told = self._inner is None or bool(self._inner.shutdown())
-        with contextlib.suppress(DistError, RuntimeError):
-            left = self._round.add("trainkit/left", 1) if self._round is not None and told else self._size
-            deadline = time.monotonic() + _LEAVING
-            while not self._number and left < self._size and time.monotonic() < deadline:
+        """Nothing: elastic calls this after each start; see :meth:`leave`."""
+        return True
+
+    def leave(self) -> bool:
+        """End the job for all launchers; wait until they know if the store is here. Returns whether this one is connected."""
+        self._workers = None
+        with contextlib.suppress(*_LOST):
+            told = self._inner is not None and self._inner.shutdown()
+            deadline = time.monotonic() + _LEAVE
+            left = self._round.add("trainkit/left", 1) if told and self._round is not None else self._size
+            while not self._node_rank and left < self._size and time.monotonic() < deadline:
                 time.sleep(_POLL / 5)
                 left = self._round.add("trainkit/left", 0) if self._round is not None else self._size
-        self._workers = None
-        return told
+        return self._inner is not None or self._nodes[1] == 1
 
 
 def _loopback_store(port: int) -> TCPStore:
-    """A store for this machine only."""
+    """A store for this node only."""
     try:
         listening = socket.create_server((_LOOPBACK, port), backlog=1024)
     except OSError as error:
         raise ConfigurationError(
-            f"port {port} of this machine cannot be used: {error.strerror}. Choose another: --master-port PORT"
+            f"cannot use port {port} of this node: {error.strerror}. Choose another: --master-port PORT"
         ) from error
     options: dict[str, Any] = {"timeout": timedelta(seconds=_ANSWER), "use_libuv": os.name != "nt"}
     port = listening.getsockname()[1]
     return TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), **options)
 
 
-def _refuse_twice(numbers: list[int | None]) -> None:
-    for number in numbers:
-        if number is not None and numbers.count(number) > 1:
-            raise ConfigurationError(
-                f"{numbers.count(number)} machines were started with --node-rank {number}. Number them 0, 1, …, each once."
-            )
+def _refuse_duplicates(node_ranks: list[int | None]) -> None:
+    for rank in node_ranks:
+        if rank is not None and (count := node_ranks.count(rank)) > 1:
+            raise ConfigurationError(f"{count} nodes were started with --node-rank {rank}. Number them 0, 1, …, each once.")
 
 
-def _create(params: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous that the launcher hands over in ``LaunchConfig.rdzv_configs``."""
-    make: Any = params.get("make")
-    handler: RendezvousHandler = make()
-    return handler
-
-
-rendezvous_handler_registry.register(BACKEND, _create)
+rendezvous_handler_registry.register(BACKEND, lambda params: params.get("handler"))  # in LaunchConfig.rdzv_configs

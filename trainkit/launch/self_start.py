@@ -1,4 +1,4 @@
-"""A script that asks for several processes and was started as one: it becomes the agent that runs its command line N times."""
+"""A script that requests several processes and was started as one becomes the launcher that runs its command line N times."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ __all__ = ["become_agent", "command_again", "folder_at_start", "in_notebook", "s
 _RUNNERS = {"pytest", "pytest.__main__", "unittest.__main__", "ipykernel_launcher", "IPython.__main__", "doctest"}
 _PROGRAMS = {"pytest", "py.test", "ipython", "ipython3", "jupyter", "jupyter-lab", "jupyter-notebook"}
 
-# Interpreter options whose value is the next argument, if it does not follow at once.
+# Interpreter options whose value is the next argument, if it is not part of the option.
 _WITH_VALUE = "cmWX"
 
 
 def in_notebook() -> bool:
-    """Whether this is a kernel of a notebook, or IPython's shell."""
+    """Whether this is the kernel of a notebook, or IPython's shell."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and getattr(ipython, "get_ipython", lambda: None)() is not None
 
 
 def become_agent(processes: int) -> NoReturn:
-    """Replace this process by the agent that runs the same command line so many times and leaves with the workers' exit code.
+    """Replace this process by a launcher that runs the same command line once for each process, and exits with their exit code.
 
-    The agent is a fresh Python in the same process (same number, same terminal), so that nothing of the script stays in memory
-    and nothing of it runs after this. What the script has registered with ``atexit`` is run and its output flushed before.
+    The launcher is a new Python in the same process (same process ID, same terminal): nothing of the script stays in memory or
+    runs after this. Functions that the script has registered with ``atexit`` run, and its output is flushed, before.
+
+    Args:
+        processes: how many to start.
 
     Raises:
         ConfigurationError: this command line cannot be run again.
@@ -49,13 +52,13 @@ def become_agent(processes: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    if os.name == "nt":  # where exec would give the terminal back at once
+    if os.name == "nt":  # where exec returns to the shell at once
         os._exit(subprocess.call(agent))
     os.execv(sys.executable, agent)
 
 
 def serve() -> NoReturn:
-    """The agent's whole program: ``N command…`` are its arguments."""
+    """The program of the launcher, whose arguments are ``N command…``."""
     from trainkit.launch.nodes import grace, quietly
 
     environment = quietly(os.environ)
@@ -65,7 +68,7 @@ def serve() -> NoReturn:
         from trainkit.launch.environment import SCRIPT
 
         code = run_job(Job(tuple(command), environment, int(processes), launcher=SCRIPT, grace=grace(os.environ)))
-    except KeyboardInterrupt:  # before there was anything to interrupt
+    except KeyboardInterrupt:  # before there were workers
         code = 130
     except ConfigurationError as error:
         print(f"trainkit: {error}", file=sys.stderr)
@@ -77,7 +80,7 @@ def command_again(processes: int) -> list[str]:
     """The command line that has started this process.
 
     Args:
-        processes: how many are wanted, for the message.
+        processes: how many to start, for the message.
 
     Raises:
         ConfigurationError: it would not do the same again: a notebook, ``-c``, standard input, a test.
@@ -97,10 +100,10 @@ def command_again(processes: int) -> list[str]:
 
 
 def folder_at_start() -> str | None:
-    """Where the command line was given, ``None`` if that is not known.
+    """The working directory in which the script was started; ``None`` if unknown.
 
-    Python has put it in front of the relative path of a script. Where that does not show it (a module, a full path, a program
-    that runs another one's script), it is where the process was when trainkit was imported.
+    Python has put it in front of the relative path of the script. Where that does not show it (a module, an absolute path, a
+    program that runs another one's script), it is the working directory when trainkit was imported.
     """
     at, kind = _script(sys.orig_argv)
     file = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -112,7 +115,7 @@ def folder_at_start() -> str | None:
 
 
 def _hindrance(main: ModuleType | None, kind: str) -> str | None:
-    """Why the command line cannot be run again; ``None`` if it can."""
+    """What the command line cannot be run again from; ``None`` if it can."""
     name = getattr(getattr(main, "__spec__", None), "name", None)
     program = os.path.basename(sys.argv[0]).removesuffix(".exe") if sys.argv else ""
     if in_notebook() or name in ("ipykernel_launcher", "IPython.__main__"):
@@ -133,7 +136,7 @@ def _hindrance(main: ModuleType | None, kind: str) -> str | None:
 
 
 def _script(arguments: list[str]) -> tuple[int, str]:
-    """Where in the interpreter's own arguments the program is, and what it is: "script", "module", "command" or "input"."""
+    """The index of the program in the interpreter's arguments, and its kind: "script", "module", "command" or "input"."""
     at = 1
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":
         argument = arguments[at]

@@ -1,4 +1,4 @@
-"""Where the process was when trainkit was imported: a script may go elsewhere before it uses anything of it."""
+"""The working directory when trainkit was imported: a script may change it before it uses trainkit."""
 
 from __future__ import annotations
 

@@ -1,178 +1,149 @@
-"""``supervise``, the parent process of each worker, and ``Events``, a file that launcher and supervisors of a node share.
-
-torch elastic starts a supervisor for each worker, by the path of this file and without site-packages: that takes 10 ms and
-10 MB, and allows imports of the standard library only. Supervisors exit together, when the last worker of the node has ended:
-so it is never elastic that ends a worker because another one has failed or has saved and left.
-"""
+"""``Workers``: the worker processes of one start on this node; ``deadline``: how long they may take to end."""
 
 from __future__ import annotations
 
-import ctypes
-import json
 import math
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["PLAN", "Event", "Events", "deadline", "supervise"]
+from trainkit.console import notice
 
-PLAN = "TRAINKIT_PLAN"  # the variable with the file of what the supervisors of a start must know
+__all__ = ["End", "Workers", "deadline"]
+
 _PREEMPTED = 143
+_PATIENCE = 4.0  # seconds in which the other workers may end by themselves after a failure: they print their own errors
+_SHUTDOWN = 5.0  # seconds after a second signal, and between SIGTERM and SIGKILL
 _SWEEP = 0.5  # seconds in which killed processes disappear
-_STEP = 0.05  # seconds between two looks at the events
-_PR_SET_PDEATHSIG = 1
 _POSIX = os.name == "posix"
 _KILL = signal.SIGKILL if _POSIX else signal.SIGTERM
 
 
-class Event(NamedTuple):
-    """Something that happened to the workers of a start, and when on the monotonic clock.
+class End(NamedTuple):
+    """A worker has exited: its rank, its exit code (negative for a signal), and when on the monotonic clock."""
 
-    Kinds: ``signal``, for all workers and, if ``code``, for what they have started; and with the local rank of a worker and its
-    exit code (negative for a signal): ``started``, ``ended`` by itself, ``killed`` by its supervisor, ``stopped`` by elastic.
-    """
-
-    kind: str
-    number: int
+    rank: int
     code: int
     when: float
 
 
-class Events:
-    """A file to which several processes append events."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-
-    def add(self, kind: str, number: int, code: int = 0) -> None:
-        """Append an event."""
-        with open(self.file, "a") as file:
-            file.write(f"{kind} {number} {code} {time.monotonic()}\n")
-
-    def read(self) -> list[Event]:
-        """All events so far, in order."""
-        with open(self.file) as file:
-            parts = [line.split() for line in file]
-        return [Event(kind, int(number), int(code), float(when)) for kind, number, code, when in parts]
-
-
-def deadline(events: Sequence[Event], grace: float, patience: float, shutdown: float) -> float:
-    """Until when a worker may end by itself, on the monotonic clock.
+def deadline(signals: Sequence[tuple[int, float]], ended: Sequence[End], grace: float) -> float:
+    """The time on the monotonic clock until which workers may end by themselves.
 
     Args:
-        events: of its start.
-        grace: seconds after a signal, or after the first worker has saved and left.
-        patience: seconds after the first failure.
-        shutdown: seconds after a second signal.
+        signals: sent to the workers: the number and the time.
+        ended: the workers that have exited.
+        grace: seconds after a signal, or after the first worker has saved and exited.
     """
-    signals = [event for event in events if event.kind == "signal" and not event.code]
-    ended = [event for event in events if event.kind == "ended"]
-    interrupted = [event.number for event in signals] == [signal.SIGINT]
     if len(signals) > 1:
-        return signals[1].when + shutdown
-    for event in ended:
-        if event.code == _PREEMPTED or interrupted:
-            return event.when + grace
-    if interrupted:  # the user is there, and presses it again
-        return math.inf
-    if signals:
-        return signals[0].when + grace
-    return min((event.when + patience for event in ended if event.code), default=math.inf)
+        return signals[1][1] + _SHUTDOWN
+    interrupted = [number for number, _ in signals] == [signal.SIGINT]
+    leaving = [end.when for end in ended if interrupted or end.code == _PREEMPTED]
+    if leaving:
+        return leaving[0] + grace
+    if signals:  # after Ctrl-C the user is there, and can press it again
+        return math.inf if interrupted else signals[0][1] + grace
+    return min((end.when + _PATIENCE for end in ended if end.code), default=math.inf)
 
 
-def supervise() -> None:
-    """Start the worker, pass signals on to it, end it when its time is up, and leave nothing behind."""
-    with open(os.environ[PLAN]) as file:
-        plan = json.load(file)
-    asked: list[int] = []  # elastic asks for an end: another node has joined, or a supervisor is gone
-    for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM)):
-        signal.signal(number, lambda number, _: asked.append(number))
-    local_rank, events, kind, passed, last = int(os.environ["LOCAL_RANK"]), Events(plan["events"]), "ended", 0, math.inf
-    try:
-        worker = _start(plan, local_rank)
-    except OSError:
-        events.add("ended", local_rank, 1)
-        raise
-    events.add("started", local_rank)
+class Workers:
+    """The worker processes of one start, which run when this has been created. Each has a session of its own.
 
-    def wait() -> None:
-        code = worker.wait()
+    Args:
+        command: of each worker.
+        environments: their variables, by local rank.
+        pids: the file that gets their process IDs.
+        grace: seconds to save and exit after a signal.
+        output: gets the local rank, the rank and the process of each worker, with the pipes ``stdout`` and ``stderr``.
+
+    Attributes:
+        ended: the workers that have exited, in that order.
+        terminated: the ranks of workers that did not end in time.
+        stopped: elastic has asked for the end; ``terminated`` workers have not failed.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        pids: Path,
+        grace: float,
+        output: Callable[[int, int, Any], None] | None = None,
+    ) -> None:
+        self.ended: list[End] = []
+        self.terminated: set[int] = set()
+        self.stopped = False
+        self._grace, self._ranks = grace, [int(environment["RANK"]) for environment in environments]
+        self._signals: list[tuple[int, float]] = []
+        self._kill_at: float | None = None
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        pipe = None if output is None else subprocess.PIPE
+        for local_rank, rank in enumerate(self._ranks):
+            try:
+                process = subprocess.Popen(
+                    command, env=environments[local_rank], stdout=pipe, stderr=pipe, start_new_session=True
+                )
+            except OSError as error:
+                notice(f"cannot start rank {rank}: {error}.")
+                self.ended.append(End(rank, 1, time.monotonic()))
+                continue
+            with pids.open("a") as file:
+                file.write(f"{process.pid}\n")
+            self._processes[rank] = process
+            threading.Thread(target=self._wait, args=(rank, process), daemon=True).start()
+            if output is not None:
+                output(local_rank, rank, process)
+
+    def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        self.ended.append(End(rank, code, time.monotonic()))
+
+    def is_over(self) -> bool:
+        """Whether all workers have exited."""
+        return len(self.ended) == len(self._ranks)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the workers, which are to end."""
+        self._signals.append((number, time.monotonic()))
+        self._send(number)
+
+    def signal_all(self, number: int) -> bool:
+        """Send a signal to the workers and all processes that they have started; returns whether there were any."""
+        return sum(self._signal_group(process, number) for process in self._processes.values()) > 0
+
+    def check(self) -> None:
+        """End the workers whose time is up."""
+        now = time.monotonic()
+        if self._kill_at is None:
+            if self.stopped or now > deadline(self._signals, self.ended, self._grace):
+                self.terminated = set(self._ranks).difference(end.rank for end in self.ended)
+                self._kill_at = now + (self._grace if self.stopped else _SHUTDOWN)
+                self._send(signal.SIGTERM)
+        elif now > self._kill_at:
+            self.signal_all(_KILL)
+
+    def sweep(self) -> None:
+        """Kill the processes that the workers have left behind, unless all went well."""
+        if not self._signals and not self.terminated and not any(end.code for end in self.ended):
+            return
+        last = time.monotonic() + _SWEEP
+        self.signal_all(_KILL)
+        while self.signal_all(0) and time.monotonic() < last:
+            time.sleep(0.01)
+
+    def _send(self, number: int) -> None:
+        for process in self._processes.values():
+            process.send_signal(number)
+
+    @staticmethod
+    def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
         try:
-            events.add(kind, local_rank, code)
-        except OSError:  # the others would wait for it without limit
-            os._exit(1)
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    over: list[Event] = []
-    signals: list[Event] = []
-    while os.getppid() == plan["launcher"]:
-        waiting.join(_STEP) if waiting.is_alive() else time.sleep(_STEP)
-        seen, now = events.read(), time.monotonic()
-        signals = [event for event in seen if event.kind == "signal"]
-        for event in signals[passed:]:
-            _signal(worker, event.number, group=bool(event.code))
-        passed = len(signals)
-        over = [event for event in seen if event.kind in ("ended", "killed", "stopped")]
-        if len(over) == plan["workers"] or (asked and not waiting.is_alive()):
-            break
-        if kind == "ended" and (asked or now > deadline(seen, **plan["limits"])):
-            kind, last = ("stopped", now + plan["limits"]["grace"]) if asked else ("killed", now + plan["limits"]["shutdown"])
-            _signal(worker, signal.SIGTERM)
-        elif now > last:
-            _signal(worker, _KILL, group=True)
-    failed = len(over) < plan["workers"] or any(event.code or event.kind != "ended" for event in over)
-    if failed or signals:
-        _sweep(worker)
-    if os.getppid() != plan["launcher"]:  # it was killed
-        time.sleep(1.0)  # in which the other supervisors see it too
-        shutil.rmtree(os.path.dirname(events.file), ignore_errors=True)
-    os._exit(int(failed))
-
-
-def _sweep(worker: subprocess.Popen[bytes]) -> None:
-    """Kill the worker and what it has started."""
-    _signal(worker, _KILL, group=True)
-    last = time.monotonic() + _SWEEP
-    while _signal(worker, 0, group=True) and time.monotonic() < last:
-        time.sleep(0.01)
-
-
-def _start(plan: dict[str, Any], local_rank: int) -> subprocess.Popen[bytes]:
-    paths = plan["outputs"][local_rank] if plan["outputs"] else ()
-    pipes = [os.open(path, os.O_WRONLY) for path in paths]
-    linux, parent = sys.platform.startswith("linux"), os.getpid()
-    prctl = ctypes.CDLL(None).prctl if linux else None
-
-    def follow() -> None:
-        """Let the kernel kill the worker when its supervisor dies."""
-        prctl(_PR_SET_PDEATHSIG, int(_KILL))  # type: ignore[misc]
-        if os.getppid() != parent:
-            os._exit(1)
-
-    command, environment = plan["command"], plan["environments"][local_rank]
-    out, err = pipes or (None, None)
-    before = follow if linux else None
-    worker = subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True, preexec_fn=before)
-    for pipe in pipes:
-        os.close(pipe)
-    return worker
-
-
-def _signal(worker: subprocess.Popen[bytes], number: int, group: bool = False) -> bool:
-    """Signal a worker, or it and all that it has started; returns whether there was anything to signal."""
-    try:
-        os.killpg(worker.pid, number) if group and _POSIX else worker.send_signal(number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
-if __name__ == "__main__":
-    supervise()
+            os.killpg(process.pid, number) if _POSIX else process.send_signal(number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return _POSIX

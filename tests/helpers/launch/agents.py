@@ -85,7 +85,7 @@ def start_agent(
         folder: where the script, the output and files of the workers go.
         count: workers.
         number: tells several agents apart that have the same folder.
-        limits: what is to be otherwise in the agent's module: its constants, in seconds, or a class.
+        limits: other values for names of the modules ``agent`` and ``workers``: constants, in seconds, or a function.
         options: of the ``Job``.
     """
     (folder / "script.py").write_text(HEAD + script)
@@ -94,10 +94,11 @@ def start_agent(
 
 
 def _agent(folder: str, count: int, output: str, limits: dict[str, Any], options: dict[str, Any]) -> int:
-    from trainkit.launch import agent
+    from trainkit.launch import agent, workers
     from trainkit.launch.agent import Job, run_job
 
-    vars(agent).update(limits)
+    for name, value in limits.items():
+        setattr(agent if hasattr(agent, name) else workers, name, value)
     os.setsid()  # so that nothing that is sent to its process group reaches anybody else
     file = os.open(f"{folder}/{output}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)

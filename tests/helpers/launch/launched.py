@@ -87,7 +87,7 @@ def _command(pid: int) -> str:
 
 def _is_of_a_job(command: str) -> bool:
     """Numbers of processes are used again."""
-    return SCRIPT in command or "launch/workers.py" in command
+    return SCRIPT in command or "launch/guard.py" in command
 
 
 def _descendants(pid: int) -> set[int]:

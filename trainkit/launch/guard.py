@@ -1,0 +1,53 @@
+"""A guard: the process that torch elastic starts in place of a worker, run by the path of this file.
+
+Elastic ends all its processes when one has failed or exited with 143. So it numbers and watches guards, and the launcher starts
+the workers. A guard reports its variables and waits for the launcher; if the launcher was killed, it kills the workers and what
+they have started. It imports the standard library only: that takes 10 ms and 10 MB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+
+__all__ = ["DONE", "WORKERS", "guard", "place_file"]
+
+WORKERS = "workers"  # in the launcher's folder: the process IDs of the workers, while there are any or some are to be started
+DONE = "done"  # the file's name when all workers have succeeded
+_STEP = 0.05  # seconds
+_PLACE = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+
+
+def place_file(local_rank: int) -> str:
+    """The name of the file with the variables that elastic sets for a worker."""
+    return f"place-{local_rank}.json"
+
+
+def guard(folder: str, launcher: int) -> int:
+    """Wait until the launcher with this process ID has removed or renamed the file of its workers; returns the exit code."""
+    workers = f"{folder}/{WORKERS}"
+    with open(f"{folder}/new-{os.getpid()}", "w") as file:
+        json.dump({name: os.environ[name] for name in _PLACE}, file)
+    os.rename(file.name, f"{folder}/{place_file(int(os.environ['LOCAL_RANK']))}")
+    while os.path.exists(workers) and os.getppid() == launcher:
+        time.sleep(_STEP)
+    if os.getppid() != launcher:
+        with contextlib.suppress(OSError), open(workers) as pids:
+            for pid in map(int, pids):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(not os.path.exists(f"{folder}/{DONE}"))
+
+
+if __name__ == "__main__":
+    sys.exit(guard(sys.argv[1], int(sys.argv[2])))
