@@ -108,7 +108,7 @@ if world.rank == 1:
     done = run_python("-u", "script.py", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert without_gloo(done.stdout) == "[1.0, 2.0] this script\n" * 2, done.stderr
-    assert done.stderr.splitlines() == ["trainkit: 2 processes, started by this script (it asks for them).", "rank 1 ends it"]
+    assert done.stderr.splitlines() == ["trainkit: 2 processes, started by this script (it requests them).", "rank 1 ends it"]
 
 
 TWICE = """\
@@ -131,7 +131,7 @@ def test_one_process_and_then_two(tmp_path: Path) -> None:
     assert sorted(others) == ["{'devices': 2} 2"] * 2 + ["{} 2"] * 2
     told, started = done.stderr.splitlines()
     assert told.startswith(f"{AGAIN}: what it has done so far with one process is repeated with 2. ")
-    assert started == "trainkit: 2 processes, started by this script (it asks for them)."
+    assert started == "trainkit: 2 processes, started by this script (it requests them)."
 
 
 @pytest.mark.parametrize("option", [{"devices": 1}, {"strategy": "single"}])
