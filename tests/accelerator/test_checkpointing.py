@@ -305,13 +305,13 @@ def test_a_checkpoint_of_a_trainer() -> None:
     assert same(parameters_of(model), parameters_of(trainer.model))
     assert accelerator.optimizers[0].param_groups[0]["lr"] == 0.1
     accelerator.save_state("mine")
-    with pytest.raises(CheckpointError, match="own loop"):
+    with pytest.raises(CheckpointError, match="training loop of your own"):
         make_trainer().fit(TinyModule(), tiny_loader(), ckpt_path="mine")
     begun = Begun()
     make_trainer().fit(begun, tiny_loader(), ckpt_path="mine", restore={"model", "optimizer"})
     assert same(begun.found, parameters_of(model))
     assert begun.rate == 0.1
-    with pytest.raises(CheckpointError, match="own loop"):
+    with pytest.raises(CheckpointError, match="training loop of your own"):
         TinyModule.load_from_checkpoint("mine")
 
 

@@ -349,7 +349,7 @@ def test_a_checkpoint_of_an_own_loop_in_a_trainer_and_the_other_way() -> None:
         return accelerator
 
     prepared(tiny_loader()).save_state("loop")
-    with pytest.raises(CheckpointError, match="was written by an own loop") as caught:
+    with pytest.raises(CheckpointError, match="was saved by a training loop of your own") as caught:
         make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="loop")
     make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="loop", restore=pasted(caught.value))
     half()

@@ -285,7 +285,11 @@ class TrainModule(HyperParametersMixin, ModuleHooks, nn.Module):
         self.__dict__["_toggled"] = toggle(optimizer, self.trainer.optimizers)
 
     def untoggle_optimizer(self, optimizer: Optimizer | PreparedOptimizer) -> None:
-        """Undo :meth:`toggle_optimizer`. ``optimizer`` has no effect: only one is toggled at a time."""
+        """Undo :meth:`toggle_optimizer`.
+
+        Args:
+            optimizer: no effect: only one is toggled at a time.
+        """
         untoggle(self.__dict__.pop("_toggled", {}))
 
     def configure_gradient_clipping(

@@ -65,17 +65,29 @@ def is_cuda_available() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether torch can use Apple's GPU. ``min_version`` has no effect."""
+    """Whether torch can use Apple's GPU.
+
+    Args:
+        min_version: no effect: each supported version of torch is newer.
+    """
     return torch.backends.mps.is_available()
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """``False``: trainkit does not run on Ascend's devices."""
+    """``False``: trainkit does not run on Ascend's devices.
+
+    Args:
+        check_device: no effect: the answer is the same.
+    """
     return False
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """``False``: trainkit does not run on Intel's GPUs."""
+    """``False``: trainkit does not run on Intel's GPUs.
+
+    Args:
+        check_device: no effect: the answer is the same.
+    """
     return False
 
 

@@ -230,5 +230,5 @@ def test_clipping_by_value_is_refused_when_the_trainer_is_made() -> None:
 
 
 def test_synchronized_batchnorm_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="works with strategy='ddp' only, and this is ZeROStrategy"):
+    with pytest.raises(ConfigurationError, match="works with strategy='ddp' only, not with ZeROStrategy"):
         Trainer(strategy="zero2", accelerator="cpu", sync_batchnorm=True)
