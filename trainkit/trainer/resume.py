@@ -202,8 +202,8 @@ def _take_over(run: Run, saves: SavePolicy, found: Found, wanted: set[str], chos
     manifest = found.loaded.manifest
     if wanted - {"model", "optimizer", "scheduler", "scaler"} and "loop" not in found.loaded.state:
         raise CheckpointError(
-            f"{found.path} was saved by a training loop of your own, whose position a Trainer cannot restore. Fix: restore what "
-            "both have: fit(..., ckpt_path=..., restore={'model', 'optimizer', 'scheduler', 'scaler'})"
+            f"{found.path} was saved by a training loop of your own, whose position a Trainer cannot restore. Fix: restore "
+            "what both have: fit(..., ckpt_path=..., restore={'model', 'optimizer', 'scheduler', 'scaler'})"
         )
     notice(f"resuming from {found}.")
     if not wanted >= set(PARTS):
