@@ -62,10 +62,10 @@ def on_two(folder: str) -> dict[str, Any]:
     early = Appending(Path(folder, "early"))
     logger.logger.addHandler(early)
     logger.info("before there is an Accelerator")
-    with pytest.raises(ConfigurationError, match="has not joined them yet: make the Accelerator"):
+    with pytest.raises(ConfigurationError, match="has not joined them yet. Create the Accelerator"):
         logger.info("all", in_order=True)
     for function in (gather, reduce, broadcast, pad_across_processes):
-        with pytest.raises(ConfigurationError, match="has not joined them yet: make the Accelerator"):
+        with pytest.raises(ConfigurationError, match="has not joined them yet. Create the Accelerator"):
             function(torch.ones(1))
     accelerator = Accelerator()
     rank = accelerator.process_index
