@@ -473,7 +473,7 @@ NAMED: dict[str, tuple[set[str], str]] = {
         "asks for the keys of Accelerate's section for DeepSpeed, each in its own words",
     ),
     "trainkit/cli/settings_flags.py": ({"DEEPSPEED", "XLA", "use_deepspeed"}, "flags of accelerate launch"),
-    "trainkit/config/carried.py": ({"ACCELERATE_USE_DEEPSPEED"}, "a variable of Accelerate's"),
+    "trainkit/config/inherited.py": ({"ACCELERATE_USE_DEEPSPEED"}, "a variable of Accelerate's"),
     "trainkit/config/deepspeed_plugin.py": (
         {
             *("DeepSpeedPlugin", "deepspeed_config", "deepspeed_config_file", "hf_ds_config", "zero3_init_flag"),

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from trainkit import Accelerator, Precision, Strategy, Trainer
-from trainkit.config.carried import Settings, carry
 from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from trainkit.config.inherited import Settings, carry
 from trainkit.config.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,

@@ -19,7 +19,7 @@ from helpers.launch.configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, TWO_MAC
 from helpers.support import run_python
 
 from trainkit.cli.main import main
-from trainkit.config.carried import VARIABLE, Settings, carried, carry, debugging
+from trainkit.config.inherited import VARIABLE, Settings, carry, debugging, inherited_settings
 from trainkit.launch import agent, remote
 from trainkit.launch.agent import Job
 
@@ -208,7 +208,7 @@ def test_the_processes_are_told_the_settings(launch: Launch) -> None:
     assert (job.per_node, job.most) == (2, 1)
     assert job.environment["A"] == "1"
     expected = Settings({"distributed_type": "MULTI_CPU", "mixed_precision": "no", "use_cpu": True}, {}, {}, "conf.yaml")
-    assert carried(job.environment) == expected
+    assert inherited_settings(job.environment) == expected
 
 
 def test_a_flag_beats_the_file(launch: Launch) -> None:
@@ -217,7 +217,7 @@ def test_a_flag_beats_the_file(launch: Launch) -> None:
     assert job.command[-2:] == ("--zero_stage", "1")
     assert job.per_node == 4
     assert job.environment["TRAINKIT_DEBUG_MODE"] == "1"
-    told = carried(job.environment)
+    told = inherited_settings(job.environment)
     assert told.source == "the command line and conf.yaml"
     assert told.values["mixed_precision"] == "fp16"
     assert told.backend == {
@@ -239,7 +239,7 @@ def test_debug_mode_of_the_environment(launch: Launch) -> None:
 
 def test_flags_without_a_file(launch: Launch) -> None:
     job = launch("--cpu", "--use_deepspeed", "--offload_optimizer_device", "cpu", "script.py")
-    told = carried(job.environment)
+    told = inherited_settings(job.environment)
     assert (told.values, told.backend) == (
         {"distributed_type": "DEEPSPEED", "use_cpu": True},
         {"offload_optimizer_device": "cpu"},
@@ -265,7 +265,7 @@ def test_settings_of_others_are_not_taken(launch: Launch) -> None:
     theirs = carry(Settings({"mixed_precision": "bf16"}, source="theirs.yaml"))
     assert VARIABLE not in launch("script.py", **theirs, LOCAL_RANK="0", TORCHELASTIC_RUN_ID="x").environment
     write(MULTI_CPU, "default.yaml")
-    assert carried(launch("script.py", **theirs).environment).source == "theirs.yaml"
+    assert inherited_settings(launch("script.py", **theirs).environment).source == "theirs.yaml"
 
 
 @pytest.mark.parametrize("flags, expected", [
@@ -420,7 +420,7 @@ def test_settings_travel_to_all_machines(hosts: Any) -> None:
         (line,) = [line for line in script.splitlines() if VARIABLE in line]
         name, _, value = shlex.split(line)[1].partition("=")
         expected = Settings({"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, {}, {}, "conf.yaml")
-        assert carried({name: value}) == expected
+        assert inherited_settings({name: value}) == expected
         assert "export TRAINKIT_DEBUG_MODE=1\n" in script
         assert "export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7\n" in script
 

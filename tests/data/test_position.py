@@ -10,7 +10,7 @@ from helpers.data.samples import Drawing, collate_and_draw, prepare, same, whole
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from trainkit import CombinedLoader
-from trainkit.data.trail import Trail
+from trainkit.data.state_history import StateHistory
 from trainkit.errors import StateMismatchError
 
 
@@ -143,49 +143,49 @@ class Countdown:
 
 def test_a_trail_keeps_the_last_states() -> None:
     owner = Countdown()
-    trail = Trail(owner, readable=True)
-    batches = trail.follow(iter(owner), trail.begin(0))
+    history = StateHistory(owner, readable=True)
+    batches = history.follow(iter(owner), history.begin(0))
     assert [next(batches) for _ in range(5)] == [5, 4, 3, 2, 1]
-    assert trail.at(5) == {"left": 1}
-    assert trail.at(2) == {"left": 4}
-    assert trail.at(1) is None, "only the last ones are kept"
-    trail.keep(10)
-    assert trail.at(2) == {"left": 4}
+    assert history.at(5) == {"left": 1}
+    assert history.at(2) == {"left": 4}
+    assert history.at(1) is None, "only the last ones are kept"
+    history.keep(10)
+    assert history.at(2) == {"left": 4}
 
 
 def test_the_state_before_what_was_skipped_is_not_the_one_after_it() -> None:
     owner = Countdown()
-    trail = Trail(owner, readable=True)
-    assert trail.begin(2) == 2
-    batches = trail.follow(islice(iter(owner), 2, None), 2, skipped=True)
-    assert trail.at(2) is None
+    history = StateHistory(owner, readable=True)
+    assert history.begin(2) == 2
+    batches = history.follow(islice(iter(owner), 2, None), 2, skipped=True)
+    assert history.at(2) is None
     assert next(batches) == 3
-    assert (trail.at(2), trail.at(3)) == (None, {"left": 3})
+    assert (history.at(2), history.at(3)) == (None, {"left": 3})
 
 
 def test_a_trail_of_rows() -> None:
     """Each of 3 processes reads 3 batches and is given one of them."""
     owner = Countdown()
-    trail = Trail(owner, readable=True)
-    trail.mark(6)
+    history = StateHistory(owner, readable=True)
+    history.mark(6)
     batches = iter(owner)
-    rows = trail.follow((max(islice(batches, 3)) for _ in range(2)), 6, 3)
+    rows = history.follow((max(islice(batches, 3)) for _ in range(2)), 6, 3)
     assert list(rows) == [5, 2]
-    assert [trail.at(number) for number in (6, 7, 9, 12)] == [{"left": 6}, None, {"left": 3}, {"left": 0}]
+    assert [history.at(number) for number in (6, 7, 9, 12)] == [{"left": 6}, None, {"left": 3}, {"left": 0}]
 
 
 def test_a_trail_goes_on_without_reading() -> None:
     owner = Countdown()
-    trail = Trail(owner, readable=True)
-    trail.resume(4, {"left": 2})
-    assert trail.resumes(4)
-    assert trail.begin(4) == 0
-    assert list(trail.follow(iter(owner), 4)) == [1, 0]
-    assert not trail.resumes(4), "once"
+    history = StateHistory(owner, readable=True)
+    history.resume(4, {"left": 2})
+    assert history.resumes(4)
+    assert history.begin(4) == 0
+    assert list(history.follow(iter(owner), 4)) == [1, 0]
+    assert not history.resumes(4), "once"
 
 
 def test_a_state_that_lies_in_workers_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
-    trail = Trail(Countdown(), readable=False)
-    assert not trail.active
-    assert trail.begin(3) == 3
+    history = StateHistory(Countdown(), readable=False)
+    assert not history.active
+    assert history.begin(3) == 3
     assert "its state lies in worker processes; it can be kept with num_workers=0" in caplog.text

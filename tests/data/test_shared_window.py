@@ -77,7 +77,7 @@ def test_rows_of_an_own_loop(way: str) -> None:
             others = Telling([[4, 1, 4], [8, 2, 4, 4, 0] if rank else [6, 2, 4, 2, 0]])
             assert [piece.shared.weights for piece in pieces[:2]] == [[4], [*sizes[1:], 0.0]]
             for piece in pieces:
-                piece.shared.settle(others)
+                piece.shared.agree(others)
         found.append(entries(pieces))
     assert found[0] == [
         (0, True, 1.0, 1.0, 1.0, 1.0),
@@ -89,7 +89,7 @@ def test_rows_of_an_own_loop(way: str) -> None:
 
 def test_a_window_that_weighs_nothing() -> None:
     for weights in ([0.0], [0.0, 3.0]):
-        shared = SharedWindow(sum(weights), len(weights), False, settled=True, weights=weights)
+        shared = SharedWindow(sum(weights), len(weights), False, agreed=True, weights=weights)
         micro = shared.micro_batch(None, MicroBatchKind.DATA, (0, 0), 0.0, True, 2)
         assert (micro.share, micro.empty, micro.entry) == (0.0, sum(weights) == 0.0, (0, 0.0, 1.0, 0.0))
 
@@ -119,22 +119,22 @@ def test_what_is_collected() -> None:
     [([6.0, 2], (10.0, 2, False)), ([0.0, 1], (4.0, 2, True)), ([6.0, 3], (10.0, 3, True)), ([0.0, 0], (4.0, 2, True))],
 )
 def test_what_others_have(other: list[float], expected: tuple[float, int, bool]) -> None:
-    shared, world = SharedWindow(4.0, 2, False, settled=False), Telling([other])
+    shared, world = SharedWindow(4.0, 2, False, agreed=False), Telling([other])
     for _ in range(2):
-        shared.settle(world)  # once
+        shared.agree(world)  # once
     assert (shared.total, shared.per_rank, shared.uneven) == expected
     assert isinstance(shared.per_rank, int)
 
 
 def test_a_micro_batch_of_a_shared_window() -> None:
-    shared = SharedWindow(8.0, 2, True, settled=True, weights=[6.0, 2.0])
+    shared = SharedWindow(8.0, 2, True, agreed=True, weights=[6.0, 2.0])
     micro = shared.micro_batch("a", MicroBatchKind.DATA, (4, 5), 2.0, True, ranks=2)
     assert micro == ("a", 5, False, True, 0.5, MicroBatchKind.DATA, True, False, False, (4, 0.25, 0.25, 2.0))
     assert shared.micro_batch("a", MicroBatchKind.DATA, (4, 4), 3.0, False, ranks=2).entry == (4, 0.75, 1.0, 1.0)
 
 
 def test_a_padding_micro_batch_has_no_share() -> None:
-    shared = SharedWindow(8.0, 2, True, settled=True)
+    shared = SharedWindow(8.0, 2, True, agreed=True)
     micro = shared.micro_batch("a", MicroBatchKind.PADDING, (4, 5), 0.0, True, ranks=2)
     assert (micro.share, micro.empty, micro.entry) == (0.0, False, None)
-    assert SharedWindow(0.0, 1, False, settled=True).micro_batch(1, MicroBatchKind.DATA, (0, 0), 0.0, True, 2).empty
+    assert SharedWindow(0.0, 1, False, agreed=True).micro_batch(1, MicroBatchKind.DATA, (0, 0), 0.0, True, 2).empty

@@ -8,9 +8,9 @@ import pytest
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch.arguments import local_rank, placed
-from trainkit.launch.place import Place
+from trainkit.launch.rank_info import RankInfo
 
-PLACE = Place(3, 4, 1, 2, 1, 2, "10.0.0.1", 29500, "deepspeed", "it says so")
+PLACE = RankInfo(3, 4, 1, 2, 1, 2, "10.0.0.1", 29500, "deepspeed", "it says so")
 
 
 @pytest.mark.parametrize("line, expected", [

@@ -7,7 +7,7 @@ import pytest
 from trainkit.errors import ConfigurationError
 from trainkit.launch.clusters import hosts, tasks_of_nodes
 from trainkit.launch.environment import read_place
-from trainkit.launch.place import Place, stable_port
+from trainkit.launch.rank_info import RankInfo, stable_port
 
 TORCHRUN = """
     LOCAL_RANK=1 RANK=5 GROUP_RANK=1 ROLE_RANK=5 ROLE_NAME=default LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 GROUP_WORLD_SIZE=2
@@ -188,7 +188,7 @@ def test_places(env: str | dict[str, str], expected: tuple[object, ...] | None) 
     if expected is None:
         assert found is None
         return
-    assert isinstance(found, Place)
+    assert isinstance(found, RankInfo)
     numbers = (found.rank, found.size, found.local_rank, found.local_size, found.node, found.nodes)
     assert (*numbers, found.master_addr, found.master_port, found.launcher) == expected
     assert found.reason

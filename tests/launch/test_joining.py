@@ -22,7 +22,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch import joining, process_group
 from trainkit.launch.joining import join, processes
-from trainkit.launch.place import Place
+from trainkit.launch.rank_info import RankInfo
 
 SHORT = timedelta(seconds=30)
 CPU = RequestedDevices("cpu")
@@ -244,7 +244,7 @@ def test_machines_are_told_apart_by_their_names() -> None:
     dist.init_process_group("gloo", timeout=SHORT)
     control = dist.new_group(backend="gloo", timeout=SHORT)
     socket.gethostname = lambda: "ab"[rank % 2]
-    unknown = Place(rank, 3, None, None, None, None, "127.0.0.1", 1, "x", "")
+    unknown = RankInfo(rank, 3, None, None, None, None, "127.0.0.1", 1, "x", "")
     world = joining._world(unknown, control)
     assert (world.local_rank, world.local_size, world.node, world.nodes) == [(0, 2, 0, 2), (0, 1, 1, 2), (1, 2, 0, 2)][rank]
 

@@ -15,9 +15,9 @@ from helpers.support import ROOT, STARTUP, run_python
 
 from trainkit import Trainer
 from trainkit.callbacks import GradientClipping
-from trainkit.config.carried import carry
+from trainkit.config.checked import checked_settings
+from trainkit.config.inherited import carry
 from trainkit.config.read import read_settings
-from trainkit.config.settled import settled
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 from trainkit.strategy import Strategy
@@ -42,7 +42,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def configure(text: str) -> None:
         Path("conf.yaml").write_text(text)
-        for name, value in carry(settled(read_settings("conf.yaml"))).items():
+        for name, value in carry(checked_settings(read_settings("conf.yaml"))).items():
             monkeypatch.setenv(name, value)
 
     return configure

@@ -90,13 +90,13 @@ class NumberedCheckpoints:
         What a killed save has left has another name and is not listed.
         """
 
-        def look() -> list[list[str | None]] | None:
+        def find() -> list[list[str | None]] | None:
             if not self._world.is_main:
                 return None
             found = sorted(_numbered(self.folder), reverse=True)
             return [[str(path), inspect_checkpoint(path)[1]] for _, path in found if is_checkpoint(path)]
 
-        return [(Path(path), problem) for path, problem in run_on_all_ranks(self._world, look)[0]]
+        return [(Path(path), problem) for path, problem in run_on_all_ranks(self._world, find)[0]]
 
     def continue_after(self, loaded: Path) -> None:
         """Number the next checkpoint after all that there are, if the loaded one is one of them. Collective."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from trainkit.accelerator.tracking import check_trackers
 from trainkit.checks import whole_number
-from trainkit.config.carried import Settings, carried, debugging
 from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
+from trainkit.config.inherited import Settings, debugging, inherited_settings
 from trainkit.config.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -84,11 +84,11 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
     """
     refuse_unknown("Accelerator", unknown, given)
     _refuse_what_is_not_offered(given)
-    settings = carried()
+    settings = inherited_settings()
     handlers = sorted_handlers(given["kwargs_handlers"])
     loaders, project = _loaders(given), _project(given)
     strategy, plugin, watched = _strategy(given, settings, handlers)
-    with settings.blamed(*(("dynamo_backend", *settings.of_place) if given["dynamo_backend"] is None else ())):
+    with settings.attribute_errors(*(("dynamo_backend", *settings.of_place) if given["dynamo_backend"] is None else ())):
         compiled = _compile(given, settings)
         if compiled is not None:
             refuse_compiled(compiled["backend"], strategy)
@@ -224,11 +224,11 @@ def _strategy(
     wanted = RequestedDevices(_kind(given, settings), as_started=True)
     place, dtype = _left_open(given, settings)
     _precision(given, settings, handlers, masters=False)  # what is wrong with the arguments themselves
-    with settings.blamed(*place):
+    with settings.attribute_errors(*place):
         made, plugin = _made(given, settings, handlers, wanted)
     precision = _precision(given, settings, handlers, masters=made.owns_masters)
     watched = isinstance(strategy, str | None) or not made.joined
-    with settings.blamed(*dtype, *place):
+    with settings.attribute_errors(*dtype, *place):
         if place and wanted.accelerator == "cuda":
             find_device("cuda")
         if precision is not None:
@@ -236,7 +236,7 @@ def _strategy(
     if not made.joined:
         made.join(wanted)
     if precision is not None:
-        with settings.blamed(*dtype, *place):
+        with settings.attribute_errors(*dtype, *place):
             made.use_precision(precision)
     return made, plugin, watched
 

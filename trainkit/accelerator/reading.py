@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Reading"]
 
 
-class _Place:
+class _OpenLoader:
     """A loader with its current batch, and the accumulation state from before it was read."""
 
     __slots__ = ("ahead", "batch", "before", "full", "loader", "number", "odd", "padding")
@@ -51,7 +51,7 @@ class Reading:
     def __init__(self, accumulation: AccumulationState, models: Sequence[nn.Module], devices: int = 1) -> None:
         self._accumulation, self._models, self._devices = accumulation, models, devices
         self._numbers, self.loaded = count(), False
-        self._places: list[_Place] = []  # the one that has yielded a batch last is the last
+        self._places: list[_OpenLoader] = []  # the one that has yielded a batch last is the last
         # of each loader: what accumulate had entered when it yielded a batch, and the index with which that window begins
         self._marks: WeakKeyDictionary[PreparedLoader, tuple[int, int]] = WeakKeyDictionary()
 
@@ -79,7 +79,7 @@ class Reading:
 
     def _batches(self, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]) -> Iterator[Any]:
         places, state = self._places, self._accumulation
-        place = _Place(loader, state.snapshot(), next(self._numbers), self._devices)
+        place = _OpenLoader(loader, state.snapshot(), next(self._numbers), self._devices)
         places.append(place)
         pending = state.collects()
         try:
@@ -125,7 +125,7 @@ class Reading:
         self._marks[loader] = state.entered, begin
         return entry.alone
 
-    def _end(self, place: _Place) -> None:
+    def _end(self, place: _OpenLoader) -> None:
         """A loader has been read: the state is what it was before."""
         if self._places[-1] is place:
             self._accumulation.restore(place.before)

@@ -109,11 +109,11 @@ class SaveFolders:
     def last_counter(self, run_id: str) -> int:
         """The highest save counter of a run in these folders; 0 if it has no checkpoint."""
 
-        def look() -> int:
+        def find() -> int:
             folders = self.folders if self._world.is_main else []
             return max((next_counter(folder, run_id) - 1 for folder in folders), default=0)
 
-        highest: int = run_on_all_ranks(self._world, look)[0]
+        highest: int = run_on_all_ranks(self._world, find)[0]
         return highest
 
     def place(self, folder: Path, name: str, replace: bool) -> Path:

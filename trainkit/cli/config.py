@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, with_nearest
+from trainkit.config.checked import checked_settings
 from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, KEYS, Key, checked
 from trainkit.config.settings import Settings
-from trainkit.config.settled import settled
 from trainkit.errors import ConfigurationError
 from trainkit.launch.tpu import DEVICE
 from trainkit.registry import automatic_info
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if path.exists():
             print(f"{path} exists, and is replaced after the last answer. Ctrl-C keeps it.")
         settings = _asked()
-    settled(settings)  # raises for contradictions before anything is written
+    checked_settings(settings)  # raises for contradictions before anything is written
     replaced = path.exists()
     write_settings(settings, path)
     print(f"written: {path}" + (", which replaces the old one" if replaced else ""))

@@ -20,12 +20,12 @@ from trainkit.cli.launch_nodes import (
     processes_per_node,
 )
 from trainkit.cli.settings_flags import add_config_file, add_flags, flagged, in_either_spelling, of_file, with_nearest
-from trainkit.config.carried import VARIABLE, with_environment
+from trainkit.config.inherited import VARIABLE, with_environment
 from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.launch.hostfile import read_hostfile
 from trainkit.launch.nodes import grace, join_timeout, quietly
-from trainkit.launch.place import is_local
+from trainkit.launch.rank_info import is_local
 
 __all__ = ["add_arguments", "run"]
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from trainkit.config.carried import VARIABLE, carried
 from trainkit.config.foreign import FLAGS
+from trainkit.config.inherited import VARIABLE, inherited_settings
 from trainkit.config.keys import BACKEND, DYNAMO, KEYS, checked
 from trainkit.config.settings import Settings
 from trainkit.console import notice
@@ -89,7 +89,7 @@ def of_file(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     if args.config_file is not None:
         return read_settings(args.config_file)
     if VARIABLE in env and not (env.get("LOCAL_RANK") and env.get("TORCHELASTIC_RUN_ID")):
-        return carried(env)
+        return inherited_settings(env)
     default = default_file()
     settings = read_settings(default) if default.exists() else Settings()
     if settings:

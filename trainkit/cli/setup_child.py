@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainkit.cli.setup_checks import CHECKS, SETTINGS, CheckContext
 from trainkit.cli.test import print_line
-from trainkit.config.carried import VARIABLE
+from trainkit.config.inherited import VARIABLE
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.registry import make_strategy
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from trainkit.cli.launch_nodes import process_variables
 from trainkit.cli.settings_flags import add_config_file, in_either_spelling, of_file
-from trainkit.config.carried import VARIABLE, with_environment
+from trainkit.config.checked import checked_settings
+from trainkit.config.inherited import VARIABLE, with_environment
 from trainkit.config.settings import Settings
-from trainkit.config.settled import settled
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run all checks; 0 if all pass, 1 if one fails, 130 or 143 if interrupted or preempted before that."""
-    settings = settled(of_file(args, os.environ))
+    settings = checked_settings(of_file(args, os.environ))
     processes = _processes(args.nproc_per_node, settings)
     from trainkit.cli.setup_checks import CHECKS, SETTINGS
 

@@ -102,7 +102,7 @@ class Settings:
         return replace(self, values=values, backend=backend, dynamo=dynamo)
 
     @contextmanager
-    def blamed(self, *names: str) -> Iterator[None]:
+    def attribute_errors(self, *names: str) -> Iterator[None]:
         """In this context an error names these keys as its cause, instead of arguments that the user did not write."""
         values = ((name, self.get(name)) for name in names)
         said = ", ".join(f"{name}: {_written(value)}" for name, value in values if value is not None)

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from trainkit.console import with_article
 from trainkit.data.sampling import CYCLE
+from trainkit.data.state_history import StateHistory
 from trainkit.data.stream import Stream, open_stream
-from trainkit.data.trail import Trail
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.nested import batch_size
@@ -130,7 +130,7 @@ class CombinedStream:
     def prime(self, epoch: int, start: int, step: int) -> None:
         """See :class:`trainkit.data.stream.Stream`."""
 
-    def trails(self) -> list[Trail]:
+    def histories(self) -> list[StateHistory]:
         """None: batch m of the whole is not batch m of each, so what cannot start in the middle is skipped through."""
         return []
 

@@ -120,11 +120,11 @@ class PreparedLoader(Positions):
         self.given = 0
         self._resumed = (-1, 0, 0)  # epoch, index in it, and the micro-batch of all ranks there
         self._last: Any = NO_BATCH  # the last batch, where padding may need it
-        for trail in self._stream.trails():
+        for history in self._stream.histories():
             if window is None:
-                trail.stop()  # an evaluation starts again each time
+                history.stop()  # an evaluation starts again each time
             else:
-                trail.keep((4 + 2 * window) * world.devices)  # a window that is worked on, and the next one fetched ahead
+                history.keep((4 + 2 * window) * world.devices)  # a window that is worked on, and the next one fetched ahead
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # not set yet: an object that is being copied or unpickled
@@ -315,7 +315,7 @@ class PreparedLoader(Positions):
             items = self._ahead(items, self._loads(lambda piece, _: self._transferred(piece)), start=0)
         for piece in items:
             shared = piece.shared
-            shared.settle(world)
+            shared.agree(world)
             if shared.per_rank == 0:
                 break
             index = start + piece.index

@@ -202,7 +202,7 @@ class Positions:
         samples = None
         if sizes is not None:
             samples = batches * sizes[0] - (sizes[0] - sizes[1] if batches and batches == length else 0)
-        states = [trail.at(whole) for trail in self._stream.trails()]
+        states = [history.at(whole) for history in self._stream.histories()]
         found = {
             "epoch": epoch,
             "batches": batches,
@@ -217,7 +217,7 @@ class Positions:
 
     def gathered(self, position: dict[str, Any]) -> dict[str, Any]:
         """A position with the states of the iterables of all processes, for a checkpoint. Collective."""
-        if self._world.size == 1 or not any(trail.active for trail in self._stream.trails()):
+        if self._world.size == 1 or not any(history.active for history in self._stream.histories()):
             return position
         states = self._world.exchange_state(position["iterable"])
         # of one stream that all read, one state is enough
@@ -271,8 +271,8 @@ class Positions:
             state = state[self._world.rank] if rank is None else state if rank == self._world.rank else None
         self._stream.resume(splits and self._world.size > 1)
         if state is not None:
-            for trail in self._stream.trails():
-                trail.resume(micro_batch, state)
+            for history in self._stream.histories():
+                history.resume(micro_batch, state)
 
     def _micro_batch(self, epoch: int, index: int) -> int:
         """The first rank's micro-batch at an index. The first index after a resume begins where that was."""

@@ -2,7 +2,7 @@
 
 Rank r of W has the micro-batches start + r, start + r + W, … of an epoch. ``index`` numbers them for each rank. If the number
 and the sizes of the micro-batches are known, each rank computes the windows alone (:func:`planned`). If not, it fetches
-its micro-batches of a window first, and the ranks exchange their weights (:func:`collected` and :meth:`SharedWindow.settle`).
+its micro-batches of a window first, and the ranks exchange their weights (:func:`collected` and :meth:`SharedWindow.agree`).
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ class SharedWindow:
         total: the weight of all micro-batches of the window.
         uneven: the ranks have different numbers of micro-batches.
         alike: it is certain that they have the same number, all of one size.
-        weights: in your own training loop, the weight of the micro-batches of all ranks at each index; before :meth:`settle`
+        weights: in your own training loop, the weight of the micro-batches of all ranks at each index; before :meth:`agree`
             that of this rank's.
     """
 
-    __slots__ = ("alike", "per_rank", "settled", "total", "uneven", "weights")
+    __slots__ = ("agreed", "alike", "per_rank", "total", "uneven", "weights")
 
     def __init__(
         self,
         total: float,
         per_rank: int,
         uneven: bool,
-        settled: bool,
+        agreed: bool,
         alike: bool = False,
         weights: list[float] | None = None,
     ) -> None:
-        self.total, self.per_rank, self.uneven, self.settled, self.alike = total, per_rank, uneven, settled, alike
+        self.total, self.per_rank, self.uneven, self.agreed, self.alike = total, per_rank, uneven, agreed, alike
         self.weights = weights
 
-    def settle(self, world: World) -> None:
+    def agree(self, world: World) -> None:
         """Exchange what each rank has. Collective, unless it is known already.
 
         Called when a window begins and not when it is fetched: ranks may fetch at different times.
         """
-        if self.settled:
+        if self.agreed:
             return
         weights, counts, *by_index = zip(*world.rows([self.total, self.per_rank, *(self.weights or ())]), strict=True)
         self.total, self.per_rank, self.uneven = sum(weights), int(max(counts)), min(counts) != max(counts)
         if self.weights is not None:
             self.weights = [sum(weights) for weights in by_index]
-        self.settled = True
+        self.agreed = True
 
     def micro_batch(
         self, batch: Any, kind: MicroBatchKind, place: tuple[int, int], weight: float, last: bool, ranks: int
     ) -> MicroBatch:
-        """A micro-batch of this window, for one rank. Call :meth:`settle` first.
+        """A micro-batch of this window, for one rank. Call :meth:`agree` first.
 
         Args:
             batch: its batch.
@@ -139,9 +139,7 @@ def planned(
         short = common - last if begin + count == length else 0
         total = count * common - short
         uneven = count % world.size != 0
-        shared = SharedWindow(
-            total, -(-count // world.size), uneven, settled=True, alike=not uneven and total == count * common
-        )
+        shared = SharedWindow(total, -(-count // world.size), uneven, agreed=True, alike=not uneven and total == count * common)
         if taken is not None:
             shared.weights = [float(world.size * common)] * shared.per_rank
             shared.weights[-1] = float((count - 1) % world.size * common + common - short)
@@ -193,7 +191,7 @@ def collected(
             return
         window = list(islice(batches, wanted))
         weights = [float(count(batch)) if weigh is None else weight_of(weigh, batch) for batch in window]
-        shared = SharedWindow(sum(weights), len(window), False, settled=False)
+        shared = SharedWindow(sum(weights), len(window), False, agreed=False)
         if taken is not None:
             shared.weights = weights + [0.0] * (wanted - len(weights))
         m = start + index * world.size + world.rank

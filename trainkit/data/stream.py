@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.console import notice, warn
-from trainkit.data.dealing import Dealer
 from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
-from trainkit.data.trail import Trail
+from trainkit.data.sharding import StreamSharder
+from trainkit.data.state_history import StateHistory
 from trainkit.data.workers import end_workers, started
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError
@@ -56,7 +56,7 @@ class Stream(Protocol):
     def counted(self) -> int:
         """The micro-batches of an epoch that several processes have read to its end."""
 
-    def trails(self) -> list[Trail]:
+    def histories(self) -> list[StateHistory]:
         """Where the iterables in it were, for those that can be resumed by a state of their own."""
 
     def resume(self, splits: bool) -> None:
@@ -116,17 +116,17 @@ class LoaderStream:
         self._source = loader
         self._seed, self._stage = seed, stage
         self._iterable = isinstance(loader.dataset, IterableDataset)
-        self._dealer = Dealer(world, type(loader.dataset).__name__)
+        self._sharder = StreamSharder(world, type(loader.dataset).__name__)
         changes: dict[str, Any] = {"_iterator": None, "worker_init_fn": UserWorkerInit(loader.worker_init_fn)}
         if device.type == "cuda" and loader.num_workers > 0:  # without workers there may be tensors on CUDA: not to be pinned
             changes["pin_memory"] = True
         if self._iterable:
             self._batches: KeyedBatches | None = None
-            self._length = self._dealer.agreed(_length_of(loader))
+            self._length = self._sharder.agreed(_length_of(loader))
             changes |= self._changes_for_iterable(loader)
         else:
             self._batches = keyed_batches(loader, seed, stage, sequential, world)
-            self._dealer.splits = self._batches.splits
+            self._sharder.splits = self._batches.splits
             changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._batches
             changes["dataset"] = KeyedDataset(loader.dataset)
         if loader.num_workers > 1 and not loader.in_order:
@@ -140,7 +140,7 @@ class LoaderStream:
         self.sizes: tuple[int, int] | None = None if self._batches is None else self._batches.sizes
         self.exact: bool = self._batches is not None and self._batches.exact
         self.samples: int | None = None if self._iterable else _length_of(loader.dataset)
-        self._trail = Trail(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
+        self._history = StateHistory(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
         # What a worker has seen of earlier epochs must not matter: one that reads a stream, or whose dataset is told the
         # epoch (here, in the main process), starts anew in each.
         self._fresh_workers = self._iterable or hasattr(loader.dataset, "set_epoch")
@@ -166,26 +166,26 @@ class LoaderStream:
     @property
     def length(self) -> int | None:
         """See :class:`Stream`."""
-        return self._dealer.length(self._length) if self._batches is None else self._batches.length
+        return self._sharder.length(self._length) if self._batches is None else self._batches.length
 
     @property
     def splits(self) -> bool:
         """See :class:`Stream`."""
-        return self._dealer.splits
+        return self._sharder.splits
 
     @property
     def counted(self) -> int:
         """See :class:`Stream`."""
-        return self._dealer.counted if self._batches is None else self._batches.counted
+        return self._sharder.counted if self._batches is None else self._batches.counted
 
-    def trails(self) -> list[Trail]:
+    def histories(self) -> list[StateHistory]:
         """See :class:`Stream`."""
-        return [] if self._trail is None else [self._trail]
+        return [] if self._history is None else [self._history]
 
     def resume(self, splits: bool) -> None:
         """See :class:`Stream`."""
         if self._batches is None:
-            self._dealer.splits = splits
+            self._sharder.splits = splits
 
     def prime(self, epoch: int, start: int, step: int) -> None:
         """See :class:`Stream`."""
@@ -202,25 +202,25 @@ class LoaderStream:
         begun, self._primed = self._primed, None
         iterator, batches, first = self._begin(epoch, start, step) if begun is None else begun
         try:
-            if self._trail is None:
+            if self._history is None:
                 yield from batches  # starts where it should
             elif step == 1:
                 batches = islice(batches, start - first, None if limit is None else max(limit - first, 0))
-                yield from self._trail.follow(batches, start, skipped=start > first, ended=partial(self._ended, iterator))
+                yield from self._history.follow(batches, start, skipped=start > first, ended=partial(self._ended, iterator))
             else:
-                rows = self._dealer.rows(batches, first, start, limit, turn, step)
-                yield from self._trail.follow(rows, start, step, ended=partial(self._ended, iterator))
+                rows = self._sharder.rows(batches, first, start, limit, turn, step)
+                yield from self._history.follow(rows, start, step, ended=partial(self._ended, iterator))
         finally:
             if not self._source.persistent_workers:
                 end_workers(iterator)
 
     def _ended(self, iterator: Any) -> bool:
         """Whether the end of the stream has been read, with a short last batch or in a row that is not full."""
-        return self._dealer.ended or bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
+        return self._sharder.ended or bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
 
     def spare(self, epoch: int) -> Any:
         """See :class:`Stream`."""
-        return self._dealer.spare if self._iterable else next(self.batches(epoch, 0, 1), None)
+        return self._sharder.spare if self._iterable else next(self.batches(epoch, 0, 1), None)
 
     def _begin(self, epoch: int, start: int, step: int) -> tuple[Any, Iterator[Any], int]:
         """An iterator over the copy of the loader, its batches, and the number of the first of them."""
@@ -236,20 +236,20 @@ class LoaderStream:
         generator = self._source.generator
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch), () if generator is None else (generator,))
         first = 0
-        if self._trail is not None:
-            first = self._dealer.place(start, step) if self._trail.begin(start) == 0 else 0
+        if self._history is not None:
+            first = self._sharder.place(start, step) if self._history.begin(start) == 0 else 0
             if loader.batch_size is not None:
                 self._slots.epoch, self._slots.start = epoch, first
-        over = self._trail is not None and self._trail.at_end
+        over = self._history is not None and self._history.at_end
         iterator: Any = iter(()) if over else started(loader)
         self._running = iterator
-        if self._trail is None:
+        if self._history is None:
             return iterator, iterator, first
         batches: Iterator[Any] = iterator
         if loader.batch_size is None and loader.num_workers == 0:
             batches = _seeded(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
         if step > 1:
-            batches = self._dealer.begin(batches, self._trail, epoch, first, start, step)
+            batches = self._sharder.begin(batches, self._history, epoch, first, start, step)
         return iterator, batches, first
 
     def close(self) -> None:
@@ -281,42 +281,42 @@ class IterableStream:
 
     def __init__(self, source: Iterable[Any], seed: int, stage: int, world: World = _ONE_PROCESS) -> None:
         self._source = source
-        self._trail = Trail(source, readable=True)
+        self._history = StateHistory(source, readable=True)
         self._seed, self._stage = seed, stage
         self._ready = isinstance(source, list | tuple)
         self._one_shot, self._read = isinstance(source, Iterator), False
-        self._dealer = Dealer(world, type(source).__name__)
+        self._sharder = StreamSharder(world, type(source).__name__)
         self._primed: tuple[Iterator[Any], int] | None = None
         self.exact = self._ready
         if isinstance(source, list | tuple):
-            self._length: int | None = len(source) if world.size == 1 else self._dealer.ready(source)
+            self._length: int | None = len(source) if world.size == 1 else self._sharder.ready(source)
         else:
-            self._length = self._dealer.agreed(_length_of(source))
+            self._length = self._sharder.agreed(_length_of(source))
             notice(
                 f"{type(source).__name__} is iterated as it is: its order is its own (no keyed shuffling)"
-                + ("." if self._trail.active else " and a resumed run has to skip through it.")
+                + ("." if self._history.active else " and a resumed run has to skip through it.")
                 + " Wrap the data in a Dataset and a DataLoader to get both."
             )
 
     @property
     def length(self) -> int | None:
         """See :class:`Stream`."""
-        return self._dealer.length(self._length)
+        return self._sharder.length(self._length)
 
     @property
     def splits(self) -> bool:
         """See :class:`Stream`."""
-        return self._dealer.splits
+        return self._sharder.splits
 
     @property
     def counted(self) -> int:
         """See :class:`Stream`."""
-        return self._dealer.counted
+        return self._sharder.counted
 
     def resume(self, splits: bool) -> None:
         """See :class:`Stream`."""
         if not self._ready:
-            self._dealer.splits = splits
+            self._sharder.splits = splits
 
     def prime(self, epoch: int, start: int, step: int) -> None:
         """See :class:`Stream`."""
@@ -328,14 +328,14 @@ class IterableStream:
         if self._ready:  # nothing random happens when the next one is taken
             self._open(epoch)
             ready = iter(self._source)
-            return islice(ready, start, limit) if step == 1 else self._dealer.rows(ready, 0, start, limit, turn, step)
+            return islice(ready, start, limit) if step == 1 else self._sharder.rows(ready, 0, start, limit, turn, step)
         begun, self._primed = self._primed, None
         batches, first = self._begin(epoch, start, step) if begun is None else begun
         if step == 1:
             batches = islice(batches, start - first, None if limit is None else max(limit - first, 0))
-            return self._trail.follow(batches, start, skipped=start > first)
-        rows = self._dealer.rows(batches, first, start, limit, turn, step)
-        return self._trail.follow(rows, start, step, ended=lambda: self._dealer.ended)
+            return self._history.follow(batches, start, skipped=start > first)
+        rows = self._sharder.rows(batches, first, start, limit, turn, step)
+        return self._history.follow(rows, start, step, ended=lambda: self._sharder.ended)
 
     def _open(self, epoch: int) -> None:
         if self._one_shot and self._read:
@@ -349,22 +349,22 @@ class IterableStream:
 
     def spare(self, epoch: int) -> Any:
         """See :class:`Stream`."""
-        return self._dealer.spare
+        return self._sharder.spare
 
     def _begin(self, epoch: int, start: int, step: int) -> tuple[Iterator[Any], int]:
         """The batches, and the number of the first of them."""
         self._open(epoch)
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
-        first = self._dealer.place(start, step) if self._trail.begin(start) == 0 else 0
-        source = () if self._trail.at_end else self._source
+        first = self._sharder.place(start, step) if self._history.begin(start) == 0 else 0
+        source = () if self._history.at_end else self._source
         batches = _seeded(iter(source), KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
         if step > 1:
-            batches = self._dealer.begin(batches, self._trail, epoch, first, start, step)
+            batches = self._sharder.begin(batches, self._history, epoch, first, start, step)
         return batches, first
 
-    def trails(self) -> list[Trail]:
+    def histories(self) -> list[StateHistory]:
         """See :class:`Stream`."""
-        return [self._trail]
+        return [self._history]
 
     def close(self) -> None:
         """Nothing to end."""

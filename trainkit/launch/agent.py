@@ -34,7 +34,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.launch import guard
 from trainkit.launch.environment import LAUNCHER
 from trainkit.launch.interface import lead_gloo_out
-from trainkit.launch.place import is_local
+from trainkit.launch.rank_info import is_local
 from trainkit.launch.rendezvous import BACKEND, NodesChanged, Rendezvous
 from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, judge
 from trainkit.launch.workers import Workers

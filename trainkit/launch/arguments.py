@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.place import Place
+from trainkit.launch.rank_info import RankInfo
 
 __all__ = ["local_rank", "option", "placed"]
 
@@ -40,7 +40,7 @@ def option(argv: Sequence[str], name: str) -> str | None:
     return value
 
 
-def placed(place: Place | None, argv: Sequence[str]) -> Place | None:
+def placed(place: RankInfo | None, argv: Sequence[str]) -> RankInfo | None:
     """The place of this process, checked against the ``--local_rank`` on its command line.
 
     DeepSpeed's launcher and ``torch.distributed.launch`` pass it in addition to environment variables.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.place import Place, checked, number, port_number, stable_port
+from trainkit.launch.rank_info import RankInfo, checked, number, port_number, stable_port
 
 __all__ = ["hosts", "jsrun_place", "mpi_place", "slurm_place", "tasks_of_nodes"]
 
@@ -21,7 +21,7 @@ _MPI = (
 )
 
 
-def slurm_place(env: Mapping[str, str]) -> Place | None:
+def slurm_place(env: Mapping[str, str]) -> RankInfo | None:
     """A task of ``srun``; ``None`` in the script of a batch job, the shell of ``salloc`` and that of ``srun --pty``."""
     step, rank = number(env, "SLURM_STEP_ID", "SLURM_STEPID"), number(env, "SLURM_PROCID")
     if step is None or step >= _OWN_STEPS or rank is None or env.get("SLURM_PTY_PORT"):
@@ -38,7 +38,7 @@ def slurm_place(env: Mapping[str, str]) -> Place | None:
     node = number(env, "SLURM_NODEID")
     counts = _tasks(env, size)
     nodes = len(counts) or number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    place = Place(
+    place = RankInfo(
         rank,
         size,
         number(env, "SLURM_LOCALID"),
@@ -122,7 +122,7 @@ def _expanded(part: str, text: str) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------------------- MPI
 
 
-def mpi_place(env: Mapping[str, str]) -> Place | None:
+def mpi_place(env: Mapping[str, str]) -> RankInfo | None:
     """A process of ``mpirun``: Open MPI, MVAPICH, MPICH or Intel MPI."""
     found = [(names, said) for names in _MPI if (said := _rank_and_size(env, names[1], names[2])) is not None]
     if not found:
@@ -138,7 +138,7 @@ def mpi_place(env: Mapping[str, str]) -> Place | None:
     hydra = rank == "PMI_RANK"
     here = number(env, local_size, "PMI_LOCAL_SIZE") if hydra else number(env, local_size)
     together = here == count
-    place = Place(
+    place = RankInfo(
         index,
         count,
         number(env, local_rank, "PMI_LOCAL_RANK") if hydra else number(env, local_rank),
@@ -193,7 +193,7 @@ def _first_of_batch(env: Mapping[str, str]) -> str:
 # ------------------------------------------------------------------------------------------------------------------- LSF
 
 
-def jsrun_place(env: Mapping[str, str]) -> Place | None:
+def jsrun_place(env: Mapping[str, str]) -> RankInfo | None:
     """A process of ``jsrun``, under LSF."""
     rank, size = number(env, "JSM_NAMESPACE_RANK"), number(env, "JSM_NAMESPACE_SIZE")
     if rank is None:
@@ -212,5 +212,5 @@ def jsrun_place(env: Mapping[str, str]) -> Place | None:
         )
     port = port_number(env, "MASTER_PORT") or stable_port("lsf", env.get("LSB_JOBID"))
     local_rank, local_size = number(env, "JSM_NAMESPACE_LOCAL_RANK"), number(env, "JSM_NAMESPACE_LOCAL_SIZE")
-    place = Place(rank, size, local_rank, local_size, None, None, address, port, "LSF", "jsrun has set JSM_NAMESPACE_RANK")
+    place = RankInfo(rank, size, local_rank, local_size, None, None, address, port, "LSF", "jsrun has set JSM_NAMESPACE_RANK")
     return checked(place, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")

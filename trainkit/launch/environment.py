@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch.clusters import jsrun_place, mpi_place, slurm_place
-from trainkit.launch.place import Place, checked, is_local, number, port_number
+from trainkit.launch.rank_info import RankInfo, checked, is_local, number, port_number
 
-__all__ = ["LAUNCHER", "SCRIPT", "Place", "read_place"]
+__all__ = ["LAUNCHER", "SCRIPT", "RankInfo", "read_place"]
 
 # Processes of this node, its rank, number of nodes: the variables of torchrun and of DeepSpeed's launcher.
 _TORCHRUN = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -25,7 +25,7 @@ _FIX = (
 )
 
 
-def read_place(env: Mapping[str, str]) -> Place | None:
+def read_place(env: Mapping[str, str]) -> RankInfo | None:
     """The place of this process among those that a launcher started.
 
     Args:
@@ -53,7 +53,7 @@ def read_place(env: Mapping[str, str]) -> Place | None:
     return outer
 
 
-def _cluster(env: Mapping[str, str]) -> Place | None:
+def _cluster(env: Mapping[str, str]) -> RankInfo | None:
     """The place by a batch system or MPI. In a SLURM job mpirun counts, not its daemons, which srun started."""
     jsrun, mpi, slurm = jsrun_place(env), mpi_place(env), slurm_place(env)
     if mpi is not None and slurm is not None and (mpi.rank, mpi.size) == (slurm.rank, slurm.size):
@@ -70,7 +70,7 @@ def _cluster(env: Mapping[str, str]) -> Place | None:
     return place
 
 
-def _plain(env: Mapping[str, str]) -> Place | None:
+def _plain(env: Mapping[str, str]) -> RankInfo | None:
     """The place by RANK and WORLD_SIZE, which torchrun, the Kubernetes operators or the user set."""
     rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
     if rank is None:
@@ -84,10 +84,10 @@ def _plain(env: Mapping[str, str]) -> Place | None:
     if by_hand and size == 1 and rank == 0:
         return None  # the same as without a launcher
     if by_hand and _cluster(env) is not None:  # the cluster knows the address of the main process
-        return Place(rank, size, None, None, None, None, "", 0, "RANK and WORLD_SIZE", "")
+        return RankInfo(rank, size, None, None, None, None, "", 0, "RANK and WORLD_SIZE", "")
     launcher, reason = _started_by(env)
     local_size, node, nodes = _DEEPSPEED if launcher == "deepspeed" else _TORCHRUN
-    place = Place(
+    place = RankInfo(
         rank,
         size,
         number(env, "LOCAL_RANK"),
@@ -138,7 +138,7 @@ def _address(env: Mapping[str, str], size: int) -> tuple[str, int]:
     return address, port
 
 
-def _with_nodes(place: Place) -> Place:
+def _with_nodes(place: RankInfo) -> RankInfo:
     """Add the node of the process if the launcher has not set it and it follows from the rest."""
     if place.local_rank is None and is_local(place.master_addr):  # all are on this node, or could not connect
         return replace(place, local_rank=place.rank, local_size=place.size, node=0, nodes=1)
@@ -159,7 +159,7 @@ def _in_kubernetes(env: Mapping[str, str]) -> bool:
     return "KUBERNETES_SERVICE_HOST" in env or "PET_NNODES" in env
 
 
-def _one_in_each_pod(env: Mapping[str, str], place: Place) -> Place:
+def _one_in_each_pod(env: Mapping[str, str], place: RankInfo) -> RankInfo:
     """The training operator numbers its pods; each runs the processes that its command starts, here one."""
     each = env.get("PET_NPROC_PER_NODE", "1")
     if each.isdigit() and int(each) > 1:
@@ -170,7 +170,7 @@ def _one_in_each_pod(env: Mapping[str, str], place: Place) -> Place:
     return replace(place, local_rank=0, local_size=1, node=place.rank, nodes=place.size)
 
 
-def _kubernetes(env: Mapping[str, str]) -> Place | None:
+def _kubernetes(env: Mapping[str, str]) -> RankInfo | None:
     """The place by the PET_ variables, which are for torchrun, in a pod whose command is the script itself."""
     text = env.get("PET_NNODES", "1").strip()
     if text in ("", "1", "1:1"):
@@ -183,5 +183,5 @@ def _kubernetes(env: Mapping[str, str]) -> Place | None:
             "the command of the pods to: trainkit launch script.py   (or torchrun). To run this process alone: unset "
             "PET_NNODES"
         )
-    place = Place(rank, nodes, 0, 1, rank, nodes, address, port, "Kubernetes", "PET_NNODES and PET_NODE_RANK are set")
+    place = RankInfo(rank, nodes, 0, 1, rank, nodes, address, port, "Kubernetes", "PET_NNODES and PET_NODE_RANK are set")
     return _one_in_each_pod(env, checked(place, "PET_NODE_RANK", "PET_NNODES"))

@@ -26,7 +26,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.arguments import placed
 from trainkit.launch.devices import check_wanted, device_of, processes_of_a_machine
-from trainkit.launch.environment import Place, read_place
+from trainkit.launch.environment import RankInfo, read_place
 from trainkit.launch.process_group import default_group, make_default_group
 from trainkit.launch.self_start import become_agent, command_again
 
@@ -75,7 +75,7 @@ def note_alone(devices: int | None) -> None:
         _earlier.add(devices)
 
 
-def join(wanted: RequestedDevices, *, backend: str | None = None, timeout: timedelta, place: Place | None = None) -> World:
+def join(wanted: RequestedDevices, *, backend: str | None = None, timeout: timedelta, place: RankInfo | None = None) -> World:
     """Join the processes of the run; the first call makes their process groups.
 
     A process group that the user has initialized is used, and not destroyed. Else the processes are those that a launcher has
@@ -127,7 +127,7 @@ def joined() -> World:
     return World()
 
 
-def _place() -> Place | None:
+def _place() -> RankInfo | None:
     """What a launcher says about this process, in environment variables and on the command line."""
     return placed(read_place(os.environ), sys.argv[1:])
 
@@ -184,7 +184,7 @@ def _mention_earlier_runs(each: int) -> None:
         )
 
 
-def _enter(wanted: RequestedDevices, place: Place | None, backend: str | None, timeout: timedelta) -> _Joined:
+def _enter(wanted: RequestedDevices, place: RankInfo | None, backend: str | None, timeout: timedelta) -> _Joined:
     if place is not None and place.size == 1:
         return _Joined(
             World(launcher=place.launcher, restarts=restarts(os.environ), memory=RestartStore.of(os.environ)), None, ours=False
@@ -220,10 +220,10 @@ def _backend(wanted: RequestedDevices) -> str:
     return "cpu:gloo,cuda:nccl" if cuda else "gloo"
 
 
-def _place_in_group() -> Place:
+def _place_in_group() -> RankInfo:
     """The place of this process in the user's group; with its node, if a launcher has started it with the same rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    place = Place(rank, size, None, None, None, None, os.environ.get("MASTER_ADDR", ""), 0, "your own process group", "")
+    place = RankInfo(rank, size, None, None, None, None, os.environ.get("MASTER_ADDR", ""), 0, "your own process group", "")
     try:
         started = read_place(os.environ)
     except ConfigurationError:  # the group works without these variables
@@ -233,7 +233,7 @@ def _place_in_group() -> Place:
     return replace(started, launcher=place.launcher)
 
 
-def _world(place: Place, control: Any) -> World:
+def _world(place: RankInfo, control: Any) -> World:
     """The world; what no launcher says about the nodes follows from the host names."""
     world = World(place.rank, place.size, control=control)
     channel = Channel.open(place.rank, place.size, place.master_addr or None, world.from_main)

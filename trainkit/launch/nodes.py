@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 
 from trainkit.errors import ConfigurationError
 from trainkit.launch.clusters import jsrun_place, mpi_place, slurm_place
-from trainkit.launch.place import number, port_number
+from trainkit.launch.rank_info import number, port_number
 
 __all__ = ["Nodes", "grace", "join_timeout", "node_range", "quietly", "read_nodes"]
 

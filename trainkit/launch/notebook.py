@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checks import is_number, whole_number
-from trainkit.config.carried import VARIABLE, Settings, carried, carry
+from trainkit.config.inherited import VARIABLE, Settings, carry, inherited_settings
 from trainkit.config.keys import KEYS, checked
 from trainkit.distributed.failure import summary
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
@@ -101,7 +101,7 @@ def notebook_launcher(
     _refuse_worker(num_nodes)
     settings = Settings({"mixed_precision": mixed_precision}, source=_NAME)
     if VARIABLE in os.environ:  # set by the launcher of this process
-        settings = settings.over(carried())
+        settings = settings.over(inherited_settings())
     count, replicas, devices = _processes(num_processes, num_nodes, max_restarts)
     print(f"Launching training on {devices}.", flush=True)
     if count == 1 and num_nodes == 1 and replicas is None:

@@ -14,7 +14,7 @@ from trainkit.distributed.restart_store import restarts
 from trainkit.distributed.stores import connected
 from trainkit.errors import ConfigurationError
 from trainkit.launch.interface import lead_gloo_out
-from trainkit.launch.place import Place, is_local
+from trainkit.launch.rank_info import RankInfo, is_local
 
 __all__ = ["alone", "default_group", "make_default_group"]
 
@@ -51,7 +51,7 @@ def alone(backend: str) -> Iterator[None]:
         _alone = None
 
 
-def make_default_group(place: Place, backend: str, timeout: timedelta) -> None:
+def make_default_group(place: RankInfo, backend: str, timeout: timedelta) -> None:
     """Make the default process group with the other processes.
 
     Args:
@@ -81,7 +81,7 @@ def _launcher_hosts_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _connect(place: Place, timeout: timedelta) -> Any:
+def _connect(place: RankInfo, timeout: timedelta) -> Any:
     """The store of the processes, when all have connected to it."""
     from torch.distributed import TCPStore  # not in every build of torch
 

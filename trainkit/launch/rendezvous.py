@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from trainkit.console import notice
 from trainkit.distributed.stores import connected
 from trainkit.errors import ConfigurationError
-from trainkit.launch.place import is_local
+from trainkit.launch.rank_info import is_local
 
 __all__ = ["BACKEND", "NodesChanged", "Rendezvous"]
 

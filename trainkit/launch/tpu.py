@@ -11,7 +11,7 @@ from pathlib import Path
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_place
-from trainkit.launch.place import Place, port_number, stable_port
+from trainkit.launch.rank_info import RankInfo, port_number, stable_port
 
 __all__ = ["DEVICE", "REPLICA", "place_in_slice", "runtime_is_loaded", "tpu_is_chosen", "tpu_is_here"]
 
@@ -63,7 +63,9 @@ def runtime_is_loaded() -> bool:
     return "torch_xla" in sys.modules
 
 
-def place_in_slice(rank: int, size: int, local_rank: int, local_size: int, env: Mapping[str, str], parent: int) -> Place | None:
+def place_in_slice(
+    rank: int, size: int, local_rank: int, local_size: int, env: Mapping[str, str], parent: int
+) -> RankInfo | None:
     """The place of this process on a TPU slice; ``None`` if it is the only one.
 
     Args:
@@ -97,4 +99,4 @@ def place_in_slice(rank: int, size: int, local_rank: int, local_size: int, env: 
     job = str(parent) if nodes == 1 else ",".join(hosts) or address
     port = port_number(env, "MASTER_PORT") or stable_port("xla", job)
     node = rank // local_size
-    return Place(rank, size, local_rank, local_size, node, nodes, address, port, "XLA's runtime", f"which knows of {size}")
+    return RankInfo(rank, size, local_rank, local_size, node, nodes, address, port, "XLA's runtime", f"which knows of {size}")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.strategy import Strategy
 
-__all__ = ["WORDS", "Enter", "Found", "Searcher", "find_checkpoint", "newest_of"]
+__all__ = ["WORDS", "Enter", "FoundCheckpoint", "Searcher", "find_checkpoint", "newest_of"]
 
 WORDS = ("auto", "last", "best")
 
@@ -41,7 +41,7 @@ Raises ``CheckpointLockedError`` if another live run saves there.
 """
 
 
-class Found:
+class FoundCheckpoint:
     """A checkpoint that was read, and where it lies.
 
     Attributes:
@@ -61,7 +61,7 @@ class Found:
 
 
 class _Listed(NamedTuple):
-    """A checkpoint in a folder; see :class:`trainkit.checkpoint.folder.Found`."""
+    """A checkpoint in a folder; see :class:`trainkit.checkpoint.folder.FoundCheckpoint`."""
 
     path: Path
     problem: str | None
@@ -88,7 +88,7 @@ class Searcher(NamedTuple):
 
 def find_checkpoint(
     searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places, *, whole: bool, enter: Enter | None = None
-) -> Found | None:
+) -> FoundCheckpoint | None:
     """Read the checkpoint that ``ckpt_path`` names; ``None`` for a fresh start, which only "auto" allows. Collective.
 
     Args:
@@ -108,14 +108,14 @@ def find_checkpoint(
     if ckpt_path in ("auto", "last"):
         return _newest(searcher, str(ckpt_path), places, whole, enter)
 
-    def look() -> list[Any] | None:
+    def find() -> list[Any] | None:
         if not world.is_main:
             return None
         path = _named(searcher, ckpt_path, places)
         folder = Path(os.path.abspath(path)).parent
         return [os.fspath(path), str(folder) if folder in places.runs else None]
 
-    named, folder = run_on_all_ranks(world, look)[0]
+    named, folder = run_on_all_ranks(world, find)[0]
     if folder is not None and enter is not None and _is_busy(Path(folder), enter):
         notice(f"{folder} is in use by another live run: this run continues from its checkpoint in a folder of its own.")
     return _read(strategy, Path(named), whole)
@@ -141,7 +141,7 @@ def _named(searcher: Searcher, ckpt_path: str | os.PathLike[str], places: Places
     return path
 
 
-def _read(strategy: Strategy, path: Path, whole: bool) -> Found:
+def _read(strategy: Strategy, path: Path, whole: bool) -> FoundCheckpoint:
     """Read a checkpoint on all processes."""
 
     def stems(manifest: Manifest) -> set[str] | None:
@@ -152,7 +152,7 @@ def _read(strategy: Strategy, path: Path, whole: bool) -> Found:
             )
         return None if whole else model_stems(manifest.files) | {"state"}
 
-    return Found(path, read_on_all_ranks(path, strategy.world, stems, mapped=strategy.reads_checkpoint_parts))
+    return FoundCheckpoint(path, read_on_all_ranks(path, strategy.world, stems, mapped=strategy.reads_checkpoint_parts))
 
 
 def _resumable(manifest: Manifest | None) -> bool:
@@ -163,7 +163,7 @@ def _listed(world: World, places: Places) -> tuple[list[_Listed], str]:
     """The checkpoints in the order in which to try them, and the folders for messages, as the main process sees them."""
     runs = set(places.runs) - set(places.told)
 
-    def look() -> Any:
+    def find() -> Any:
         if not world.is_main:
             return None
         rows = []
@@ -175,11 +175,11 @@ def _listed(world: World, places: Places) -> tuple[list[_Listed], str]:
             rows.append([str(found.path), None if sound else str(problem), sound and _resumable(about), place, *who])
         return rows, str(places)
 
-    rows, where = run_on_all_ranks(world, look)[0]
+    rows, where = run_on_all_ranks(world, find)[0]
     return [_Listed(Path(path), *rest) for path, *rest in rows], where
 
 
-def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter: Enter | None) -> Found | None:
+def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter: Enter | None) -> FoundCheckpoint | None:
     """The newest good checkpoint of a run that it can go on from; bad ones are named.
 
     Args:
@@ -268,7 +268,7 @@ class _Skipped:
         notice(f"there is no {which} in {self._where}: {start}")
 
 
-def _newest(searcher: Searcher, word: str, places: Places, whole: bool, enter: Enter | None) -> Found | None:
+def _newest(searcher: Searcher, word: str, places: Places, whole: bool, enter: Enter | None) -> FoundCheckpoint | None:
     listed, where = _listed(searcher.strategy.world, places)
     skipped = _Skipped(searcher.module, where)
     for one in listed:

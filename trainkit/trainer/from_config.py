@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.config.carried import Settings, carried
 from trainkit.config.compiling import known_backend, refuse_compiled
+from trainkit.config.inherited import Settings, inherited_settings
 from trainkit.launch.resolve import read_wanted
 from trainkit.launch.tpu import DEVICE
 from trainkit.module.train_module import TrainModule
@@ -19,7 +19,7 @@ from trainkit.registry import load_callback, load_strategy
 if TYPE_CHECKING:
     from trainkit.config.settings import Plugin
 
-__all__ = ["blamed", "compiled", "with_settings"]
+__all__ = ["attribute_errors", "compiled", "with_settings"]
 
 _CLAIMS = ("gradient_accumulation_steps", "gradient_clipping")
 
@@ -36,14 +36,14 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     Raises:
         ConfigurationError: the settings ask for what cannot be had here.
     """
-    settings = carried()
+    settings = inherited_settings()
     plugin, mixed = settings.plugin(), settings.get("mixed_precision")
     taken = _place(settings, given) | _update(settings, plugin, given)
     by_plugin = plugin is not None and given["strategy"] == "auto" and not _elsewhere(settings, given)
     made: dict[str, Any] = {}
     if plugin is not None and by_plugin:
         short = is_short(given["precision"] or OVER_MASTERS[mixed or "no"])
-        with settings.blamed(*settings.of_place):
+        with settings.attribute_errors(*settings.of_place):
             made["strategy"] = _made(plugin, {**given, **taken}, short)
         taken |= plugin.described()
     if given["precision"] is None and mixed is not None:
@@ -73,22 +73,22 @@ def _compilation(settings: Settings, made: dict[str, Any]) -> list[str]:
     backend = settings.get("dynamo_backend")
     if backend is None:
         return []
-    with settings.blamed("dynamo_backend", *settings.of_place):
+    with settings.attribute_errors("dynamo_backend", *settings.of_place):
         known_backend(backend)
         if "strategy" in made:
             refuse_compiled(backend, made["strategy"])
     return [f"steps compiled by {backend!r}"]
 
 
-def blamed(given: Mapping[str, Any]) -> AbstractContextManager[None]:
+def attribute_errors(given: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Within it an error names the settings, where they say what a ``Trainer`` was not told.
 
     Args:
         given: its arguments.
     """
-    settings = carried()
+    settings = inherited_settings()
     names = settings.of_place if (given["strategy"], given["accelerator"]) == ("auto", "auto") else ()
-    return settings.blamed(*names, *(() if given["precision"] is not None else ("mixed_precision",)))
+    return settings.attribute_errors(*names, *(() if given["precision"] is not None else ("mixed_precision",)))
 
 
 def _place(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _made(plugin: Plugin, arguments: dict[str, Any], short: bool) -> Any:
 
 def compiled(module: Any) -> Any:
     """The module out of ``torch.compile``, if the settings ask for that and the user has not done it."""
-    settings = carried()
+    settings = inherited_settings()
     if settings.get("dynamo_backend") is None or not isinstance(module, TrainModule):
         return module
     return torch.compile(module, **settings.compiling)

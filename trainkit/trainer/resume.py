@@ -19,7 +19,7 @@ from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
 from trainkit.state.parts import Parts, check_names, restore, shown
-from trainkit.trainer.find_checkpoint import WORDS, Enter, Found, Searcher, find_checkpoint, newest_of
+from trainkit.trainer.find_checkpoint import WORDS, Enter, FoundCheckpoint, Searcher, find_checkpoint, newest_of
 from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
 from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.run import Run
     from trainkit.trainer.save_policy import SavePolicy
 
-__all__ = ["PARTS", "Found", "begin_resume", "check_restore", "load_weights", "restore_fit"]
+__all__ = ["PARTS", "FoundCheckpoint", "begin_resume", "check_restore", "load_weights", "restore_fit"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "loop", "callbacks", "loggers")
 _FITS = itertools.count(1)  # of this process: after a restart the same script comes by the same ones
@@ -113,7 +113,7 @@ def _find(
     """Read the checkpoint, of the restarted job or the one that was asked for, and continue in the folder of its run."""
     places = checkpoint_places(run)
     enter = _use_folders(run, saves, places)
-    found: Found | None = None
+    found: FoundCheckpoint | None = None
     if run.arguments.fast_dev_run and wanted - {"model"}:
         wanted -= {"loop", "callbacks", "loggers"}  # its one step is the first, and leaves no trace
     elif before is not None:
@@ -166,7 +166,7 @@ def _agree(run: Run, ckpt_path: str | os.PathLike[str] | None, wanted: set[str],
                 )
 
 
-def _find_folder(run: Run, saves: SavePolicy, found: Found, places: Places, enter: Enter) -> None:
+def _find_folder(run: Run, saves: SavePolicy, found: FoundCheckpoint, places: Places, enter: Enter) -> None:
     """Continue in the run's own folder also where the checkpoint was in one that a callback was told."""
     if saves.places.of_run is None and saves.run_id == found.loaded.manifest.run_id:
         folder = folder_of_run(run.strategy.world, places.runs, saves.run_id)
@@ -174,7 +174,7 @@ def _find_folder(run: Run, saves: SavePolicy, found: Found, places: Places, ente
             enter(folder)
 
 
-def _restarted(strategy: Strategy, before: str, places: Places, enter: Enter | None) -> Found | None:
+def _restarted(strategy: Strategy, before: str, places: Places, enter: Enter | None) -> FoundCheckpoint | None:
     """What a run goes on from whose processes were started anew: the newest that it has saved since the job began."""
     run_id, _, since = before.partition(" ")
     found = newest_of(strategy, run_id, int(since or 0), places, enter)
@@ -189,7 +189,7 @@ def _restarted(strategy: Strategy, before: str, places: Places, enter: Enter | N
     return found
 
 
-def _take_over(run: Run, saves: SavePolicy, found: Found, wanted: set[str], chosen: bool) -> None:
+def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[str], chosen: bool) -> None:
     """What has to be known of the checkpoint before loaders and optimizers are made: seed and run.
 
     Args:

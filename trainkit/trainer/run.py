@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainkit.optim.prepared_optimizer import PreparedOptimizer
     from trainkit.strategy import Strategy
     from trainkit.trainer.arguments import TrainerArguments
-    from trainkit.trainer.find_checkpoint import Found
+    from trainkit.trainer.find_checkpoint import FoundCheckpoint
     from trainkit.trainer.plans import EvaluationPlan
     from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.save_policy import SavePolicy
@@ -118,7 +118,7 @@ class Run:
     evaluation: EvaluationPlan | None = None
     plans: dict[str, EvaluationPlan | None] = field(default_factory=dict)
     saves: SavePolicy | None = None
-    found: Found | None = None
+    found: FoundCheckpoint | None = None
     wrapped_module: nn.Module = field(init=False)
     due: DueDates = field(init=False)
     train_metrics: MetricStore = field(init=False)

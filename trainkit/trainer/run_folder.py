@@ -116,13 +116,13 @@ def shown_folders(run: Run) -> list[str]:
 def folder_of_run(world: World, runs: list[Path], run_id: str) -> Path | None:
     """The folder among ``runs`` that holds checkpoints of a run; collective."""
 
-    def look() -> str | None:
+    def find() -> str | None:
         if not world.is_main:
             return None
         found = (one for one in candidates(*runs) if one.manifest is not None and one.manifest.run_id == run_id)
         return next((str(one.path.parent) for one in found), None)
 
-    folder = run_on_all_ranks(world, look)[0]
+    folder = run_on_all_ranks(world, find)[0]
     return None if folder is None else Path(folder)
 
 

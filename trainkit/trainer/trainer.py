@@ -33,7 +33,7 @@ from trainkit.trainer.arguments import TrainerArguments, check_switches
 from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
 from trainkit.trainer.explain import explain, results_table, where_it_is, why_it_ended
-from trainkit.trainer.from_config import blamed, with_settings
+from trainkit.trainer.from_config import attribute_errors, with_settings
 from trainkit.trainer.lifecycle import (
     agree_on_signals,
     build_hooks,
@@ -176,7 +176,7 @@ class Trainer:
         given, said = with_settings(asked := check_switches(given))
         self._arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
         wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
-        with blamed(asked):
+        with attribute_errors(asked):
             self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], self._arguments, said)
         self.inference_mode, self.profiler = inference_mode, make_profiler(profiler)
         self._flags = deterministic, benchmark, detect_anomaly

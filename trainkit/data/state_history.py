@@ -9,12 +9,12 @@ from typing import Any
 
 from trainkit.console import counted, notice
 
-__all__ = ["Trail"]
+__all__ = ["StateHistory"]
 
 _AFTER_END = "state after the end of the epoch"
 
 
-class Trail:
+class StateHistory:
     """The states of an iterable with ``state_dict`` and ``load_state_dict``, by the number of the batches read.
 
     Batches are fetched before they are worked on (a window at a time, one ahead for CUDA), so the state of the moment is not

@@ -10,10 +10,10 @@ from trainkit.config.keys import CONFIG_FILE, HOSTFILE, NOT_IN_FILE
 from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError
 
-__all__ = ["settled"]
+__all__ = ["checked_settings"]
 
 
-def settled(settings: Settings) -> Settings:
+def checked_settings(settings: Settings) -> Settings:
     """The settings of a run, without the values ``auto`` and ``no`` that leave a key open.
 
     Raises:
@@ -31,7 +31,7 @@ def settled(settings: Settings) -> Settings:
         values["use_cpu"] = True
     dynamo: dict[str, Any] = {} if settings.dynamo.get("dynamo_backend") == "no" else dict(settings.dynamo)
     found = Settings(values, backend, dynamo, settings.source)
-    with found.blamed(*found.of_place):
+    with found.attribute_errors(*found.of_place):
         found.plugin()  # has checks of its own
     return found
 

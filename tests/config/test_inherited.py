@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.config.carried import VARIABLE, Settings, carried, carry, debugging, with_environment
+from trainkit.config.inherited import VARIABLE, Settings, carry, debugging, inherited_settings, with_environment
 from trainkit.console import TrainkitWarning
 
 SETTINGS = Settings(
@@ -27,7 +27,7 @@ SETTINGS = Settings(
 
 def test_what_comes_is_what_was_sent_but_for_the_place() -> None:
     sent = carry(SETTINGS)
-    assert carried(sent) == Settings(
+    assert inherited_settings(sent) == Settings(
         {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16"},
         {"zero_stage": 3, "gradient_clipping": 0.1},
         {"dynamo_backend": "eager"},
@@ -39,13 +39,13 @@ def test_what_comes_is_what_was_sent_but_for_the_place() -> None:
 
 def test_a_process_that_drives_all_devices_knows_how_many() -> None:
     settings = Settings({"distributed_type": "XLA", "num_processes": 8, "num_machines": 2})
-    assert carried(carry(settings)).devices == 4
+    assert inherited_settings(carry(settings)).devices == 4
 
 
 def test_nothing_to_say() -> None:
     assert carry(Settings(source="x")) == {}
     assert carry(Settings({"num_processes": 2})) == {}
-    assert carried({}) == Settings()
+    assert inherited_settings({}) == Settings()
     assert not debugging({})
 
 
@@ -70,8 +70,8 @@ def test_what_beats_what_of_debug_mode() -> None:
 
 def test_accelerates_launcher_is_not_taken_for_ours() -> None:
     quiet = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_DEEPSPEED": "false"}
-    assert carried(quiet) == Settings()
+    assert inherited_settings(quiet) == Settings()
     with pytest.warns(
         TrainkitWarning, match="ACCELERATE_MIXED_PRECISION, which trainkit ignores. Start the script with: trainkit l"
     ):
-        assert carried({"ACCELERATE_MIXED_PRECISION": "bf16"}) == Settings()
+        assert inherited_settings({"ACCELERATE_MIXED_PRECISION": "bf16"}) == Settings()

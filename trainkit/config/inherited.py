@@ -11,7 +11,7 @@ from trainkit.config.keys import HOSTFILE, MULTINODE_LAUNCHER
 from trainkit.config.settings import Settings
 from trainkit.console import warn
 
-__all__ = ["VARIABLE", "Settings", "carried", "carry", "debugging", "with_environment"]
+__all__ = ["VARIABLE", "Settings", "carry", "debugging", "inherited_settings", "with_environment"]
 
 VARIABLE = "TRAINKIT_SETTINGS"
 _DEBUG = ("TRAINKIT_DEBUG_MODE", "ACCELERATE_DEBUG_MODE")
@@ -39,7 +39,7 @@ def carry(settings: Settings, always: bool = False) -> dict[str, str]:
     return found
 
 
-def carried(env: Mapping[str, str] | None = None) -> Settings:
+def inherited_settings(env: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process; ``env`` defaults to ``os.environ``."""
     env = os.environ if env is None else env
     if VARIABLE in env:

@@ -13,13 +13,13 @@ from typing import Any
 from trainkit.console import notice
 from trainkit.data.digest import digest
 from trainkit.data.sampling import CYCLE
-from trainkit.data.trail import Trail
+from trainkit.data.state_history import StateHistory
 from trainkit.distributed.world import World
 
-__all__ = ["Dealer"]
+__all__ = ["StreamSharder"]
 
 
-class Dealer:
+class StreamSharder:
     """Deals out the batches of a stream.
 
     Args:
@@ -65,19 +65,21 @@ class Dealer:
         longest: int = max(length for _, length in said)
         return longest
 
-    def begin(self, batches: Iterator[Any], trail: Trail, epoch: int, first: int, start: int, step: int) -> Iterator[Any]:
+    def begin(
+        self, batches: Iterator[Any], history: StateHistory, epoch: int, first: int, start: int, step: int
+    ) -> Iterator[Any]:
         """The batches of an epoch, when the processes have compared the first of them. Collective.
 
         Args:
             batches: of the stream.
-            trail: of its states.
+            history: of its states.
             epoch: with the number of the cycle in it; a later cycle is what the first one was.
             first: the number of the first batch, in the stream as this process reads it.
             start: the number, among those of all processes, of the batch that is wanted first.
             step: batches in a row.
         """
         if first == self.place(start, step):
-            trail.mark(start)
+            history.mark(start)
         if epoch >= CYCLE:
             return batches
         head = list(islice(batches, 1))

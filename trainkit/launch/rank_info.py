@@ -1,4 +1,4 @@
-"""``Place``: the rank of this process as its launcher has set it; and how to read such numbers from environment variables."""
+"""``RankInfo``: the ranks that a launcher has set for this process; and how to read such numbers from environment variables."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["Place", "checked", "is_local", "number", "port_number", "stable_port"]
+__all__ = ["RankInfo", "checked", "is_local", "number", "port_number", "stable_port"]
 
 _FIRST_PORT, _PORTS = 12000, 16000  # below the ports that Linux gives to outgoing connections
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """What a launcher has set for the process that it started; ``None``: not set.
 
     Attributes:
@@ -76,7 +76,7 @@ def is_local(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
-def checked(place: Place, rank: str, size: str, local_rank: str = "", local_size: str = "") -> Place:
+def checked(place: RankInfo, rank: str, size: str, local_rank: str = "", local_size: str = "") -> RankInfo:
     """The place, if its numbers are consistent.
 
     Args:
