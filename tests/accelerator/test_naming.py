@@ -140,7 +140,7 @@ def test_damaged_ones_are_named_and_passed_over() -> None:
     (FOLDER / "checkpoint_x").mkdir()
     (FOLDER / ".checkpoint_4.tmp-0123456789abcdef").mkdir()
     second = loop(limit=1)
-    with pytest.warns(UserWarning, match="damaged and passed over") as said:
+    with pytest.warns(UserWarning, match="damaged and skipped") as said:
         second.load_state()
     assert [str(one.message).count("checkpoint_3") for one in said] == [1, 0]
     assert (value(second), second.save_iteration) == (1.0, 10)

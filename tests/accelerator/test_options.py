@@ -49,7 +49,7 @@ def test_mixed_precision(mixed: str, name: str) -> None:
 
 
 def test_precisions_that_are_none_here() -> None:
-    assert "mixed_precision='fp8' is not offered. Use 'bf16'" in refused(UnsupportedArgumentError, mixed_precision="fp8")
+    assert "mixed_precision='fp8' is not supported. Use 'bf16'" in refused(UnsupportedArgumentError, mixed_precision="fp8")
     assert "must be one of 'no', 'fp16', 'bf16', not 'half'" in refused(ConfigurationError, mixed_precision="half")
     text = refused(ConfigurationError, mixed_precision="bf16", precision="bf16-mixed")
     assert "precision= and mixed_precision= were given. Give one of them" in text

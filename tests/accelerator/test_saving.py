@@ -30,7 +30,7 @@ def test_save() -> None:
     assert load("folder/best.json") == {"epoch": 3, "best": (0.5, "a")}
     with pytest.raises(UnsavableError, match="it is a module .*store its state_dict"):
         accelerator.save({"model": model}, "model")
-    with pytest.raises(ConfigurationError, match=r"save\(safe_serialization=False\) is not offered: a pickle can run code"):
+    with pytest.raises(ConfigurationError, match=r"save\(safe_serialization=False\) is not supported: a pickle can run code"):
         accelerator.save(1, "one", safe_serialization=False)
     with pytest.raises(ConfigurationError, match="f is the path of a file, not <_io.BytesIO"):
         accelerator.save(1, io.BytesIO())  # type: ignore[arg-type]

@@ -133,7 +133,7 @@ def test_too_little_space() -> None:
         needed, free_bytes = (int(number) for number in _numbers(text))
         assert 10 * MIB < needed < 11 * MIB
         assert 4 * MIB < free_bytes <= 5 * MIB
-        assert "Training goes on" in text
+        assert "Training continues" in text
         assert "disk/saves/step-00000002" in text, "the last good one"
 
 

@@ -264,8 +264,8 @@ def test_launched(plain: Path, launcher: tuple[str, ...], number: int, to: str) 
     assert code == exit_code(number), output
     assert not running.pids(1), "a run that was told to end is not started anew"
     assert_stopped_well("runs", output)
-    assert output.count("to go on: trainer.fit(") == 1, output
-    assert f"to go on: trainer.fit(..., ckpt_path='{newest('runs').path.absolute()}')" in output
+    assert output.count("to continue: trainer.fit(") == 1, output
+    assert f"to continue: trainer.fit(..., ckpt_path='{newest('runs').path.absolute()}')" in output
     assert output.count("Ctrl-C") == (number == SIGINT and to != "one"), output
     assert output.count("Traceback") == (number == SIGINT), output
     if number == SIGINT:  # the last line says it, and above it stands no frame of the loop

@@ -288,7 +288,7 @@ def test_the_last_line_after_ctrl_c_says_how_to_go_on(run_dir: Path) -> None:
     lines = interrupted(run_dir, "on_train_batch_end(self, *_)")
     path = run_dir.resolve() / "trainkit_runs/version_0/checkpoints/step-00000002"
     assert lines[-1] == (
-        f"KeyboardInterrupt: stopped after 2 optimizer steps; to go on: trainer.fit(..., ckpt_path='{path}'), or "
+        f"KeyboardInterrupt: stopped after 2 optimizer steps; to continue: trainer.fit(..., ckpt_path='{path}'), or "
         "ckpt_path='auto' for the newest."
     )
     assert lines.count("Traceback (most recent call last):") == 1

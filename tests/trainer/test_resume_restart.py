@@ -79,7 +79,7 @@ def test_a_fresh_start_goes_on(job: Job, caplog: pytest.LogCaptureFixture) -> No
     again = job.fit(5)
     assert again.began == 3
     assert runs() == {first._checkpointing.run_id: [1, 2, 3, 4, 5]}
-    assert "the processes were started anew: the run goes on from its newest checkpoint" in caplog.text
+    assert "the processes were restarted: the run continues from its newest checkpoint" in caplog.text
 
 
 def test_without_a_restart_it_is_a_fresh_start(job: Job) -> None:

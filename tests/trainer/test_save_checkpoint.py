@@ -113,7 +113,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
 def test_what_cannot_be_written_is_a_warning_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     _broken(monkeypatch, 0)
     callback = Saves(lambda trainer: trainer.save_checkpoint("there", blocking=False), 0)
-    with pytest.warns(UserWarning, match="a checkpoint could not be saved: the disk is full. Training goes on"):
+    with pytest.warns(UserWarning, match="a checkpoint could not be saved: the disk is full. Training continues"):
         trainer = fit(callback)
     assert (callback.errors, trainer.global_step, Path("there").exists()) == ([], 4, False)
 

@@ -184,7 +184,7 @@ def test_saves_that_fail_are_counted_alike(run_dir: Path, caplog: pytest.LogCapt
     with pytest.warns(TrainkitWarning) as warned, pytest.raises(CheckpointWriteError, match="^3 saves in a row have failed; "):
         make_trainer(*callbacks, enable_checkpointing=True, max_epochs=3).fit(TinyModule(), tiny_loader(64))
     texts = [str(warning.message) for warning in warned]
-    assert [text.partition("no space left. Training goes on, and ")[2].rpartition(". ")[2] for text in texts] == [
+    assert [text.partition("no space left. Training continues, and ")[2].rpartition(". ")[2] for text in texts] == [
         "After 2 more failures in a row the run ends.",
         "After 1 more failure in a row the run ends.",
     ]

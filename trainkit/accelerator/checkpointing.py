@@ -231,7 +231,7 @@ class Checkpointing:
                 if problem is None:
                     loaded = self._read(path)
                     for said in bad:
-                        warn(f"a checkpoint is damaged and passed over: {said}")
+                        warn(f"a checkpoint is damaged and skipped: {said}")
                     return path, loaded
             except CorruptCheckpointError as error:
                 problem = str(error)
@@ -244,7 +244,7 @@ class Checkpointing:
                 + "\nRemove them to start from the beginning."
             )
         raise CheckpointNotFoundError(
-            f"there is no checkpoint in {folder}. For a script that goes on only if there is one: "
+            f"there is no checkpoint in {folder}. For a script that resumes only if there is one: "
             f"if trainkit.checkpoint.list_checkpoints({str(folder)!r}): accelerator.load_state()"
         )
 

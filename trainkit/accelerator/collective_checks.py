@@ -3,7 +3,7 @@
 These are the verbs of own loops and those of the ``Trainer``: ``fit``, ``validate``, ``test``, ``predict``,
 ``save_checkpoint``, ``all_gather``, ``strategy.barrier``, and the end of an epoch by -1 from ``on_train_batch_start``. What a
 ``Trainer`` exchanges by itself is only counted (``CollectiveTracker``): the ranks that have called a verb find
-out that another one has gone on without it, before a collective of theirs can meet a different one there.
+out that another one has continued without it, before a collective of theirs can meet a different one there.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _NAMES = {
 
 
 class CollectiveChecks:
-    """The verbs of own loops that all processes call, in one order: what they have called is compared first.
+    """The verbs of your own training loop that all processes call in one order: their calls are compared first.
 
-    It goes over the connection beside the collectives, so that a wait may be as long as it likes, and a process that waits for
-    one that will never come finds that out: it asks the others now and then what they are doing.
+    The comparison uses the connection between the processes and no collective, so a wait may take any time. A process that
+    waits for one that will never come finds out: it regularly asks the others what they are doing.
 
     Args:
         world: the processes.
 
     Attributes:
-        debug: also the places of the calls must be the same, and what :meth:`compare` is told.
+        debug: also the places of the calls must be the same, and the tensors of :meth:`compare`.
     """
 
     def __init__(self, world: World) -> None:
@@ -78,7 +78,7 @@ class CollectiveChecks:
 
         Args:
             stage: the verb: "fit", say.
-            enter: does it; raises a ``ProcessFailedError`` if another rank is gone.
+            enter: does it; raises a ``ProcessFailedError`` if another rank has exited.
 
         Raises:
             CollectiveError: the script of another rank has ended.
@@ -225,7 +225,7 @@ class CollectiveChecks:
             if its["where"] is None and before.get(other) != its["begun"]:
                 continue
             rank, (mine, where) = self._world.rank, self._mine
-            passed = f"rank {other} has gone on without it"
+            passed = f"rank {other} has continued without it"
             if its["where"] is not None:
                 verb, place = its["where"]
                 passed = f"rank {other} waits for rank {rank} in {_NAMES.get(verb, verb)} ({place})"

@@ -50,7 +50,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         dataloader_config: a :class:`~trainkit.utils.DataLoaderConfiguration`.
         deepspeed_plugin: a :class:`~trainkit.utils.DeepSpeedPlugin`: ZeRO.
         fsdp_plugin: unsupported; use ZeRO-3.
-        megatron_lm_plugin: likewise.
+        megatron_lm_plugin: unsupported; use ZeRO-3.
         rng_types: no effect: all generators are seeded, for each micro-batch by a key, on all processes.
         log_with: trackers for :meth:`init_trackers`.
         project_dir: folder of the project.
@@ -188,7 +188,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
 
     @property
     def steps_of_scheduler(self) -> int:
-        """So many steps a prepared scheduler takes with an update; 0: it takes one with each call."""
+        """Number of steps that a prepared scheduler takes with an optimizer step; 0: it takes one with each call."""
         if not self.options.step_scheduler_with_optimizer:
             return 0
         return 1 if self.options.split_batches else self.num_processes

@@ -184,7 +184,7 @@ class GradientVerbs(PrepareVerbs):
             )
         if self.strategy.world.size > 1 and not self._models:
             raise ConfigurationError(
-                f"{verb}: an optimizer has been prepared and no model has, so nobody would average the gradients over the "
+                f"{verb}: an optimizer has been prepared and no model has, so the gradients would not be averaged over the "
                 "processes. Give the model too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
         self._numbered.check()

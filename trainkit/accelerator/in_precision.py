@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` gives back for a model in another precision than float32."""
+"""What ``Accelerator.prepare`` returns for a model in another precision than float32."""
 
 from __future__ import annotations
 

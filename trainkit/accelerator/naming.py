@@ -78,8 +78,8 @@ class NumberedCheckpoints:
         if taken and taken[-1] >= number:
             shown = f"checkpoint_{taken[0]}" + (f" to checkpoint_{taken[-1]}" if len(taken) > 1 else "")
             raise ConfigurationError(
-                f"{folder} holds {shown} of an earlier start, and the next would be checkpoint_{number}. To go on from "
-                "the newest: accelerator.load_state() before the loop; to begin anew beside them: "
+                f"{folder} holds {shown} of an earlier start, and the next would be checkpoint_{number}. To continue from "
+                "the newest: accelerator.load_state() before the loop; to start a new series next to them: "
                 f"accelerator.project_configuration.iteration = {taken[-1] + 1}, or another project_dir."
             )
         return folder / f"checkpoint_{number}"

@@ -114,7 +114,7 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
 def _refuse_what_is_not_offered(given: Mapping[str, Any]) -> None:
     for name in ("fsdp_plugin", "megatron_lm_plugin"):
         if given[name] is not None:
-            raise UnsupportedArgumentError(f"Accelerator({name}=...) is not offered. {_ZERO}.")
+            raise UnsupportedArgumentError(f"Accelerator({name}=...) is not supported. {_ZERO}.")
     plugin = given["deepspeed_plugin"]
     if plugin is not None and not isinstance(plugin, DeepSpeedPlugin):
         raise ConfigurationError(
@@ -129,7 +129,7 @@ def _refuse_what_is_not_offered(given: Mapping[str, Any]) -> None:
 
 
 def _loaders(given: Mapping[str, Any]) -> DataLoaderConfiguration:
-    """How loaders are dealt out: by an object, or by arguments of the same names."""
+    """How loaders are sharded: by an object, or by arguments of the same names."""
     names = ("split_batches", "dispatch_batches", "even_batches")
     said = {name: given[name] for name in names if given[name] is not None}
     configuration = given["dataloader_config"]
@@ -146,8 +146,8 @@ def _loaders(given: Mapping[str, Any]) -> DataLoaderConfiguration:
             raise ConfigurationError(f"Accelerator({name}={getattr(configuration, name)!r}): True or False.")
     if configuration.dispatch_batches:
         raise UnsupportedArgumentError(
-            "dispatch_batches=True, by which the main process reads for all, is not offered: each process reads what it works "
-            "on, and of a stream the same on all, each its batches. Leave it out."
+            "dispatch_batches=True is not supported: each process reads its own batches, also of a stream that all of them share. "
+            "Fix: remove it."
         )
     return configuration
 
@@ -344,7 +344,7 @@ def _precision(
 
 def _mixed(name: Any) -> str:
     if name == "fp8":
-        raise UnsupportedArgumentError("mixed_precision='fp8' is not offered. Use 'bf16', or 'fp16', or 'no'.")
+        raise UnsupportedArgumentError("mixed_precision='fp8' is not supported. Use 'bf16', or 'fp16', or 'no'.")
     if name not in MIXED:
         raise ConfigurationError(f"mixed_precision must be one of {', '.join(map(repr, MIXED))}, not {name!r}.")
     return str(name)

@@ -271,7 +271,7 @@ class PrepareVerbs:
         return prepared
 
     def _looked_at(self, loader: Any) -> tuple[Any, int | None, int]:
-        """The loader to be read, so many of whose micro-batches count, and so many batches of its next epoch to be left out."""
+        """The loader to read, the number of its micro-batches that count, and of batches of its next epoch to skip."""
         skipped = 0
         if isinstance(loader, SkippedLoader):
             loader, skipped = loader.loader, loader.skipped
@@ -332,7 +332,7 @@ class PrepareVerbs:
         self._loaders[:] = [other for other in self._loaders if other is not loader]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """:func:`trainkit.skip_first_batches`: a loader whose iterations begin after so many batches."""
+        """:func:`trainkit.skip_first_batches`: a loader whose iterations begin after ``num_batches`` batches."""
         return skip_first_batches(dataloader, num_batches)
 
     @contextmanager

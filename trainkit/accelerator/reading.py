@@ -140,7 +140,7 @@ class Reading:
         """The batch that was read last is worked on now.
 
         Raises:
-            ConfigurationError: it is not clear which one is, as some were read that nobody has worked on.
+            ConfigurationError: it is not clear which one is, as some were read and not worked on.
         """
         if not self._places:
             return
@@ -150,7 +150,7 @@ class Reading:
         if ahead > 1 and not skips and (odd or (self._accumulation.size > 1 and self._accumulation.by_hand is not True)):
             raise ConfigurationError(
                 f"{ahead} batches have been read since the last one that was worked on, and how much a loss counts is known of "
-                "the one that was read last. Work on each batch before the next one is read; for one that is to be left out "
+                "the one that was read last. Work on each batch before the next one is read; for one that is to be skipped "
                 "call accelerator.backward(None), and to begin in the middle of an epoch "
                 "accelerator.skip_first_batches(loader, n). If batches are read ahead to count what is in them: "
                 "accelerator.backward(loss, weight=count), or prepare(loader, batch_weight=count)."

@@ -173,7 +173,7 @@ def refuse_pickle(verb: str, safe_serialization: bool) -> None:
         ConfigurationError: it is ``False``.
     """
     if not safe_serialization:
-        raise ConfigurationError(f"{verb}(safe_serialization=False) is not offered: a pickle can run code. Leave it out.")
+        raise ConfigurationError(f"{verb}(safe_serialization=False) is not supported: a pickle can run code. Remove it.")
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ class StepVerbs(GradientVerbs):
     Attributes:
         before_step: called with the optimizer before an update.
         optimizer_step_was_skipped: whether the last step of any optimizer was no update, though the window was full.
-        updates: so many were made.
+        updates: number of optimizer steps so far.
         updating: one is being made.
     """
 
@@ -40,7 +40,7 @@ class StepVerbs(GradientVerbs):
         self.updating = self.skip_asked = self.unspent = self.optimizer_step_was_skipped = False
         self._updated: dict[int, bool] = {}  # of each optimizer, by its id, whether its last step was an update
         self._backwards = 0  # backward passes
-        self._spent: dict[int, int] = {}  # so many there had been at the last step of each optimizer
+        self._spent: dict[int, int] = {}  # number of them at the last step of each optimizer
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters if the window is full.
@@ -101,7 +101,7 @@ class StepVerbs(GradientVerbs):
         """
         self.skip_asked = True
 
-    # ------------------------------------------------------------------------------- what would go wrong without a word
+    # ------------------------------------------------------------------------------- what would silently go wrong
 
     @property
     def _takes_part(self) -> bool:
@@ -119,7 +119,7 @@ class StepVerbs(GradientVerbs):
         spent, self._spent[id(own)] = self._spent.get(id(own), 0), self._backwards
         if closure is not None or spent < self._backwards or not self._takes_part:
             return
-        # where there are none it does no harm; under ZeRO nobody knows
+        # without gradients it does no harm; under ZeRO they cannot be seen
         if self.strategy.accumulates_in_engine or any(
             p.grad is not None for group in own.param_groups for p in group["params"]
         ):

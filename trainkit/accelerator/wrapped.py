@@ -1,4 +1,4 @@
-"""What stands around a user's model, in a loop of his own, and is to be used as the model is."""
+"""The wrapper around a user's model in their own training loop, to be used like the model itself."""
 
 from __future__ import annotations
 

@@ -80,9 +80,9 @@ def attach_callbacks(
 
 
 def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
-    """Take in what ``configure_callbacks`` brings; one of a class that the trainer has already takes its place.
+    """Add what ``configure_callbacks`` returns; a callback replaces those of its class that the trainer has.
 
-    What the module of an earlier run brought is gone then, and what it displaced is back.
+    What the module of an earlier run brought is removed, and what it displaced is restored.
     """
     own = [c for c in trainer.callbacks if not _contains(trainer._brought_callbacks, c)]
     own += [c for c in trainer._displaced_callbacks if not _contains(own, c)]
@@ -161,7 +161,7 @@ def share_log_folders(run: Run, saved: Sequence[Mapping[str, Any]] = ()) -> None
 
     Args:
         run: the run.
-        saved: the states of the loggers in the checkpoint, if the run will go on in their files.
+        saved: the states of the loggers in the checkpoint, if the run continues in their files.
 
     Raises:
         ConfigurationError: a folder cannot be made.

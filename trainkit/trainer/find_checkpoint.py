@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from; over several processes the main one looks, and all of them read."""
+"""Which checkpoint to resume from; over several processes the main process searches, and all of them read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FoundCheckpoint:
     """A checkpoint that was read, and where it lies.
 
     Attributes:
-        restart: it was taken because the processes were started anew, whatever the user had asked for.
+        restart: it was taken because the processes were restarted, whatever ``ckpt_path`` says.
         wanted: the parts of it that are restored.
     """
 
@@ -147,7 +147,7 @@ def _read(strategy: Strategy, path: Path, whole: bool) -> FoundCheckpoint:
     def stems(manifest: Manifest) -> set[str] | None:
         if whole and not _resumable(manifest):
             raise CheckpointError(
-                f"{path} holds weights only, so that no run can go on from it. Start a new run with them: "
+                f"{path} holds weights only, so no run can resume from it. Start a new run with them: "
                 "fit(..., ckpt_path=..., restore={'model'})"
             )
         return None if whole else model_stems(manifest.files) | {"state"}
@@ -180,7 +180,7 @@ def _listed(world: World, places: Places) -> tuple[list[_Listed], str]:
 
 
 def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter: Enter | None) -> FoundCheckpoint | None:
-    """The newest good checkpoint of a run that it can go on from; bad ones are named.
+    """The newest good checkpoint that a run can resume from; bad ones are named.
 
     Args:
         strategy: of the run.
@@ -211,7 +211,7 @@ def newest_of(strategy: Strategy, run_id: str, since: int, places: Places, enter
         bad += [problem] if own else []
     if bad:
         raise CorruptCheckpointError(
-            f"the processes were started anew, and none of the checkpoints of this run in {where} is good:\n  "
+            f"the processes were restarted, and none of the checkpoints of this run in {where} is good:\n  "
             + "\n  ".join(bad)
             + "\nRemove them, and start the job again."
         )

@@ -56,8 +56,8 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
     """Within it SIGTERM, SIGUSR1 and Ctrl-C let the step be finished and saved first.
 
     What Ctrl-C ends with says how to continue, so that this is the last line on the terminal. Its traceback keeps the user's
-    frames only, as where the loop looks at signals tells nobody anything; after a second Ctrl-C, which ends a step that hangs,
-    it keeps them all.
+    frames only, as the place where the loop checks for signals is of no use to a user. After a second Ctrl-C, which ends a step
+    that hangs, it keeps them all.
 
     Args:
         trainer: whose fit runs in it.
@@ -94,13 +94,13 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
         fit = f"trainer.fit(..., ckpt_path={str(newest)!r}), or ckpt_path='auto' for the newest."
         if isinstance(ending, Preempted):
             if newest is not None:
-                notice(f"fit ended by {ending}; to go on: {fit}")
+                notice(f"fit ended by {ending}; to continue: {fit}")
             if trainer._arguments.slurm_requeue and trainer.is_global_zero:
                 requeue()
         elif isinstance(ending, KeyboardInterrupt):
             if not ending.args:
                 step = f"stopped after {counted(trainer.global_step, 'optimizer step')}"
-                ending.args = (f"{step}; " + ("no checkpoint was saved." if newest is None else f"to go on: {fit}"),)
+                ending.args = (f"{step}; " + ("no checkpoint was saved." if newest is None else f"to continue: {fit}"),)
             if self._signals.received is not None and not self._signals.twice:
                 ending.__cause__, ending.__suppress_context__ = None, True
                 ending.__traceback__ = users_frames(ending.__traceback__)
@@ -334,7 +334,7 @@ def _report(run: Run, exception: BaseException) -> None:
 
 
 def _same(error: BaseException, exception: BaseException | None) -> bool:
-    """Whether an error says nothing that the one that ended the run does not say: saves that fail go on failing."""
+    """Whether an error says nothing that the one that ended the run does not say: saves that fail fail again."""
     saves = isinstance(error, CheckpointWriteError) and isinstance(exception, CheckpointWriteError)
     return saves or error is exception or (type(error) is type(exception) and str(error) == str(exception))
 

@@ -78,7 +78,7 @@ class SimpleProfiler(Profiler):
         self._began = time.perf_counter()
 
     def start(self, directory: Path) -> None:
-        """Start the clock anew."""
+        """Restart the clock."""
         self._times.clear()
         self._began = time.perf_counter()
 
@@ -113,7 +113,7 @@ class AdvancedProfiler(Profiler):
         self._lines = lines
 
     def start(self, directory: Path) -> None:
-        """Start the profile anew."""
+        """Restart the profile."""
         self._profile = cProfile.Profile()
         self._profile.enable()
 
@@ -137,7 +137,7 @@ class PyTorchProfiler(Profiler):
     """``torch.profiler`` over a few micro-batches of training; writes a Chrome trace, ``trace.json``.
 
     Args:
-        wait: micro-batches left out at the start.
+        wait: micro-batches skipped at the start.
         warmup: micro-batches profiled but not kept.
         active: micro-batches kept.
         rows: operators in the summary.

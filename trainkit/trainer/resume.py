@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what of it, and into what."""
+"""Resuming from a checkpoint: which parts of it, and into which objects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_restore(
 
     Raises:
         ConfigurationError: parts or overrides without a checkpoint, or of the wrong type.
-        UnknownNameError: a part that nobody knows.
+        UnknownNameError: an unknown part.
     """
     _check_path(ckpt_path)
     if not isinstance(strict, bool):
@@ -80,7 +80,7 @@ def begin_resume(
     chosen: bool,
     strict: bool = True,
 ) -> None:
-    """Read the checkpoint that a fit goes on from, before anything is set up: data may be split under its seed.
+    """Read the checkpoint that a fit resumes from, before anything is set up: data may be split under its seed.
 
     Args:
         run: the fit.
@@ -160,9 +160,9 @@ def _agree(run: Run, ckpt_path: str | os.PathLike[str] | None, wanted: set[str],
         for first, other in zip(said[0], own, strict=True):
             if first != other:
                 raise ConfigurationError(
-                    f"all processes must go on from the same checkpoint and save the same: rank 0 has {first}, and rank {rank} "
-                    f"{other}. Decide it alike on all of them: not by their rank, nor by what each one finds on the disk "
-                    "(ckpt_path='auto' looks for you)."
+                    f"all processes must resume from the same checkpoint and save the same: rank 0 has {first}, rank {rank} "
+                    f"{other}. Fix: pass the same on all of them, whatever their rank or what each one finds on the disk. "
+                    "ckpt_path='auto' searches on the main process."
                 )
 
 
@@ -175,17 +175,17 @@ def _find_folder(run: Run, saves: SavePolicy, found: FoundCheckpoint, places: Pl
 
 
 def _restarted(strategy: Strategy, before: str, places: Places, enter: Enter | None) -> FoundCheckpoint | None:
-    """What a run goes on from whose processes were started anew: the newest that it has saved since the job began."""
+    """What a run resumes from after a restart of its processes: the newest checkpoint that it has saved since the job began."""
     run_id, _, since = before.partition(" ")
     found = newest_of(strategy, run_id, int(since or 0), places, enter)
     if found is None:
         notice(
-            "the processes were started anew, and no checkpoint was saved since the job began: the run starts as it did the "
-            "first time."
+            "the processes were restarted, and no checkpoint was saved since the job began: the run starts as it did the first "
+            "time."
         )
         return None
     found.restart = True
-    notice("the processes were started anew: the run goes on from its newest checkpoint, whatever ckpt_path says.")
+    notice("the processes were restarted: the run continues from its newest checkpoint, whatever ckpt_path says.")
     return found
 
 
@@ -212,7 +212,7 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
     elif found.path.absolute().parent in saves.folders:
         saves.run_id = manifest.run_id
     elif run.loggers and not chosen:
-        wanted.discard("loggers")  # going on in its files would cut off what the other run has logged since
+        wanted.discard("loggers")  # continuing in its files would cut off what the other run has logged since
         notice("this is another run than the one that wrote it, so it logs to files of its own.")
     saves.resumed_from = found.path
     if "loop" not in wanted:
@@ -231,7 +231,7 @@ def _take_seed(run: Run, manifest: Manifest) -> None:
     elif run.seed != manifest.seed:
         warn(
             f"seed={run.seed}, and the checkpoint's run had {manifest.seed}: from here on order, augmentation and dropout "
-            "are those of another run. Leave seed out to go on as before."
+            "are those of another run. Remove seed to continue as before."
         )
     for name, saved, ours in (
         ("order", manifest.order_version, ORDER_VERSION),
@@ -257,7 +257,7 @@ def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[st
     Raises:
         StateMismatchError: it does not fit; nothing has been trained.
     """
-    found, run.found = run.found, None  # whose memory is given back with the end of this function
+    found, run.found = run.found, None  # its memory is released at the end of this function
     if found is None:
         return False
     loaded = found.loaded
@@ -277,7 +277,7 @@ def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[st
         notice(
             f"the checkpoint is of step {run.progress.global_step}, {counted(run.progress.current_epoch, 'epoch')} complete, "
             f"and nothing is left to train: max_epochs={run.arguments.max_epochs}, max_steps={run.arguments.max_steps}. Raise "
-            "them to go on."
+            "them to continue."
         )
     return True
 

@@ -43,7 +43,7 @@ class SavePolicy:
     Attributes:
         safe_points: where saves that hooks request are carried out, so that what is saved is what an uninterrupted run had.
         run_id: what all checkpoints of a run have in common; a full resume keeps it.
-        resumed_from: the checkpoint that the run went on from.
+        resumed_from: the checkpoint that the run resumed from.
         places: the folders that it saves to.
     """
 
@@ -170,7 +170,7 @@ class SavePolicy:
         Args:
             folder: where.
             name: of the checkpoint.
-            weights_only: leave out what only a resume needs.
+            weights_only: skip what only a resume needs.
             save: "all" (default) or "trainable".
             saved_by: whose rotation it belongs to.
             metrics: kept in the manifest.
@@ -225,7 +225,7 @@ class SavePolicy:
 
     def _count_failure(self, error: Exception) -> None:
         if isinstance(error, OSError):  # it is written, and an older one could not be removed
-            warn(f"an old checkpoint could not be removed: {error}. Training goes on.")
+            warn(f"an old checkpoint could not be removed: {error}. Training continues.")
             return
         if not isinstance(error, CheckpointWriteError | UnsavableError):
             raise error
@@ -237,7 +237,7 @@ class SavePolicy:
             ) from error
         left = _FAILURES - self._failures
         warn(
-            f"a checkpoint could not be saved: {str(error).rstrip('.')}. Training goes on, and {last}. After {left} more "
+            f"a checkpoint could not be saved: {str(error).rstrip('.')}. Training continues, and {last}. After {left} more "
             f"failure{'s' if left > 1 else ''} in a row the run ends."
         )
 
@@ -286,7 +286,7 @@ class SavePolicy:
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint that is complete, be it the one that the run went on from."""
+        """The newest checkpoint that is complete, or the one that the run resumed from."""
         return self._last_good or self.resumed_from
 
     @property

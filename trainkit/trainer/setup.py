@@ -130,7 +130,7 @@ def _before_manual_step(run: Run, optimizer: Optimizer) -> None:
 
 
 def _refuse_under_manual(run: Run) -> None:
-    """Arguments that automatic optimization carries out, and nobody would under manual optimization."""
+    """Refuse arguments that only automatic optimization carries out."""
     arguments = run.arguments
     given = {"global_batch_size": arguments.global_batch_size}
     if arguments.accumulate_grad_batches != 1:

@@ -25,7 +25,7 @@ class Signals:
     """Within it signals are noted, not obeyed; the loop looks at :attr:`received` when a step is complete.
 
     Handlers can be set in the main thread only; elsewhere nothing is changed. Those that were there before are called too
-    and are put back at the end. A second signal ends the process at once. One that came to another process only is none in
+    and are restored at the end. A second signal ends the process at once. One that came to another process only is none in
     this sense: what a batch system sends to all need not reach all at the same time. Nor is one that a launcher passes on to
     a process that has got it already.
 

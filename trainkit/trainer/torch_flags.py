@@ -1,4 +1,4 @@
-"""Global switches of torch that a run sets and puts back."""
+"""Global switches of torch that a run sets and restores."""
 
 from __future__ import annotations
 

@@ -376,7 +376,7 @@ def _check_loss(loss: Tensor) -> None:
         )
     if not loss.requires_grad:
         raise LossError(
-            "the loss that training_step returned has no graph, so nothing can be learnt from it. Do not use .item(), "
+            "the loss that training_step returned has no graph, so it trains nothing. Do not use .item(), "
             ".detach() or torch.no_grad() on the way to it, and check that some parameter requires a gradient."
         )
 

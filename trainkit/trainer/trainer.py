@@ -82,28 +82,28 @@ class Trainer:
 
     **How long**
 
-        max_epochs: epochs at most; -1: no limit. Without it, ``max_steps`` and ``max_time``: 1000.
-        min_epochs: epochs at least, whoever asks for a stop.
-        max_steps: optimizer updates at most; -1: no limit.
-        min_steps: optimizer updates at least.
+        max_epochs: largest number of epochs; -1: no limit. Without it, ``max_steps`` and ``max_time``: 1000.
+        min_epochs: smallest number of epochs, also after a stop request.
+        max_steps: largest number of optimizer steps; -1: no limit.
+        min_steps: smallest number of optimizer steps.
         max_time: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict.
         fast_dev_run: try everything on one batch (or N), without loggers.
 
-    **Batches and updates**
+    **Batches and optimizer steps**
 
-        accumulate_grad_batches: micro-batches in an update (default: 1).
-        global_batch_size: samples in an update; the accumulation follows from it.
+        accumulate_grad_batches: micro-batches in an optimizer step (default: 1).
+        global_batch_size: samples in an optimizer step; the accumulation follows from it.
         gradient_clip_val: largest norm, or absolute value, of the gradient.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches (int) or a
             fraction (float).
         overfit_batches: train on these few batches, unshuffled, and validate on the same ones, whatever the validation loader.
-        reload_dataloaders_every_n_epochs: ask for the training and validation loaders anew; 0: never.
+        reload_dataloaders_every_n_epochs: ask for the training and validation loaders again; 0: never.
 
     **Validation**
 
         val_check_interval: training batches between validations (int), or a fraction of an epoch (float).
-        val_every_n_steps: optimizer updates between validations.
+        val_every_n_steps: optimizer steps between validations.
         check_val_every_n_epoch: only in every n-th epoch; ``None``: an integer ``val_check_interval`` counts across epochs.
         num_sanity_val_steps: validation batches before training, to find errors early; -1: all.
         inference_mode: evaluate under ``torch.inference_mode``, else ``torch.no_grad``.
@@ -113,7 +113,7 @@ class Trainer:
         logger: ``True`` (TensorBoard if installed, else CSV), ``False``, a logger, its name such as ``"mlflow"``, or a list.
         callbacks: a callback or a list.
         default_root_dir: where logs and checkpoints go (default ``./trainkit_runs``); each run has a folder of its own.
-        log_every_n_steps: optimizer updates between log boundaries; 0: log epochs only.
+        log_every_n_steps: optimizer steps between log boundaries; 0: log epochs only.
         enable_progress_bar: attach ``TQDMProgressBar``.
         enable_model_summary: attach ``ModelSummary``.
         enable_checkpointing: attach ``ModelCheckpoint``, unless ``callbacks`` has one: the two newest checkpoints are kept in
@@ -200,7 +200,7 @@ class Trainer:
         strict: bool = True,
         **unknown: Any,
     ) -> None:
-        """Train a module: a new run from step 0 with the module's parameters as they are, or one that goes on.
+        """Train a module: a new run from step 0 with the module's parameters as they are, or one that resumes.
 
         Args:
             model: what to train.
@@ -208,8 +208,8 @@ class Trainer:
                 ``DataModule``.
             val_dataloaders: one loader or a list.
             datamodule: instead of loaders.
-            ckpt_path: go on from a checkpoint: ``"auto"``, the newest good one of the runs of this module below
-                ``default_root_dir``, or a fresh start if there is none; ``"last"``, likewise, but an error if there is none;
+            ckpt_path: resume from a checkpoint: ``"auto"``, the newest good one of the runs of this module below
+                ``default_root_dir``, or a fresh start if there is none; ``"last"``, the same, but an error if there is none;
                 ``"best"``, that of ``ModelCheckpoint``; or a path. A damaged one is named and the next older one taken; one
                 named by its path is an error.
             restore: only these parts of it, of "model", "optimizer", "scheduler", "scaler", "loop" (counters, position in the
@@ -355,7 +355,7 @@ class Trainer:
 
         Args:
             filepath: the folder that the checkpoint becomes.
-            weights_only: leave out optimizers, schedulers, counters, callbacks.
+            weights_only: skip optimizers, schedulers, counters, callbacks.
             blocking: return when the checkpoint is complete on the disk. ``False``: return when the state is copied, while a
                 thread writes it. If it cannot be written, the next step warns, or the next save; without either, the program
                 prints the error when it ends.
@@ -675,28 +675,28 @@ class Trainer:
 
     @property
     def max_epochs(self) -> int:
-        """Epochs at most; -1: no limit."""
+        """Largest number of epochs; -1: no limit."""
         assert self._arguments.max_epochs is not None
         return self._arguments.max_epochs
 
     @property
     def max_steps(self) -> int:
-        """Updates at most; -1: no limit."""
+        """Largest number of optimizer steps; -1: no limit."""
         return self._arguments.max_steps
 
     @property
     def min_epochs(self) -> int | None:
-        """Epochs at least, whoever asks for a stop."""
+        """Smallest number of epochs, also after a stop request."""
         return self._arguments.min_epochs
 
     @property
     def min_steps(self) -> int | None:
-        """Updates at least, whoever asks for a stop."""
+        """Smallest number of optimizer steps, also after a stop request."""
         return self._arguments.min_steps
 
     @property
     def log_every_n_steps(self) -> int:
-        """Updates from one log boundary to the next; 0: only epochs are logged."""
+        """Optimizer steps from one log boundary to the next; 0: only epochs are logged."""
         assert self._arguments.log_every_n_steps is not None
         return self._arguments.log_every_n_steps
 
