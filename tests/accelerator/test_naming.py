@@ -119,7 +119,7 @@ def test_a_start_without_going_on() -> None:
     accelerator = loop(limit=1)
     with pytest.raises(ConfigurationError) as caught:
         save(accelerator, 3.0)
-    assert "project/checkpoints holds checkpoint_1 of an earlier start, and the next would be checkpoint_0. To go on" in str(
+    assert "project/checkpoints holds checkpoint_1 of an earlier start, and the next would be checkpoint_0. To continue" in str(
         caught.value
     )
     assert "accelerator.load_state() before the loop" in str(caught.value)

@@ -124,7 +124,7 @@ def test_how_loaders_are_dealt_out() -> None:
     assert (accelerator.split_batches, accelerator.options.even_batches) == (True, False)
     text = refused(ConfigurationError, dataloader_config=DataLoaderConfiguration(), split_batches=True)
     assert "dataloader_config and split_batches were given" in text
-    assert "each process reads what it works on" in refused(UnsupportedArgumentError, dispatch_batches=True)
+    assert "each process reads its own batches" in refused(UnsupportedArgumentError, dispatch_batches=True)
     assert Accelerator(cpu=True, dispatch_batches=False, use_seedable_sampler=True).num_processes == 1
     assert "Accelerator(even_batches='yes'): True or False" in refused(ConfigurationError, even_batches="yes")
     assert "must be a DataLoaderConfiguration" in refused(ConfigurationError, dataloader_config={})
@@ -318,7 +318,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "project_dir": ("there", lambda a: a.project_dir),
     "project_config": (ProjectConfiguration("there"), lambda a: a.project_dir),
     "gradient_accumulation_plugin": (GradientAccumulationPlugin(4), lambda a: a.gradient_accumulation_steps),
-    "dispatch_batches": (True, "each process reads what it works on"),
+    "dispatch_batches": (True, "each process reads its own batches"),
     "even_batches": (False, lambda a: a.even_batches),
     "use_seedable_sampler": (False, lambda a: a.options.even_batches),  # documented to be without effect
     "step_scheduler_with_optimizer": (False, lambda a: a.steps_of_scheduler),

@@ -146,8 +146,8 @@ def _loaders(given: Mapping[str, Any]) -> DataLoaderConfiguration:
             raise ConfigurationError(f"Accelerator({name}={getattr(configuration, name)!r}): True or False.")
     if configuration.dispatch_batches:
         raise UnsupportedArgumentError(
-            "dispatch_batches=True is not supported: each process reads its own batches, also of a stream that all of them share. "
-            "Fix: remove it."
+            "dispatch_batches=True is not supported: each process reads its own batches, also of a stream that all share. Fix: "
+            "remove it."
         )
     return configuration
 

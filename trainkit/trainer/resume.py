@@ -160,8 +160,8 @@ def _agree(run: Run, ckpt_path: str | os.PathLike[str] | None, wanted: set[str],
         for first, other in zip(said[0], own, strict=True):
             if first != other:
                 raise ConfigurationError(
-                    f"all processes must resume from the same checkpoint and save the same: rank 0 has {first}, rank {rank} "
-                    f"{other}. Fix: pass the same on all of them, whatever their rank or what each one finds on the disk. "
+                    f"all processes must resume from the same checkpoint and save the same: rank 0 has {first}, and rank "
+                    f"{rank} {other}. Fix: pass the same on all of them, whatever their rank or what each finds on the disk. "
                     "ckpt_path='auto' searches on the main process."
                 )
 
