@@ -70,7 +70,7 @@ class MicroBatch(NamedTuple):
     """
 
     batch: Any
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    index: int  # type: ignore[assignment]  # hides tuple.index
     first: bool
     last: bool
     share: float

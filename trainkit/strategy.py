@@ -148,7 +148,7 @@ class Strategy:
         return find_device(device)
 
     def accepts(self, accelerator: str) -> bool:
-        """Whether the strategy, made before, runs on what the ``Trainer`` is told: a kind of device, or "auto"."""
+        """Whether this strategy object runs on the ``Trainer``'s ``accelerator``: a kind of device, or "auto"."""
         return accelerator in ("auto", self.device.type)
 
     def check_arguments(self, arguments: StepArguments) -> None:
@@ -359,7 +359,7 @@ class Strategy:
         """Take over what has been loaded into what :meth:`stored_optimizer` has returned."""
 
     def restored(self, optimizers: Iterable[Optimizer]) -> None:
-        """The state of a checkpoint has been put back into prepared modules and into these optimizers."""
+        """The state of a checkpoint has been restored into prepared modules and these optimizers."""
 
     @property
     def compilations(self) -> int | None:
@@ -375,7 +375,7 @@ class Strategy:
 
         Args:
             contents: parameters without their values, and what the optimizer keeps for them.
-            processes: so many, not those that there are.
+            processes: their number, not that of this run.
 
         Raises:
             TrainkitError: this strategy cannot train that.
@@ -396,4 +396,4 @@ class Strategy:
         """Wait for all processes."""
 
     def teardown(self) -> None:
-        """Give back what :meth:`__init__` and the preparations took."""
+        """Release what :meth:`__init__` and the preparations took."""

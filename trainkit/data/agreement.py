@@ -52,13 +52,13 @@ def lengths_of_parts(
         )
         raise DataError(
             f"the processes have loaders that differ ({shown}). Give every process the same DataLoader over the whole dataset: "
-            "it is dealt out to them."
+            "it is sharded over them."
         )
     if any(other[2] != said[0][2] for other in said):
         raise DataError(
             "each process has other samples of the dataset in its Subset. If random_split drew them, let all draw the same: "
             "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each was given a part, give every "
-            "process the whole dataset: it is dealt out to them."
+            "process the whole dataset: it is sharded over them."
         )
     return None
 
@@ -75,7 +75,7 @@ def _subset(dataset: Any) -> str | None:
 def put_back(sampler: Any) -> Iterator[None]:
     """Afterwards the sampler, one inside it, and the random generators that are attributes of theirs are as they were before.
 
-    One that goes on where it is, or shuffles by a generator of its own, then gives the same on any number of processes.
+    One that continues where it is, or shuffles by a generator of its own, then gives the same on any number of processes.
     """
     found = [holder for holder in (sampler, getattr(sampler, "sampler", None)) if hasattr(holder, "__dict__")]
     before = [(vars(holder), dict(vars(holder))) for holder in found]

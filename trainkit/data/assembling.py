@@ -45,7 +45,7 @@ class Filled:
 
     @classmethod
     def of(cls, source: Any, size: int | None, devices: int, bring: Callable[[Tensor], Tensor]) -> Filled:
-        """For the batches of a loader, of ``size`` samples each, put side by side for so many devices.
+        """For the batches of a loader, of ``size`` samples each, put side by side for ``devices`` devices.
 
         Raises:
             DataError: it does not say how many samples they have.
@@ -94,9 +94,9 @@ class Filled:
 
 
 def side_by_side(batches: Iterator[Any], devices: int, join: Callable[[Sequence[Any]], Any]) -> Iterator[Any]:
-    """Every so many batches as one; the last of them may be made of fewer."""
-    while row := list(islice(batches, devices)):
-        yield row[0] if len(row) == 1 else join(row)
+    """Every ``devices`` batches as one; the last one may have fewer."""
+    while parts := list(islice(batches, devices)):
+        yield parts[0] if len(parts) == 1 else join(parts)
 
 
 def each_joined(parts: Sequence[Any]) -> Any:

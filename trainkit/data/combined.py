@@ -49,8 +49,8 @@ class CombinedLoader:
     def __init__(self, loaders: Mapping[str, Any] | Sequence[Any], mode: str = "max_size_cycle") -> None:
         if mode == "max_size":
             raise UnsupportedArgumentError(
-                "mode='max_size', in which a loader that has ended gives None, is not offered. Use 'max_size_cycle', which "
-                "starts it anew, or 'min_size', which stops with the shortest."
+                "mode='max_size', in which a loader that has ended gives None, is not supported. Use 'max_size_cycle', which "
+                "restarts it, or 'min_size', which stops with the shortest."
             )
         if mode not in MODES:
             raise UnknownNameError(f"unknown mode {mode!r}; known: {', '.join(MODES)}.{nearest(mode, MODES)}")
@@ -223,7 +223,7 @@ class CombinedStream:
 
 
 class _Cycle:
-    """A stream that starts anew when it ends."""
+    """A stream that restarts when it ends."""
 
     def __init__(self, stream: Stream, epoch: int, start: int) -> None:
         self._stream, self._epoch = stream, epoch
@@ -255,7 +255,7 @@ class _Cycle:
 
 
 class _DealtCycle:
-    """The batches m, m + step, … of a stream that starts anew when it ends."""
+    """The batches m, m + step, … of a stream that restarts when it ends."""
 
     def __init__(self, stream: Stream, epoch: int, m: int, step: int) -> None:
         self._stream, self._epoch, self._step = stream, epoch, step
@@ -271,7 +271,7 @@ class _DealtCycle:
         self._batches = iter(self._stream.batches(self._epoch + self._number * CYCLE, self._m, None, 0, self._step))
 
     def _wrap(self, length: int) -> None:
-        """Go on to the cycle that the next batch is in, if all are so long."""
+        """Advance to the cycle that contains the next batch, if all cycles have the known length."""
         cycles, self._m = divmod(self._m, length)
         if cycles:
             self._number, self._batches, self.wrapped = self._number + cycles, None, True

@@ -33,7 +33,7 @@ class Positions:
     """The part of :class:`trainkit.data.PreparedLoader` that knows where it is.
 
     Rows are what this run counts: a micro-batch for each of its devices. A position is in samples and in micro-batches of
-    all, so that a run of another number of processes can go on from it.
+    all, so that a run of another number of processes can resume from it.
 
     Attributes:
         exhausted: an own loop has read the epoch to its end.
@@ -152,7 +152,7 @@ class Positions:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration goes on where :meth:`state_dict` was.
+        """The next iteration continues where :meth:`state_dict` was.
 
         Raises:
             StateMismatchError: the position is not the start of a micro-batch of this loader.
@@ -254,7 +254,7 @@ class Positions:
         return start
 
     def resume(self, position: Mapping[str, Any], start: int) -> None:
-        """Let the epoch of a position go on there, and iterables from their state; its :meth:`start_of` is ``start``."""
+        """Continue the epoch of a position there, and iterables from their state; its :meth:`start_of` is ``start``."""
         micro_batch, self._epoch = self._start_in(position), int(position["epoch"])
         self._resumed = self._epoch, start, micro_batch
         state, splits = position["iterable"], bool(position.get("splits", False))
@@ -263,7 +263,7 @@ class Positions:
             if position["batches"]:
                 notice(
                     f"the checkpoint is of {counted(position['processes'], 'process')}, each of which read a part of the data "
-                    f"that it chose itself; for {self._world.size} they are others. The epoch goes on after as many "
+                    f"that it chose itself; for {self._world.size} they are others. The epoch continues after as many "
                     "batches of them."
                 )
         elif splits and state is not None:

@@ -16,7 +16,7 @@ __all__ = ["SMALL", "one_ahead", "to_device"]
 
 T = TypeVar("T")
 
-# Bytes of a batch below which its copy is asked for when it is needed: beside the work it would save a few microseconds, and
+# Bytes of a batch below which its copy is asked for when it is needed: next to the work it would save a few microseconds, and
 # streams and events cost more (measured on an H200: about 0.1 ms a step).
 SMALL = 1 << 20
 
@@ -44,7 +44,7 @@ def _bytes_of(item: Any) -> float:
 def one_ahead(items: Iterator[T], load: Callable[[T, int], T], device: torch.device, start: int = 0) -> Iterator[T]:
     """The items loaded to a CUDA device, each while its predecessor is being worked on.
 
-    The copies run on a stream of their own, truly beside the computation if the items lie in pinned memory.
+    The copies run on a stream of their own, truly in parallel with the computation if the items lie in pinned memory.
 
     Args:
         items: batches, or tuples that hold one, on the CPU.
@@ -72,7 +72,7 @@ def one_ahead(items: Iterator[T], load: Callable[[T, int], T], device: torch.dev
 def _hand_over(item: Any, copied: torch.cuda.Event, device: torch.device) -> bool:
     """Let the stream that works use the item.
 
-    The allocator must not give the memory to a later copy while that stream still reads it, so it is told of each tensor.
+    The allocator must not give the memory to a later copy while that stream still reads it, so each tensor is recorded on it.
     Returns whether there may be tensors that it cannot be told of, inside objects of the user's: then a copy has to wait
     until the work that was asked for before it is done.
     """

@@ -53,7 +53,7 @@ class KeyedBatches:
     """What takes the place of a loader's batch sampler: ``(fetch key, indices)`` of each micro-batch.
 
     ``epoch``, ``start`` (the first micro-batch), ``limit`` (the number of micro-batches of an epoch), ``turn`` and ``step``
-    (those dealt out to this process: start + turn, start + turn + step, …) are set before each iteration.
+    (those of this process: start + turn, start + turn + step, …) are set before each iteration.
 
     Attributes:
         length: micro-batches of an epoch.
@@ -208,7 +208,7 @@ def keyed_batches(
 
 
 def is_distributed(sampler: Any) -> bool:
-    """Whether a sampler deals out what torch's ``DistributedSampler`` does, be it of a class derived from that."""
+    """Whether a sampler shards as torch's ``DistributedSampler`` does, or is of a class derived from it."""
     kind = type(sampler)
     own = (DistributedSampler.__iter__, DistributedSampler.__len__)
     return isinstance(sampler, DistributedSampler) and (kind.__iter__, kind.__len__) == own
@@ -335,7 +335,7 @@ def _picked(order: Permutation, begins: range, width: int, end: int) -> Iterator
 def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], Any], same_each_epoch: bool) -> Draw:
     """Micro-batches drawn from a user's sampler, each under generators of its own key.
 
-    They are drawn one by one and the generators put back after each, so that a sampler that draws as it goes is not
+    They are drawn one by one and the generators restored after each, so that a sampler that draws as it goes is not
     disturbed by what else is seeded meanwhile.
     """
 

@@ -1,6 +1,6 @@
 """One stream that several processes read: the same for all, of which each takes its batches, or for each its own part.
 
-Nobody can tell from outside whether an iterable takes its part by rank. So at the start of an epoch the processes compare what
+It cannot be seen from outside whether an iterable takes its part by rank. So at the start of an epoch the processes compare what
 they have read first: generators are seeded by keys that do not know the rank, so a stream that takes no part is the same.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["StreamSharder"]
 
 
 class StreamSharder:
-    """Deals out the batches of a stream.
+    """Shards the batches of a stream.
 
     Args:
         world: the processes.
@@ -42,7 +42,7 @@ class StreamSharder:
         self.ended = False
 
     def length(self, said: int | None) -> int | None:
-        """The batches of an epoch over all processes, where this process's stream has ``said`` so many."""
+        """The number of batches of an epoch over all processes, if this process's stream reports ``said``."""
         return said * self._world.size if said is not None and self.splits else said
 
     def agreed(self, said: int | None) -> int | None:

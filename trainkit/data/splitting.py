@@ -85,7 +85,7 @@ def _described(loader: Any) -> str:
 
 
 class _Parts:
-    """The batches of a user's batch sampler, each in so many parts, whose sizes differ by one at most."""
+    """The batches of a user's batch sampler, each divided into ``parts``, whose sizes differ by one at most."""
 
     def __init__(self, sampler: Any, parts: int) -> None:
         self.sampler, self._parts = sampler, parts
@@ -97,7 +97,7 @@ class _Parts:
 
     @property
     def size_of_all(self) -> Any:
-        """Samples of a batch of the user's; ``None``: his batch sampler does not say."""
+        """Samples of a batch of the user's; ``None``: the batch sampler does not tell."""
         return getattr(self.sampler, "batch_size", None)
 
     def __len__(self) -> int:

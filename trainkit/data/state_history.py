@@ -1,4 +1,4 @@
-"""Where an iterable that can be resumed was after each of its last batches."""
+"""The positions of a resumable iterable after each of its last batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StateHistory:
     Batches are fetched before they are worked on (a window at a time, one ahead for CUDA), so the state of the moment is not
     the one to save: the states of the last few batches are kept, and the one that fits is asked for by number.
 
-    The last batch may have been read together with the end of the epoch: a short one, or one of a row that is not full. The
+    The last batch may have been read together with the end of the epoch: a short one, or one that only some ranks have. The
     state is then where the next epoch begins, and is kept as such.
 
     Args:
@@ -28,7 +28,7 @@ class StateHistory:
         readable: its state in this process is that of the iteration (not so with worker processes).
 
     Attributes:
-        at_end: the iteration that has begun goes on from a state after the end of its epoch: there is nothing left to read.
+        at_end: the iteration continues from a state after the end of its epoch: there is nothing left to read.
     """
 
     def __init__(self, owner: Any, readable: bool) -> None:
@@ -42,26 +42,26 @@ class StateHistory:
         self.at_end = False
 
     def keep(self, batches: int) -> None:
-        """Keep the states of at least so many batches."""
+        """Keep the states of at least ``batches`` batches."""
         if batches > (self._states.maxlen or 0):
             self._states = deque(self._states, maxlen=batches)
 
     def stop(self) -> None:
-        """Keep no states: nobody will ask."""
+        """Keep no states: they will not be asked for."""
         self.active = False
 
     def at(self, batches: int) -> Any | None:
-        """The state after so many batches of the epoch, ``None`` if it is not known."""
+        """The state after ``batches`` batches of the epoch, ``None`` if it is not known."""
         if not self.active:
             return None
         if self._resumed is not None and self._resumed[0] == batches:
             return self._resumed[1]
-        if batches == 0 and not self._running:  # between two epochs it may go on where it is
+        if batches == 0 and not self._running:  # between two epochs it may continue where it is
             return copy.deepcopy(self._owner.state_dict())
         return next((state for number, state in self._states if number == batches), None)
 
     def resume(self, batches: int, state: Any) -> None:
-        """The next iteration goes on from this state, which is that after ``batches`` batches."""
+        """The next iteration continues from this state, which is that after ``batches`` batches."""
         if self.active:
             self._resumed = batches, state
 

@@ -60,7 +60,7 @@ class Stream(Protocol):
         """Where the iterables in it were, for those that can be resumed by a state of their own."""
 
     def resume(self, splits: bool) -> None:
-        """The next iteration goes on where a checkpoint was taken, in which the data was split as it says."""
+        """The next iteration continues where a checkpoint was taken, in which the data was split as it says."""
 
     def prime(self, epoch: int, start: int, step: int) -> None:
         """Do now what the processes have to do together before they read an epoch from ``start`` on."""
@@ -86,7 +86,7 @@ def open_stream(
         stage: the stage part of the keys, see :meth:`trainkit.rng.Stage.of_loader`.
         device: where the batches will go: for CUDA, what workers fetch is read into pinned memory.
         sequential: do not shuffle (``overfit_batches``).
-        world: the processes that it is dealt out to. Collective.
+        world: the processes over which it is sharded. Collective.
 
     Raises:
         DataError: the object cannot be iterated, or the processes have objects that differ.
@@ -141,11 +141,11 @@ class LoaderStream:
         self.exact: bool = self._batches is not None and self._batches.exact
         self.samples: int | None = None if self._iterable else _length_of(loader.dataset)
         self._history = StateHistory(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
-        # What a worker has seen of earlier epochs must not matter: one that reads a stream, or whose dataset is told the
-        # epoch (here, in the main process), starts anew in each.
+        # What a worker has seen of earlier epochs must not matter: one that reads a stream, or whose dataset gets the
+        # epoch (here, in the main process), starts again in each.
         self._fresh_workers = self._iterable or hasattr(loader.dataset, "set_epoch")
-        # DataLoader refuses to have these assigned, and building it anew would need its constructor's arguments, which a
-        # subclass may have changed. A shallow copy keeps whatever the user or his subclass has set.
+        # DataLoader refuses to have these assigned, and building it again would need its constructor's arguments, which a
+        # subclass may have changed. A shallow copy keeps whatever the user or their subclass has set.
         self._loader: DataLoader[Any] | None = copy.copy(loader)
         self._loader.__dict__.update(changes)
         self._running: Any = None  # the iterator of the epoch that is being read, or was last
@@ -341,7 +341,7 @@ class IterableStream:
         if self._one_shot and self._read:
             raise EmptyLoaderError(
                 f"{type(self._source).__name__} can be iterated only once, and is needed again (in epoch {user_epoch(epoch)}). "
-                "Pass an object whose __iter__ starts anew (a list, a DataLoader, a class with __iter__), or set max_epochs=1."
+                "Pass an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__), or set max_epochs=1."
             )
         self._read = True
         if hasattr(self._source, "set_epoch"):

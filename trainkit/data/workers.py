@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["end_workers", "started"]
 
-_PATIENCE = 5.0  # seconds in which a forked process must have come to itself; twice as long each time
+_PATIENCE = 5.0  # seconds in which a forked process must have started; twice as long each time
 _TRIES = 5
 
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
     """An iterator over a loader, with its workers at work.
 
-    Workers that are forked, as they are on Linux unless somebody asks for another way, are forked anew if they hang before
+    Workers that are forked, as they are on Linux by default, are forked again if they hang before
     they have begun. A lock that another thread holds at the moment of the fork is held for ever in the new process. The
-    interpreter's own list of threads has such a lock: Python before 3.12 takes it in the new process before it makes it anew,
+    interpreter's own list of threads has such a lock: Python before 3.12 takes it in the new process before it makes it again,
     and the threads of a process group take it for a moment after each collective, when they let go of its tensors.
 
     Args:
@@ -39,7 +39,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
     """
     if loader.num_workers > 0 and sys.platform != "win32":
         chosen = loader.multiprocessing_context or multiprocessing.get_context()
-        if type(chosen) is multiprocessing.context.ForkContext:  # not somebody's own
+        if type(chosen) is multiprocessing.context.ForkContext:  # not the user's own
             loader.multiprocessing_context = _Context()
     with signals_held_back():  # signals to the whole process group: workers take care of them once they are there
         return iter(loader)
@@ -70,7 +70,7 @@ if sys.platform != "win32":
                 popen = _forked(process, patience)
                 if popen is not None:
                     return popen
-                notice(f"a loader worker has not come to itself within {patience:g} s of its fork, and is started anew.")
+                notice(f"a loader worker has not started within {patience:g} s of its fork, and is forked again.")
             raise DataError(
                 f"a loader worker could not be started: {_TRIES} times it was forked and hung before its first line. Something "
                 "that runs in a thread or at each fork holds a lock. Start workers in a new interpreter instead: "

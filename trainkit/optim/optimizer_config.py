@@ -101,7 +101,7 @@ def _one_dict(returned: Mapping[Any, Any]) -> tuple[list[Optimizer], list[Any]]:
     for key in returned:
         if key == "frequency":
             raise OptimizerError(
-                "configure_optimizers: 'frequency' of an optimizer is not offered. Use manual optimization "
+                "configure_optimizers: 'frequency' of an optimizer is not supported. Use manual optimization "
                 "(automatic_optimization = False) to update optimizers in turn."
             )
         if key not in known:

@@ -73,8 +73,8 @@ def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
         name = _without(raw, inserted)
         if name in taken:
             raise UnsavableError(
-                f"{type(module).__name__} has {taken[name]!r} and {raw!r}, which are both {name!r} once what wrappers put in "
-                "is left out. Give one of the two attributes another name."
+                f"{type(module).__name__} has {taken[name]!r} and {raw!r}, which are both {name!r} without what wrappers put "
+                "in. Give one of the two attributes another name."
             )
         taken[name] = raw
         result[raw] = name
@@ -93,7 +93,7 @@ def wrapped_attribute(module: nn.Module) -> str | None:
     """The attribute under which a wrapper holds the user's module; None if ``module`` is no wrapper."""
     if isinstance(module, DataParallel | DistributedDataParallel):
         return "module"
-    # A module that nobody has loaded has wrapped nothing; loading the compiler takes a second.
+    # A module that is not loaded has wrapped nothing; loading the compiler takes a second.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return "_orig_mod"
@@ -110,7 +110,7 @@ def _inserted(module: nn.Module) -> set[str]:
         for path, part in module.named_modules(remove_duplicate=False)
         if (attribute := wrapped_attribute(part))
     }
-    # torch leaves out this part itself in state dicts, and not in the names of parameters: other wrappers inside have two paths
+    # torch omits this part itself in state dicts, and not in the names of parameters: other wrappers inside have two paths
     hidden = {path for path in inserted if path.endswith(f"{_CHECKPOINT_WRAPPED}.")}
     return inserted | {_without(path, hidden) for path in inserted - hidden} if hidden else inserted
 

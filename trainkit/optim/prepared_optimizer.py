@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` gives back for an optimizer: the same verbs, which wait for a full window."""
+"""What ``Accelerator.prepare`` returns for an optimizer: the same verbs, which wait for a full window."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def toggle(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> dict[Tensor
     """Let gradients flow only into this optimizer's parameters, of all that ``optimizers`` have.
 
     Returns:
-        The parameters that were turned off, with what :func:`untoggle` gives back to each.
+        The parameters that were turned off, with what :func:`untoggle` restores for each.
     """
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = [p for o in optimizers for group in o.param_groups for p in group["params"] if id(p) not in own]

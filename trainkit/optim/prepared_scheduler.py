@@ -1,4 +1,4 @@
-"""``PreparedScheduler``: what ``Accelerator.prepare`` gives back for a scheduler, which advances with the updates."""
+"""``PreparedScheduler``: what ``Accelerator.prepare`` returns for a scheduler, which advances with the optimizer steps."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PreparedScheduler:
 
 
 def _fits(horizon: int, batches: int, accelerator: Stepper) -> bool:
-    """Whether it is a number of epochs of so many batches, counted in batches or in updates."""
+    """Whether it is a number of epochs of that many batches, counted in batches or in optimizer steps."""
     steps = accelerator.gradient_accumulation_steps
     return any(length > 1 and horizon % length == 0 for length in {batches, batches // steps, -(-batches // steps)})
 

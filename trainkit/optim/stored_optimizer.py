@@ -16,7 +16,7 @@ __all__ = ["StoredOptimizer", "standin_of", "twin"]
 
 
 def standin_of(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of this shape and dtype on the CPU, whose memory nobody touches, so that the system does not give it."""
+    """A parameter of this shape and dtype on the CPU, whose memory is never touched, so that the system does not allocate it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
@@ -32,7 +32,7 @@ def twin(optimizer: Optimizer) -> Optimizer:
 
 
 class StoredOptimizer:
-    """A stand-in for an optimizer: of its class, with its options, with whole parameters and whole state.
+    """A placeholder for an optimizer: of its class, with its options, with whole parameters and whole state.
 
     Args:
         original: the user's.
@@ -50,7 +50,7 @@ class StoredOptimizer:
         ]
 
     def names(self, names: Mapping[int, str]) -> ParameterNames:
-        """The names of the parameters, by the ids of the stand-ins."""
+        """The names of the parameters, by the ids of the placeholders."""
         found = ParameterNames()
         for group in self._original.param_groups:
             for parameter in group["params"]:
