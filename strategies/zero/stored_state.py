@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError
-from trainkit.optim.stored_optimizer import StoredOptimizer, standin_of
+from trainkit.optim.stored_optimizer import StoredOptimizer, placeholder_parameter
 from trainkit.strategies.zero.engine import Engine
 from trainkit.strategies.zero.partitions import is_sharded
 from trainkit.strategies.zero.swap import Part, partition
@@ -182,7 +182,7 @@ def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
     stored = StoredOptimizer(
         engine.shadow.optimizer,
         {
-            id(p): standin_of(_shape(p), flats[0].dtype)
+            id(p): placeholder_parameter(_shape(p), flats[0].dtype)
             for group in engine.shadow.optimizer.param_groups
             for p in group["params"]
         },

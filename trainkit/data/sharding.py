@@ -1,7 +1,7 @@
 """One stream that several processes read: the same for all, of which each takes its batches, or for each its own part.
 
-It cannot be seen from outside whether an iterable takes its part by rank. So at the start of an epoch the processes compare what
-they have read first: generators are seeded by keys that do not know the rank, so a stream that takes no part is the same.
+It cannot be seen from outside whether an iterable takes its part by rank. So at the start of an epoch the processes compare
+what they have read first: the keys that seed generators do not contain the rank, so a stream that takes no part is the same.
 """
 
 from __future__ import annotations

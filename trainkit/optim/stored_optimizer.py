@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from trainkit.errors import StateMismatchError
 from trainkit.optim.parameter_names import ParameterNames
 
-__all__ = ["StoredOptimizer", "standin_of", "twin"]
+__all__ = ["StoredOptimizer", "placeholder_parameter", "twin"]
 
 
-def standin_of(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of this shape and dtype on the CPU, whose memory is never touched, so that the system does not allocate it."""
+def placeholder_parameter(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of this shape and dtype on the CPU, whose memory is never touched, so it is not allocated."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
