@@ -197,7 +197,7 @@ def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
             else:  # as torch has it
                 slots[slot] = torch.tensor(float(value)) if slot == "step" and isinstance(value, int) else value
         if slots:
-            stored.optimizer.state[stored.standins[id(parameter)]] = slots
+            stored.optimizer.state[stored.placeholders[id(parameter)]] = slots
     return stored
 
 

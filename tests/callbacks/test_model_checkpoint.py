@@ -1,4 +1,4 @@
-"""``ModelCheckpoint`` hook by hook, against a stand-in for ``trainer._checkpointing`` that writes real, small checkpoints.
+"""``ModelCheckpoint`` hook by hook, against a placeholder for ``trainer._checkpointing`` that writes real, small checkpoints.
 
 Whole runs are in ``test_model_checkpoint_runs.py``.
 """

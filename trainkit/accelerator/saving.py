@@ -70,11 +70,11 @@ class Saving:
         With sharded parameters it is collective, and empty on all but the main process.
         """
         model = without_wrappers(model, self._strategy)
-        standins = self._strategy.exported_weights(model)
-        sharded = any(is_sharded_tensor(tensor) for tensor in standins.values())
+        placeholders = self._strategy.exported_weights(model)
+        sharded = any(is_sharded_tensor(tensor) for tensor in placeholders.values())
         if sharded:
             VerbGroup(self._strategy.world, "get_state_dict").wait()
-        state = capture_model(model, standins=standins)
+        state = capture_model(model, placeholders=placeholders)
         tensors = _on_host(state.tensors) if sharded else state.tensors
         if sharded and not self._strategy.is_main_process:
             return {}
@@ -99,10 +99,10 @@ class Saving:
         folder = local_path(save_directory, "save_directory")
         world, size = self._strategy.world, shard_size(max_shard_size)
         group, model = VerbGroup(world, "save_model"), without_wrappers(model, self._strategy)
-        standins = self._strategy.exported_weights(model)
-        if any(is_sharded_tensor(tensor) for tensor in standins.values()):
+        placeholders = self._strategy.exported_weights(model)
+        if any(is_sharded_tensor(tensor) for tensor in placeholders.values()):
             group.wait()  # they are gathered from all processes
-        state = capture_model(model, standins=standins)
+        state = capture_model(model, placeholders=placeholders)
         files, adapters, rank = configurations(state.configs), adapter_folders(state), world.rank
 
         def write() -> None:
@@ -122,9 +122,9 @@ class Saving:
             ConfigurationError: it is one.
         """
         for model in self._models:
-            standins = self._strategy.exported_weights(model)
+            placeholders = self._strategy.exported_weights(model)
             for name, parameter in model.named_parameters():
-                whole, given = standins.get(id(parameter)), state.get(without_checkpoint_wrapper(name))
+                whole, given = placeholders.get(id(parameter)), state.get(without_checkpoint_wrapper(name))
                 if whole is not None and whole.numel() and isinstance(given, Tensor) and not given.numel():
                     raise ConfigurationError(
                         f"save(): {name!r} has no values in this state dict, as the parameters are divided over the processes. "

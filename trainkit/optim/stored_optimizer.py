@@ -36,17 +36,17 @@ class StoredOptimizer:
 
     Args:
         original: the user's.
-        standins: ``id(parameter)`` → what stands in for it, for each parameter of the groups.
+        placeholders: ``id(parameter)`` → what stands in for it, for each parameter of the groups.
 
     Attributes:
         optimizer: what is saved and loaded; its state is empty.
     """
 
-    def __init__(self, original: Optimizer, standins: Mapping[int, nn.Parameter]) -> None:
-        self._original, self.standins = original, standins
+    def __init__(self, original: Optimizer, placeholders: Mapping[int, nn.Parameter]) -> None:
+        self._original, self.placeholders = original, placeholders
         self.optimizer = twin(original)
         self.optimizer.param_groups = [
-            {**group, "params": [standins[id(p)] for p in group["params"]]} for group in original.param_groups
+            {**group, "params": [placeholders[id(p)] for p in group["params"]]} for group in original.param_groups
         ]
 
     def names(self, names: Mapping[int, str]) -> ParameterNames:
@@ -55,9 +55,9 @@ class StoredOptimizer:
         for group in self._original.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in names:
-                    standin, name = self.standins[id(parameter)], names[id(parameter)]
-                    found[id(standin)] = name
-                    found.parameters[name] = standin
+                    placeholder, name = self.placeholders[id(parameter)], names[id(parameter)]
+                    found[id(placeholder)] = name
+                    found.parameters[name] = placeholder
         return found
 
     def check(self, described: Any, what: str) -> None:
@@ -85,5 +85,5 @@ class StoredOptimizer:
 
     def state(self, parameter: Tensor) -> dict[str, Any]:
         """What has been loaded for a parameter."""
-        found: dict[str, Any] = self.optimizer.state.get(self.standins[id(parameter)], {})
+        found: dict[str, Any] = self.optimizer.state.get(self.placeholders[id(parameter)], {})
         return found

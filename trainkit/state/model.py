@@ -60,7 +60,7 @@ def capture_model(
     module: nn.Module,
     save: Literal["all", "trainable"] = "all",
     fingerprint: str | None = None,
-    standins: Mapping[int, Tensor] | None = None,
+    placeholders: Mapping[int, Tensor] | None = None,
 ) -> ModelState:
     """Capture the state of a module; nothing is copied.
 
@@ -72,7 +72,7 @@ def capture_model(
         save: ``"trainable"``: only the parameters that require a gradient, and the buffers.
         fingerprint: for ``"trainable"``, the result of :func:`frozen_fingerprint` for the parameters that are frozen now;
             ``None``: compute it.
-        standins: ``id(parameter)`` → the tensor to store instead: a master copy, or a sharded tensor.
+        placeholders: ``id(parameter)`` → the tensor to store instead: a master copy, or a sharded tensor.
 
     Raises:
         ConfigurationError: unknown ``save``.
@@ -80,12 +80,12 @@ def capture_model(
     """
     if save not in ("all", "trainable"):
         raise ConfigurationError(f"save must be 'all' or 'trainable', not {save!r}.")
-    raw = _with_standins(module, standins)
+    raw = _with_placeholders(module, placeholders)
     names = cleaned(module, raw)
     state = ModelState(trained={n: p.requires_grad for n, p in _parameters(module).items()}, configs=model_configs(module))
     frozen: set[str] = set()
     if save == "trainable":
-        state.fingerprint = frozen_fingerprint(module, standins) if fingerprint is None else fingerprint
+        state.fingerprint = frozen_fingerprint(module, placeholders) if fingerprint is None else fingerprint
         frozen = _frozen(state)
     first: dict[Any, str] = {}
     for raw_name, value in raw.items():
@@ -110,7 +110,7 @@ def plan_model(
     *,
     strict: bool = True,
     what: str,
-    standins: Mapping[int, Tensor] | None = None,
+    placeholders: Mapping[int, Tensor] | None = None,
     take: Callable[[dict[nn.Parameter, Tensor]], None] = lambda values: None,
 ) -> Callable[[], list[str]]:
     """Compare a captured state with a module. Returns a function that loads it in place.
@@ -123,8 +123,8 @@ def plan_model(
         state: the state; its tensors may be on any device and are copied.
         strict: missing and unexpected names are an error; False: they are skipped, with a notice.
         what: what is loaded, for messages, such as ``"the checkpoint step-00001200"``.
-        standins: see :func:`capture_model`; their dtypes and shapes are compared.
-        take: called with the values of the parameters in ``standins``.
+        placeholders: see :func:`capture_model`; their dtypes and shapes are compared.
+        take: called with the values of the parameters in ``placeholders``.
 
     Returns:
         A function that loads the state and returns what the user should know, one sentence each.
@@ -135,7 +135,7 @@ def plan_model(
     """
     _check_sound(state, what)
     state = replace(state, trained={without_checkpoint_wrapper(name): trained for name, trained in state.trained.items()})
-    raw = _with_standins(module, standins)
+    raw = _with_placeholders(module, placeholders)
     names = cleaned(module, raw)
     parameters = _parameters(module)
     frozen = set() if state.fingerprint is None else _frozen(state)
@@ -155,7 +155,7 @@ def plan_model(
     fit.unexpected += [name for name in [*sources, *state.extra] if name not in here]
     fit.check_shared_memory()
     if state.fingerprint is not None and not fit.complaints():
-        _check_base(parameters, frozen, state.fingerprint, what, standins)
+        _check_base(parameters, frozen, state.fingerprint, what, placeholders)
     if complaints := fit.complaints():
         raise StateMismatchError(
             f"{what} does not fit {type(module).__name__}:\n  " + "\n  ".join(complaints) + "\nNothing was changed. Build the "
@@ -172,7 +172,7 @@ def plan_model(
                 values[name] = values[name].to(raw[name].device, copy=True)
         taken: dict[nn.Parameter, Tensor] = {}
         for name, clean in names.items():
-            if standins and name in values and clean in parameters and id(parameters[clean]) in standins:
+            if placeholders and name in values and clean in parameters and id(parameters[clean]) in placeholders:
                 taken[parameters[clean]] = values.pop(name)
         _load(module, values, fit.narrow, raw, what)
         take(taken)
@@ -181,24 +181,24 @@ def plan_model(
     return load
 
 
-def _with_standins(module: nn.Module, standins: Mapping[int, Tensor] | None) -> Any:
+def _with_placeholders(module: nn.Module, placeholders: Mapping[int, Tensor] | None) -> Any:
     """The module's state dict, with some parameters replaced."""
     raw = module.state_dict()
-    if standins:
+    if placeholders:
         parameters = _parameters(module)
         for name, clean in cleaned(module, raw).items():
-            if clean in parameters and id(parameters[clean]) in standins:
-                raw[name] = standins[id(parameters[clean])]
+            if clean in parameters and id(parameters[clean]) in placeholders:
+                raw[name] = placeholders[id(parameters[clean])]
     return raw
 
 
-def frozen_fingerprint(module: nn.Module, standins: Mapping[int, Tensor] | None = None) -> str:
+def frozen_fingerprint(module: nn.Module, placeholders: Mapping[int, Tensor] | None = None) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of the parameters that do not require a gradient, as 64 hex digits.
 
     Compute it again when other parameters are frozen. It reads all frozen parameters, at about a gigabyte per second.
     """
     parameters = _parameters(module)
-    return _fingerprint({name: p for name, p in parameters.items() if not p.requires_grad}, standins)
+    return _fingerprint({name: p for name, p in parameters.items() if not p.requires_grad}, placeholders)
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -221,12 +221,12 @@ def _belongs_to(name: str, parameters: set[str]) -> bool:
     return name in parameters or name.rpartition(".")[0] in parameters
 
 
-def _fingerprint(parameters: Mapping[str, nn.Parameter], standins: Mapping[int, Tensor] | None = None) -> str:
+def _fingerprint(parameters: Mapping[str, nn.Parameter], placeholders: Mapping[int, Tensor] | None = None) -> str:
     whole = hashlib.sha256()
     digests: dict[int, str] = {}  # a tied parameter is read once
     for name, parameter in sorted(parameters.items()):
         if id(parameter) not in digests:
-            digests[id(parameter)] = _digest((standins or {}).get(id(parameter), parameter))
+            digests[id(parameter)] = _digest((placeholders or {}).get(id(parameter), parameter))
         whole.update(f"{name!r} {digests[id(parameter)]}\n".encode("utf-8", "surrogatepass"))
     return whole.hexdigest()
 
@@ -250,11 +250,11 @@ def _check_base(
     frozen: set[str],
     fingerprint: str,
     what: str,
-    standins: Mapping[int, Tensor] | None = None,
+    placeholders: Mapping[int, Tensor] | None = None,
 ) -> None:
     here = {name: parameters[name] for name in frozen if name in parameters}
     absent = sorted(frozen - set(here))
-    found = _fingerprint(here, standins)
+    found = _fingerprint(here, placeholders)
     if absent or found != fingerprint:
         lacks = f" It lacks these that were frozen: {', '.join(absent)}." if absent else ""
         dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in here.values()})) or "none"

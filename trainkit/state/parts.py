@@ -162,8 +162,8 @@ def capture(
     taken = Captured()
     models: list[dict[str, Any]] = []
     for number, model in enumerate(parts.models):
-        standins = parts.strategy.stored_weights(model)
-        state = capture_model(model, save, (fingerprints or {}).get(number), standins)
+        placeholders = parts.strategy.stored_weights(model)
+        state = capture_model(model, save, (fingerprints or {}).get(number), placeholders)
         stem = model_stem(number)
         taken.tensors[stem], taken.aliases[stem] = state.tensors, state.aliases
         models.append(
@@ -283,8 +283,8 @@ def _plan_models(
         model_state = ModelState(
             tensors=dict(tensors[stem]), aliases=dict(aliases.get(stem, {})), **{**own, "trained": trained}
         )
-        standins, take = parts.strategy.stored_weights(model), parts.strategy.load_weights
-        yield plan_model(model, model_state, strict=strict, what=what, standins=standins, take=take)
+        placeholders, take = parts.strategy.stored_weights(model), parts.strategy.load_weights
+        yield plan_model(model, model_state, strict=strict, what=what, placeholders=placeholders, take=take)
 
 
 def _plan_optimizers(
