@@ -157,7 +157,7 @@ def working_weights(module: nn.Module, device: torch.device) -> dict[int, Tensor
 
 @torch.no_grad()
 def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[Engine], device: torch.device) -> None:
-    """Give masters and working copies their values; each process has the whole ones. Parameters that have no stand-ins are
+    """Give masters and working copies their values; each process has the whole ones. Parameters that have no placeholders are
     loaded already, and masters that are copies of them follow.
     """
     for engine in engines:
