@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.folder import FoundCheckpoint, list_checkpoints, remove, write_pointer
+from trainkit.checkpoint.folder import ListedCheckpoint, list_checkpoints, remove, write_pointer
 from trainkit.checkpoint.manifest import DIGEST
 from trainkit.console import notice
 from trainkit.errors import CheckpointError
@@ -91,7 +91,7 @@ class CheckpointHistory(Callback):
         paths = list(self.best_k_models)
         return paths[-1] if paths and len(paths) >= self.save_top_k else ""
 
-    def best_in(self, found: Sequence[FoundCheckpoint]) -> str:
+    def best_in(self, found: Sequence[ListedCheckpoint]) -> str:
         """The best of the checkpoints that the newest run of such a callback has saved; "" if there is none.
 
         It reads the manifests only, so weights-only checkpoints count too.

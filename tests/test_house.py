@@ -704,6 +704,16 @@ def test_another_beginning_is_found(text: str) -> None:
     assert house.wrong_beginning(example(text))
 
 
+def test_files_and_classes_have_names_of_their_own() -> None:
+    report(house.repeated_names(SOURCES))
+
+
+def test_a_repeated_name_is_found() -> None:
+    paths = ("data/plan.py", "trainer/plan.py")
+    sources = [house.Source(path, "", "class Plan: ...") for path in paths]
+    assert house.repeated_names(sources) == [f"{name}: {', '.join(paths)}" for name in ("Plan", "plan.py")]
+
+
 # -------------------------------------------------------------------------------------------------------------- size
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.arguments import option
+from trainkit.launch.script_options import option
 
 __all__ = ["deepspeed_config", "options"]
 

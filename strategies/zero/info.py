@@ -6,7 +6,7 @@ from trainkit.registry import StrategyInfo
 
 __all__ = ["INFO"]
 
-_MEMORY = "trainkit.strategies.zero.memory_plan:ZeROMemory"
+_MEMORY = "trainkit.strategies.zero.zero_memory:ZeROMemory"
 
 INFO = StrategyInfo(
     path="trainkit.strategies.zero.zero_strategy:ZeROStrategy",

@@ -24,7 +24,7 @@ from trainkit.strategies._copies import Buffers, refuse_unlike
 from trainkit.strategies._gather import barrier, gathered
 from trainkit.strategies._membership import Membership
 from trainkit.strategies._reduction import broadcast, mean
-from trainkit.strategies.zero import memory_plan, stored_state
+from trainkit.strategies.zero import stored_state, zero_memory
 from trainkit.strategies.zero.bare import BareEngine
 from trainkit.strategies.zero.claims import Claims
 from trainkit.strategies.zero.deepspeed_api import require
@@ -73,7 +73,7 @@ class ZeROStrategy(Strategy):
     accumulates_in_engine = owns_masters = reads_checkpoint_parts = shards_optimizer_state = True
     compiles = False
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-    footprint = memory_plan.footprint
+    footprint = zero_memory.footprint
 
     def __init__(
         self,

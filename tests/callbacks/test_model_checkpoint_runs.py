@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import Callback, Trainer
 from trainkit.callbacks import ModelCheckpoint
-from trainkit.checkpoint.folder import FoundCheckpoint, list_checkpoints, read_pointer
+from trainkit.checkpoint.folder import ListedCheckpoint, list_checkpoints, read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
 from trainkit.errors import CheckpointError, MissingMetricError, Preempted
@@ -45,7 +45,7 @@ def fit(
     return trainer
 
 
-def found(folder: str | Path = FOLDER) -> list[FoundCheckpoint]:
+def found(folder: str | Path = FOLDER) -> list[ListedCheckpoint]:
     return sorted(list_checkpoints(folder), key=lambda found: found.path.name)
 
 

@@ -16,7 +16,7 @@ from trainkit.checkpoint import folder as folder_module
 from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.folder import (
     POINTER,
-    FoundCheckpoint,
+    ListedCheckpoint,
     candidates,
     check_writable,
     free_name,
@@ -31,7 +31,7 @@ from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 
 
-def names(found: list[FoundCheckpoint]) -> list[str]:
+def names(found: list[ListedCheckpoint]) -> list[str]:
     return [one.path.name for one in found]
 
 

@@ -496,6 +496,17 @@ def writes_to_trainer(source: Source) -> list[str]:
     return complaints
 
 
+def repeated_names(sources: Iterable[Source]) -> list[str]:
+    """Names of files and classes that occur in several modules, but for the ``info.py`` of each strategy."""
+    places: dict[str, list[str]] = {}
+    for source in sources:
+        file = source.path.rpartition("/")[2]
+        classes = [node.name for node in all_of(source.tree, ast.ClassDef)]
+        for name in {file, *classes} - {"__init__.py", "info.py"}:
+            places.setdefault(name, []).append(source.path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in sorted(places.items()) if len(paths) > 1]
+
+
 def wrong_exports(source: Source) -> list[str]:
     """A public module without an ``__all__``, or with one that is not in order."""
     names = exported(source.tree)

@@ -210,7 +210,7 @@ def test_different_verbs_on_each_rank(run_dir: Path) -> None:
 
 
 def test_a_metric_logged_on_one_rank(run_dir: Path) -> None:
-    """FoundCheckpoint by the word after the next step, long before the values would be exchanged."""
+    """Found by the word after the next step, long before the values would be exchanged."""
     (first, value), (second, other) = run_world(2, caught, "log")
     assert first == second
     assert value == other

@@ -21,7 +21,7 @@ from trainkit.accelerator.options import Options, check_steps, resolve
 from trainkit.accelerator.process_verbs import ProcessVerbs
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.stepping import StepVerbs
-from trainkit.accelerator.tracking import ByTracker, Trackers
+from trainkit.accelerator.tracker_verbs import ByTracker, Trackers
 from trainkit.accelerator.weighing import Weighing
 from trainkit.data.assembling import Filled
 from trainkit.data.loader import PreparedLoader

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.accelerator.tracking import check_trackers
+from trainkit.accelerator.tracker_verbs import check_trackers
 from trainkit.checks import whole_number
 from trainkit.config.compiling import known_backend, refuse_compiled
 from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration

@@ -23,7 +23,7 @@ from trainkit.paths import local_path
 __all__ = [
     "CHECKPOINTS",
     "POINTER",
-    "FoundCheckpoint",
+    "ListedCheckpoint",
     "candidates",
     "check_writable",
     "folders_below",
@@ -50,7 +50,7 @@ _OUR_FILE = re.compile(r"\.(probe|last)\.tmp-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class FoundCheckpoint:
+class ListedCheckpoint:
     """A checkpoint in a folder.
 
     Attributes:
@@ -64,7 +64,7 @@ class FoundCheckpoint:
     problem: str | None
 
 
-def list_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
     """The checkpoints in ``folder``: valid ones newest first, then damaged ones with their problems.
 
     Runs are ordered by the time of their latest checkpoint, checkpoints of a run by their save counter. Only manifests are
@@ -78,7 +78,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
     return [one for one in found if one.problem is None] + [one for one in found if one.problem is not None]
 
 
-def candidates(*folders: str | os.PathLike[str]) -> list[FoundCheckpoint]:
+def candidates(*folders: str | os.PathLike[str]) -> list[ListedCheckpoint]:
     """The checkpoints in the order in which to try them: the newest of the run that saved last, then older runs.
 
     Damaged ones are included, so that each is reported before an older one is used: at their place in the order if their
@@ -93,15 +93,15 @@ def candidates(*folders: str | os.PathLike[str]) -> list[FoundCheckpoint]:
         if one.manifest is not None:
             latest[one.manifest.run_id] = max(latest.get(one.manifest.run_id, ""), one.manifest.saved_at)
 
-    def age(one: FoundCheckpoint) -> tuple[str, str, int, str, str]:
+    def age(one: ListedCheckpoint) -> tuple[str, str, int, str, str]:
         assert one.manifest is not None
         about = one.manifest
         return latest[about.run_id], about.run_id, about.save_counter, about.saved_at, one.path.name
 
-    unknown: dict[Path, list[FoundCheckpoint]] = {}
+    unknown: dict[Path, list[ListedCheckpoint]] = {}
     for one in sorted((one for one in found if one.manifest is None), key=lambda one: one.path.name):
         unknown.setdefault(one.path.parent, []).append(one)
-    ordered: list[FoundCheckpoint] = []
+    ordered: list[ListedCheckpoint] = []
     for one in sorted((one for one in found if one.manifest is not None), key=age, reverse=True):
         ordered += [*unknown.pop(one.path.parent, []), one]
     return [one for left in unknown.values() for one in left] + ordered
@@ -140,7 +140,7 @@ def next_counter(folder: str | os.PathLike[str], run_id: str) -> int:
     return 1 + max((manifest.save_counter for manifest in found if manifest.run_id == run_id), default=0)
 
 
-def _find(folder: Path) -> list[FoundCheckpoint]:
+def _find(folder: Path) -> list[ListedCheckpoint]:
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except FileNotFoundError:
@@ -156,7 +156,7 @@ def _find(folder: Path) -> list[FoundCheckpoint]:
         if entry.is_symlink() and os.path.realpath(path) in here:
             continue  # a link to a checkpoint in this folder
         if is_checkpoint(path):
-            one = FoundCheckpoint(path, *inspect_checkpoint(path))
+            one = ListedCheckpoint(path, *inspect_checkpoint(path))
             if one.problem is None or is_checkpoint(path):  # else it was removed meanwhile
                 found.append(one)
     return found

@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.console import notice, warn
+from trainkit.data.loader_workers import end_workers, started
 from trainkit.data.sampling import KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
 from trainkit.data.sharding import StreamSharder
 from trainkit.data.state_history import StateHistory
-from trainkit.data.workers import end_workers, started
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.rng import KeyStream, Purpose, mix, seed_generators

@@ -24,10 +24,10 @@ from trainkit.distributed.restart_store import RestartStore, restarts
 from trainkit.distributed.watchdog import Watchdog
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.launch.arguments import placed
 from trainkit.launch.devices import check_wanted, device_of, processes_of_a_machine
 from trainkit.launch.environment import RankInfo, read_place
 from trainkit.launch.process_group import default_group, make_default_group
+from trainkit.launch.script_options import placed
 from trainkit.launch.self_start import become_agent, command_again
 
 __all__ = ["device_of", "join", "joined", "note_alone", "processes"]

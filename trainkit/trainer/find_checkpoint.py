@@ -61,7 +61,7 @@ class FoundCheckpoint:
 
 
 class _Listed(NamedTuple):
-    """A checkpoint in a folder; see :class:`trainkit.checkpoint.folder.FoundCheckpoint`."""
+    """A checkpoint in a folder; see :class:`trainkit.checkpoint.folder.ListedCheckpoint`."""
 
     path: Path
     problem: str | None

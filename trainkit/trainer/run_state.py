@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.metrics.merge import gather_states, merge_states
 from trainkit.state.hyper import stored
 from trainkit.state.parts import Parts
-from trainkit.state.run import keyed, logger_states, restore_callbacks, restore_loggers
+from trainkit.state.plug_ins import keyed, logger_states, restore_callbacks, restore_loggers
 from trainkit.trainer.progress import Phase, Stop
 
 if TYPE_CHECKING:

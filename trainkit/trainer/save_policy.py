@@ -17,7 +17,7 @@ from trainkit.console import notice, warn
 from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.state.model import frozen_fingerprint, has_adapters
 from trainkit.state.parts import SaveMode, about, capture, shown
-from trainkit.state.run import drafted
+from trainkit.state.plug_ins import drafted
 from trainkit.trainer.progress import Phase
 from trainkit.trainer.run_folder import choose_folder
 from trainkit.trainer.run_state import capture_run, parts_of

@@ -23,7 +23,7 @@ from trainkit.metrics.saved_objects import count_updates
 from trainkit.metrics.store import Scope
 from trainkit.micro_batch import MicroBatch, MicroBatchKind
 from trainkit.module.monitors import not_logged
-from trainkit.state.run import logger_states
+from trainkit.state.plug_ins import logger_states
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.progress import Phase, Stop, ValidationStart
 from trainkit.trainer.setup import refresh_train_loader, refresh_validation

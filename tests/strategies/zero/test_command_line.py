@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.arguments import local_rank
+from trainkit.launch.script_options import local_rank
 from trainkit.strategies.zero.command_line import deepspeed_config
 
 

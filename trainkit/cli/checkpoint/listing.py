@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.folder import FoundCheckpoint, candidates, folders_below, list_checkpoints
+from trainkit.checkpoint.folder import ListedCheckpoint, candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.identify import is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, holds, on_one_line, say, table
@@ -33,14 +33,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def checkpoints_at(path: Path) -> list[FoundCheckpoint]:
+def checkpoints_at(path: Path) -> list[ListedCheckpoint]:
     """The checkpoint at a path, or the checkpoints in a folder or of the runs below it.
 
     Raises:
         CheckpointNotFoundError: The folder does not exist.
     """
     if is_checkpoint(path):
-        return [FoundCheckpoint(path, *inspect_checkpoint(path))]
+        return [ListedCheckpoint(path, *inspect_checkpoint(path))]
     if not path.is_dir():
         raise CheckpointNotFoundError(
             f"Expected a folder of checkpoints, got {str(path)!r}, which {'is a file' if path.exists() else 'does not exist'}. "
@@ -50,7 +50,7 @@ def checkpoints_at(path: Path) -> list[FoundCheckpoint]:
     return sorted(found, key=lambda one: one.problem is not None)
 
 
-def _row(one: FoundCheckpoint, name: str) -> tuple[str, ...]:
+def _row(one: ListedCheckpoint, name: str) -> tuple[str, ...]:
     manifest = one.manifest
     state = "good" if one.problem is None else on_one_line(one.problem, one.path)
     if manifest is None:
@@ -62,6 +62,6 @@ def _row(one: FoundCheckpoint, name: str) -> tuple[str, ...]:
     return (name, *about, metrics, state)
 
 
-def _described(one: FoundCheckpoint) -> dict[str, Any]:
+def _described(one: ListedCheckpoint) -> dict[str, Any]:
     about = {} if one.manifest is None else about_manifest(one.manifest)
     return {"name": one.path.name, "path": str(one.path), "problem": one.problem, **about}

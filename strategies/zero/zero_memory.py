@@ -9,7 +9,7 @@ Beside masters, state, gradients and parameters DeepSpeed 0.19 has, for ``b`` by
 - stage 3: a bucket for the whole run, a copy of it while it is reduced, the parameters that are gathered, and float32
   gradients of a sub-group beside those in ``b``.
 
-``benchmarks/plan.py`` and ``tests/strategies/zero/test_memory_plan.py`` hold this against real runs.
+``benchmarks/plan.py`` and ``tests/strategies/zero/test_zero_memory.py`` hold this against real runs.
 """
 
 from __future__ import annotations

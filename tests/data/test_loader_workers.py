@@ -17,7 +17,7 @@ from helpers.patience import PATIENCE, VAIN
 from helpers.worlds.worlds import run_world
 from torch.utils.data import DataLoader
 
-from trainkit.data import workers
+from trainkit.data import loader_workers
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
 
@@ -43,7 +43,7 @@ def hang_at_the_fork(times: int) -> None:
             time.sleep(VAIN)
 
     os.register_at_fork(after_in_child=hangs)
-    workers._PATIENCE = 0.5
+    loader_workers._PATIENCE = 0.5
 
 
 def with_hanging_workers(times: int) -> tuple[list[Any], list[Any], list[str], list[int], int]:
@@ -77,7 +77,7 @@ def test_a_worker_that_hangs_is_forked_anew() -> None:
 
 def with_workers_that_always_hang() -> str:
     hang_at_the_fork(20)
-    workers._PATIENCE = 0.02
+    loader_workers._PATIENCE = 0.02
     with pytest.raises(DataError) as caught:
         samples()
     return str(caught.value)
@@ -115,7 +115,7 @@ def test_a_context_of_the_users_is_kept(given: Any, kept: bool, monkeypatch: pyt
     monkeypatch.setattr(DataLoader, "_get_iterator", lambda self: iter(()))
     loader = DataLoader(Drawing(8), num_workers=1, multiprocessing_context=given)
     before = loader.multiprocessing_context
-    assert list(workers.started(loader)) == []
+    assert list(loader_workers.started(loader)) == []
     assert (loader.multiprocessing_context is before) == kept
 
 

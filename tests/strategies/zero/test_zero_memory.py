@@ -14,7 +14,7 @@ from helpers.zero.zero_cases import NVME, STAGES
 from trainkit.errors import OptimizerError
 from trainkit.footprint import Contents, Weight
 from trainkit.strategies import ZeROStrategy
-from trainkit.strategies.zero.memory_plan import ZeROMemory
+from trainkit.strategies.zero.zero_memory import ZeROMemory
 from trainkit.trainer.memory_plan import contents_of_module
 
 
