@@ -177,7 +177,7 @@ class RecompileMonitor(Callback):
         return self._total - before
 
     def _new_state(self, trainer: Trainer, module: TrainModule) -> list[Change]:
-        """What is new in the state of modules and optimizers; called only after a compilation, because it takes long."""
+        """What is new in the state of modules and optimizers; called at first and after a compilation: it takes long."""
         state = inputs_of_state(module, trainer.optimizers)
         changes = nearest_changes(state, self._states)
         self._state = self._states.setdefault(state, len(self._states))

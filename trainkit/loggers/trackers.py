@@ -48,7 +48,13 @@ class LoggerTracker(GeneralTracker):
         self.logger.log_hyperparams(values)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log the values of a step: numbers, tensors of one element, texts, or dicts of these, named by their path."""
+        """Log the values of a step: numbers, tensors of one element, texts, or dicts of these, named by their path.
+
+        Raises:
+            MetricError: a value of another type.
+            ConfigurationError: a text, and this kind of logger cannot hold any.
+            UnsupportedArgumentError: an argument of the backend's own.
+        """
         self._refuse(kwargs)
         at = self.logger._last_step + 1 if step is None else as_step(step)
         found = dict(_flat(values))
