@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainkit.callback import Callback
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["RecompileMonitor"]
 
 _NAMED = 6  # changes, numbers or operations in a message, at most
-_REMEMBERED = 1000  # kinds of steps; a run with more has been warned long before
 _FIRST = {
     "place": "no step before had this place in its accumulation window; an epoch's last window may have fewer micro-batches.",
     "log": "the first step at a log boundary: what is logged there, and not in other steps, is a part of the graph.",
@@ -48,6 +47,10 @@ class _Step(NamedTuple):
     log: bool  # at a log boundary
     begun: bool  # the optimizer has state
     state: int  # number of the state of modules and optimizers
+
+    def new_fields(self, seen: Iterable[_Step]) -> list[str]:
+        """The fields with a value that no other step had."""
+        return [name for name, value in self._asdict().items() if all(getattr(one, name) != value for one in seen)]
 
 
 class RecompileMonitor(Callback):
@@ -82,44 +85,38 @@ class RecompileMonitor(Callback):
         super().__init__()
         self.warmup_steps = whole_number(warmup_steps, "RecompileMonitor(warmup_steps=)", 1)
         self.max_warnings = whole_number(max_warnings, "RecompileMonitor(max_warnings=)", 0)
-        self._total: int | None = None  # graphs at the last look; None: this strategy does not compile by itself
-        self._reported_useless = False
+        self._total: int | None = None  # graphs at the last look; None: there is nothing to count
         self._restart()
 
     def _restart(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.unexpected = self._warned = self._first_update = self._evaluations = self._state = 0
-        self._reported: set[str] = set()  # causes, and fields of steps
+        self.unexpected = self._warned = self._first_update = self._state = 0
+        self._reported: set[str] = set()  # causes, fields of steps, and other things that are said once
         self._steps: dict[_Step, None] = {}  # one of each kind
         self._evaluated: dict[Inputs, None] = {}  # shapes of batches
-        self._states: list[Inputs] = []
-        self._step: _Step | None = None  # the one that runs
+        self._states: dict[Inputs, int] = {}  # with their numbers
         self._late = False  # warm-up is over
-        self._hints: Counter[str] = Counter()
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._total = None  # a validation by itself calls the same hooks as one in a fit
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._restart()
         self._total = trainer.strategy.compilations
-        if self._total is None and not self._reported_useless:
-            self._reported_useless = True
+        if self._total is not None:
+            self._restart()
+            self._first_update = trainer.global_step
+        elif self._first("useless"):
             notice(
                 f"RecompileMonitor has nothing to do with strategy={trainer.strategy.name!r}, which compiles nothing itself: "
                 "it is for 'xla'. Nothing is logged. For torch.compile set the environment variable TORCH_LOGS=recompiles."
             )
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._total is not None:
-            self._first_update = trainer.global_step
-            self._count("warm-up", self._compiled(trainer))
-            self._new_state(trainer, module)
-
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         self._look_between_steps(trainer)
         if self._total is None:
             return
+        if not self._states:
+            self._new_state(trainer, module)
         micro, updates = trainer.accelerator.accumulation.current, trainer.global_step - self._first_update
         self._late = updates >= self.warmup_steps
         place = (micro.first, micro.last, micro.uneven)
@@ -127,23 +124,19 @@ class RecompileMonitor(Callback):
         self._hints = Counter(trainer.strategy.compilation_hints())
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step, self._step = self._step, None
-        if self._total is None or step is None:
+        if self._total is None:
             return
         hints = Counter(trainer.strategy.compilation_hints()) - self._hints
-        if not module.automatic_optimization or step.place[2]:  # several graphs a step are usual
+        if not module.automatic_optimization or self._step.place[2]:  # several graphs a step are usual
             del hints["graphs"]
         if number := self._compiled(trainer):
             changes = self._new_state(trainer, module)
-            step = step._replace(state=self._state)
-            self._judge(trainer, step, changes, hints, batch, batch_idx, number)
-        elif self._late and hints["graphs"] > 1 and "cut" not in self._reported:
-            self._reported.add("cut")
-            notice(
-                f"RecompileMonitor: a step runs in {hints['graphs']} graphs instead of one. {_hidden_cause(hints, batch)[1]}"
-            )
-        if len(self._steps) < _REMEMBERED:
-            self._steps[step] = None
+            self._step = self._step._replace(state=self._state)
+            self._judge(trainer, changes, hints, batch, batch_idx, number)
+        elif self._late and hints["graphs"] > 1 and self._first("cut"):
+            why = _cause([], hints, batch)[1]
+            notice(f"RecompileMonitor: a step runs in {hints['graphs']} graphs instead of one. {why}")
+        self._steps[self._step] = None
         if trainer.should_log and trainer.accelerator.sync_gradients:
             values = {"compilations/total": float(self._total), "compilations/unexpected": float(self.unexpected)}
             self.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
@@ -157,21 +150,17 @@ class RecompileMonitor(Callback):
         if self._total is None:
             return
         shapes, number = inputs_of_batch(batch), self._compiled(trainer)
-        if number and self._evaluations:
+        if number and "evaluation" in self._reported:
             where = f"in batch {batch_idx} of the validation after step {trainer.global_step} (epoch {trainer.current_epoch})"
-            changes = nearest_changes(shapes, self._evaluated)
-            self._unexpected(number, where, _changed(changes) if changes else _hidden_cause(Counter(), batch))
+            self._unexpected(number, where, *_cause(nearest_changes(shapes, self._evaluated), Counter(), batch))
         else:
             self._count("evaluation", number)
-        if len(self._evaluated) < _REMEMBERED:
-            self._evaluated[shapes] = None
+        self._evaluated[shapes] = None
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._total is None:
-            return
         self._count("evaluation", self._compiled(trainer))  # at its end, such as its metrics
-        self._evaluations += not trainer.sanity_checking
-        if self._evaluations == 1 and not trainer.sanity_checking and (number := self.counts["evaluation"]):
+        number = self.counts["evaluation"]
+        if self._total is not None and not trainer.sanity_checking and self._first("evaluation") and number:
             notice(f"RecompileMonitor: {_graphs(number)} compiled for evaluation, as expected the first time.")
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -188,85 +177,79 @@ class RecompileMonitor(Callback):
         return self._total - before
 
     def _new_state(self, trainer: Trainer, module: TrainModule) -> list[Change]:
-        """What is new in the state of modules and optimizers; called only after a compilation, because it takes long."""
+        """What is new in the state of modules and optimizers; called at first and after a compilation: it takes long."""
         state = inputs_of_state(module, trainer.optimizers)
         changes = nearest_changes(state, self._states)
-        if state not in self._states:
-            self._states.append(state)
-        self._state = self._states.index(state)
+        self._state = self._states.setdefault(state, len(self._states))
         return changes
 
     def _look_between_steps(self, trainer: Trainer) -> None:
         number = self._compiled(trainer)
         if number and self._late:
             where = f"between steps, after step {trainer.global_step} (epoch {trainer.current_epoch})"
-            self._unexpected(number, where, _BETWEEN)
+            self._unexpected(number, where, *_BETWEEN)
         else:
             self._count("warm-up", number)
 
     def _judge(
-        self, trainer: Trainer, step: _Step, changes: list[Change], hints: Counter[str], batch: Any, batch_idx: int, number: int
+        self, trainer: Trainer, changes: list[Change], hints: Counter[str], batch: Any, batch_idx: int, number: int
     ) -> None:
-        """Say why a step has compiled."""
-        new = self._new_in(step)
+        """Say why the step has compiled, with these changes of state."""
+        step = self._step
         shapes = nearest_changes(step.shapes, dict.fromkeys(one.shapes for one in self._steps))
-        short = is_shorter(shapes) and "shapes" not in self._reported
+        if not self._late:
+            self._count("warm-up", number)
+            self._reported.update(["shapes"] if is_shorter(shapes) else [])
+            return
         # global_step counts complete optimizer steps; a micro-batch inside a window belongs to the next one
         update = trainer.global_step + (not trainer.accelerator.sync_gradients)
         where = f"in step {update} (epoch {trainer.current_epoch}, batch_idx {batch_idx})"
-        if not self._late:
-            self._count("warm-up", number)
-            self._reported.update(["shapes"] if short else [])
-        elif changes or (shapes and not (short and _may_be_last(trainer, batch_idx))):
-            self._unexpected(number, where, _changed([*shapes, *changes]))
-        elif step in self._steps or (hints["graphs"] > 1 and not new):
-            self._unexpected(number, where, _hidden_cause(hints, batch))
+        may_be_last = trainer.num_training_batches in (batch_idx + 1, math.inf)
+        short = is_shorter(shapes) and may_be_last and "shapes" not in self._reported
+        visible = [*shapes, *changes] if changes or not short else []
+        new = step.new_fields(self._steps)
+        if visible or step in self._steps or (hints["graphs"] > 1 and not new):
+            self._unexpected(number, where, *_cause(visible, hints, batch))
         else:  # a combination of known parts, or what a run has once
-            self._expected(number, where, new, {"shapes": f"the short last batch, {_changed(shapes)[1]}"} if short else _FIRST)
-
-    def _new_in(self, step: _Step) -> list[str]:
-        """The fields that have a value that they had in no step before."""
-        return [name for name, value in step._asdict().items() if all(getattr(one, name) != value for one in self._steps)]
+            reasons = {"shapes": f"the short last batch, {_cause(shapes, hints, batch)[1]}"} if short else _FIRST
+            self._expected(number, where, new, reasons)
 
     def _expected(self, number: int, where: str, new: Sequence[str], reasons: Mapping[str, str]) -> None:
         self._count("expected", number)
         for name in new:
-            if name in reasons and name not in self._reported:
-                self._reported.add(name)
+            if name in reasons and self._first(name):
                 notice(f"RecompileMonitor: {_graphs(number)} compiled {where}, as expected once: {reasons[name]}")
 
     def _count(self, cause: str, number: int) -> None:
-        self.counts += Counter({cause: number})
+        if number:
+            self.counts[cause] += number
 
-    def _unexpected(self, number: int, where: str, cause: tuple[str, str]) -> None:
-        kind, text = cause
+    def _unexpected(self, number: int, where: str, cause: str, text: str) -> None:
         self.unexpected += number
-        self._count(kind, number)
-        if kind in self._reported or self._warned > self.max_warnings:
-            return
-        self._reported.add(kind)
-        self._warned += 1
-        if self._warned > self.max_warnings:
-            text = f"Further ones are only counted (max_warnings={self.max_warnings}), in compilations/unexpected."
-        warn(f"RecompileMonitor: {_graphs(number)} compiled after warm-up {where}. {text}")
+        self._count(cause, number)
+        if self._warned <= self.max_warnings and self._first(cause):
+            self._warned += 1
+            if self._warned > self.max_warnings:
+                text = f"Further ones are only counted (max_warnings={self.max_warnings}), in compilations/unexpected."
+            warn(f"RecompileMonitor: {_graphs(number)} compiled after warm-up {where}. {text}")
 
-
-def _may_be_last(trainer: Trainer, batch_idx: int) -> bool:
-    return batch_idx + 1 >= trainer.num_training_batches or trainer.num_training_batches == math.inf
+    def _first(self, what: str) -> bool:
+        """Whether this has not been reported before; it has from now on."""
+        first = what not in self._reported
+        self._reported.add(what)
+        return first
 
 
 def _graphs(number: int) -> str:
     return counted(number, "graph was", "graphs were")
 
 
-def _changed(changes: Sequence[Change]) -> tuple[str, str]:
-    named = "; ".join(map(str, changes[:_NAMED])) + (f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else "")
-    fixes = " ".join(dict.fromkeys(change.fix for change in changes))
-    return ", ".join(sorted({change.kind for change in changes})[:_NAMED]), f"{named}. {fixes}"
-
-
-def _hidden_cause(hints: Counter[str], batch: Any) -> tuple[str, str]:
-    """Why a step has compiled of which everything visible has been there before."""
+def _cause(changes: Sequence[Change], hints: Counter[str], batch: Any) -> tuple[str, str]:
+    """Why a graph was compiled: its name in ``counts``, and a text with the fix. Without changes, by the hints."""
+    if changes:
+        named = "; ".join(map(str, changes[:_NAMED])) + (f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else "")
+        fixes = " ".join(dict.fromkeys(change.fix for change in changes))
+        return ", ".join(sorted({change.kind for change in changes})[:_NAMED]), f"{named}. {fixes}"
     if operations := [name for name in hints if name not in ("graphs", "reads")][:_NAMED]:
         return "operations on the host", (
             f"Operations that the device does not have ran on the host: {', '.join(operations)}. They cut the step in two, and "

@@ -164,6 +164,14 @@ _ACCELERATOR_ATTRIBUTES = {
     "verify_device_map": "nothing: a model is on one device in each process, or sharded by ZeRO-3",
 }
 
+# Accelerate's trackers, and arguments of their log.
+_TRACKERS = dict.fromkeys(
+    ("aim", "clearml", "dvclive", "swanlab", "trackio"),
+    "is a tracker of Accelerate's that trainkit does not have. Fix: use one of comet_ml, csv, jsonl, mlflow, tensorboard, "
+    "wandb, or pass an object of your own, trainkit.tracking.GeneralTracker",
+)
+_LOG_KWARGS = {"commit": "log all values of a step in one call, which is a row: accelerator.log({...}, step=step)"}
+
 # Names that scripts import from Accelerate.
 _ZERO = "ZeRO shards parameters: Accelerator(strategy='zero3')"
 _FP8 = "FP8 is not supported: Accelerator(mixed_precision='bf16')"
@@ -295,9 +303,12 @@ ADVICE: dict[str, dict[str, str]] = {
     "Trainer": _TRAINER,
     **dict.fromkeys(("Trainer.fit", "Trainer.predict", "Trainer.test", "Trainer.validate"), _TRAINER_VERBS),
     "accelerator": _ACCELERATOR_ATTRIBUTES,
+    "log_kwargs": _LOG_KWARGS,
+    "log_with": _TRACKERS,
     "trainkit": _IMPORTS,
 }
-"""Place → name → what to use. A class means its arguments, "accelerator" the attributes of an object, "trainkit" imports."""
+"""Place → name → what to use. A class means its arguments, "accelerator" the attributes of an object, "log_with" names of
+trackers, "log_kwargs" arguments of their ``log``, "trainkit" imports."""
 
 
 def advice(where: str, name: str) -> str | None:

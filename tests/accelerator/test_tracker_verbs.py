@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import json
 import os
 import signal
 import subprocess
@@ -130,6 +131,18 @@ def test_what_is_none_is_not_logged(run_dir: Path) -> None:
     folder = run_dir / "runs" / "digits" / "version_0"
     assert only(folder / "metrics.csv") == {"a": [(1, 0.5)], "val/d": [(1, 2.0)]}
     assert {name: value for name, value in read_metrics(folder).items() if value} == {"a": [(1, 0.5)], "val/d": [(1, 2.0)]}
+
+
+def test_a_text_alone_counts_as_a_step(run_dir: Path) -> None:
+    accelerator = make("jsonl", project_dir="runs")
+    accelerator.init_trackers("digits")
+    for values in ({"note": "first"}, {"loss": 1.0}, {"note": "second"}):
+        accelerator.log(values)
+    accelerator.end_training()
+    folder = run_dir / "runs" / "digits" / "version_0"
+    texts = [json.loads(line) for line in (folder / "text.jsonl").read_text().splitlines()]
+    assert [(text["step"], text["text"]) for text in texts] == [(0, "first"), (2, "second")]
+    assert only(folder / "metrics.jsonl") == {"loss": [(1, 1.0)]}
 
 
 def test_texts_and_images_of_tensorboard(run_dir: Path) -> None:

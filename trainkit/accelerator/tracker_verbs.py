@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from trainkit.loggers.base import Logger, NullExperiment, is_installed
 from trainkit.loggers.known_loggers import LOGGERS, NotLoggedInError, check_logger, make_logger
 from trainkit.loggers.trackers import LoggerTracker, tracker_of
 from trainkit.strategy import Strategy
+from trainkit.unsupported import ADVICE, advice
 
 __all__ = ["ByTracker", "Trackers", "check_trackers"]
 
@@ -21,8 +22,6 @@ ByTracker = Mapping[str, Mapping[str, Any]]
 """Arguments by the name of the tracker that they are for."""
 
 _ALL = ("comet_ml", "mlflow", "tensorboard", "wandb")
-_ONLY_ACCELERATE = ("aim", "clearml", "dvclive", "swanlab", "trackio")
-_PROJECT = {"wandb": "project", "mlflow": "experiment_name", "comet_ml": "project"}  # the argument that names the project
 _NOTHING = NullExperiment()
 
 
@@ -35,27 +34,22 @@ class Trackers:
 
     def __init__(self, log_with: list[Any], project: ProjectConfiguration, strategy: Strategy) -> None:
         self._log_with, self._project, self._strategy = log_with, project, strategy
-        self._running: list[Any] | None = None  # None: not started
-        self._names: tuple[str, ...] = ()  # what get_tracker accepts, the same on all processes
-
-    @property
-    def running(self) -> list[Any]:
-        """The trackers that log: on the main process, between :meth:`start` and :meth:`end`."""
-        return list(self._running or ())
+        self._names = [name for item in log_with for name in (_ALL if item == "all" else [_name(item)])]
+        self._started = False
+        self.running: list[Any] = []  # on the main process, once started
 
     def start(self, project_name: str, config: Any, init_kwargs: ByTracker | None) -> None:
         """Start a run with each tracker; see ``Accelerator.init_trackers``."""
-        if self._running is not None:
+        if self._started:
             raise ConfigurationError("init_trackers: trackers are running. Fix: call accelerator.end_training() before")
         if not isinstance(project_name, str) or not project_name:
             raise ConfigurationError(f"project_name: expected a name, got {project_name!r}. Fix: init_trackers('my_project')")
-        trackers = self._make(project_name, init_kwargs)
+        trackers = self._make(project_name, self._by_name("init_kwargs", init_kwargs))
         loggers = [tracker.logger for tracker in trackers if isinstance(tracker, LoggerTracker)]
         attach(loggers, self._project.logging_dir or "trainkit_runs", self._strategy.rank)
-        self._names = (*(_ALL if "all" in self._log_with else ()), *(tracker.name for tracker in trackers))
-        self._running = trackers if self._strategy.is_main_process else []
+        self._started, self.running = True, trackers if self._strategy.is_main_process else []
         try:
-            for tracker in self._running:
+            for tracker in self.running:
                 getattr(tracker, "start", _NOTHING)()
                 if config is not None:
                     tracker.store_init_configuration(config)
@@ -66,14 +60,14 @@ class Trackers:
 
     def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: ByTracker | None) -> None:
         """Log the values of a step; see ``Accelerator.log``."""
-        options = _by_name("log_kwargs", log_kwargs, self._names) if self._started("log") else {}
+        options = self._by_name("log_kwargs", log_kwargs) if self._is_started("log") else {}
         for tracker in self.running:
             tracker.log(values, step=step, **options.get(tracker.name, {}))
 
     def get(self, name: Any, unwrap: bool) -> Any:
         """A tracker by its name, or with ``unwrap`` its ``tracker``; an object that does nothing if it does not log here."""
         wanted = _text(name)
-        if self._started("get_tracker") and self._names and wanted not in self._names:
+        if self._is_started("get_tracker") and self._names and wanted not in self._names:
             raise UnknownNameError(
                 f"get_tracker: expected one of {', '.join(self._names)}, got {wanted!r}.{nearest(str(wanted), self._names)} "
                 f"Fix: Accelerator(log_with=[{wanted!r}, ...])"
@@ -83,24 +77,46 @@ class Trackers:
 
     def end(self) -> None:
         """End all runs, even if one of them raises; see ``Accelerator.end_training``."""
-        running, self._running = self.running, None
         with ExitStack() as stack:  # which calls the last one first
-            for tracker in reversed(running):
+            for tracker in reversed(self.running):
                 stack.callback(getattr(tracker, "finish", _NOTHING))
+            self._started, self.running = False, []
 
-    def _started(self, verb: str) -> bool:
-        if self._running is None and self._log_with and self._strategy.is_main_process:  # init_trackers may run there alone
-            names = ", ".join(map(_name, self._log_with))
+    def _is_started(self, verb: str) -> bool:
+        if self._names and not self._started and self._strategy.is_main_process:  # init_trackers may run there alone
             raise ConfigurationError(
-                f"{verb}: the trackers ({names}) are not running. Fix: call accelerator.init_trackers('my_project') before"
+                f"{verb}: the trackers ({', '.join(self._names)}) are not running. "
+                "Fix: call accelerator.init_trackers('my_project') before"
             )
-        return self._running is not None
+        return self._started
 
-    def _make(self, project_name: str, init_kwargs: ByTracker | None) -> list[Any]:
-        options = _by_name("init_kwargs", init_kwargs, [_name(item) for item in self._log_with])
+    def _by_name(self, argument: str, given: ByTracker | None) -> ByTracker:
+        """Arguments by the name of the tracker; raises for a name that no tracker has."""
+        found = {_text(key): value for key, value in (given or {}).items()}
+        known = {*self._names, *LOGGERS, *ADVICE["log_with"]}
+        for name, value in found.items():
+            if name not in known:
+                raise UnknownNameError(
+                    f"{argument}: expected names of trackers, {', '.join(sorted(known))}, got {name!r}."
+                    f"{nearest(str(name), known)} Fix: {argument}={{'wandb': {{...}}}}"
+                )
+            if not isinstance(value, Mapping):
+                raise ConfigurationError(
+                    f"{argument}[{name!r}]: expected a dict of arguments, got {value!r}. Fix: {{'tags': ['a']}}"
+                )
+        return found
 
+    def _make(self, project_name: str, init_kwargs: ByTracker) -> list[Any]:
         def made(item: Any) -> Any:
-            return _make_tracker(item, project_name, self._project.logging_dir, options.get(_name(item), {}))
+            options, folder = init_kwargs.get(_name(item), {}), self._project.logging_dir
+            if isinstance(item, str):
+                given = {LOGGERS[item].project or "name": project_name, **options}
+                if folder is not None and not {"dir", "offline_directory"} & given.keys():
+                    given.setdefault("save_dir", folder)
+                return tracker_of(make_logger(item, **given))
+            if options:
+                raise ConfigurationError(f"init_kwargs: {item.name!r} was given as an object. Fix: give it its arguments there")
+            return item
 
         trackers = [made(item) for item in self._log_with if item != "all"]
         if "all" not in self._log_with or not self._strategy.is_main_process:
@@ -109,7 +125,7 @@ class Trackers:
             if name not in self._log_with and is_installed(LOGGERS[name].package):
                 try:
                     tracker = made(name)
-                    tracker.check_login()
+                    getattr(tracker.logger, "check_login", _NOTHING)()
                     trackers.append(tracker)
                 except (MissingPackageError, NotLoggedInError) as error:
                     notice(f"log_with='all' skips {name}: {error}")
@@ -119,24 +135,11 @@ class Trackers:
 
 
 def check_trackers(log_with: Any, logging_dir: Any) -> list[Any]:
-    """Check ``log_with``: a name, an object, or a list of these. Returns a list of names, ``"all"`` included, and trackers.
-
-    Raises:
-        UnknownNameError: no tracker has this name.
-        UnsupportedArgumentError: only Accelerate has this tracker.
-        MissingPackageError: the package of a tracker is not installed.
-        ConfigurationError: an object that is no tracker; or a tracker writes files, and ``logging_dir`` is ``None``.
-    """
+    """Check ``log_with``: a name, an object, or a list of these. Returns a list of names, ``"all"`` included, and trackers."""
     checked: list[Any] = []
-    for item in map(_text, log_with if isinstance(log_with, list | tuple | set) else [log_with]):
-        if isinstance(item, str):
-            _check_name(item)
-            in_files = item in ("csv", "jsonl", "tensorboard") or (item == "all" and is_installed("tensorboard"))
-        else:
-            item = tracker_of(item) if isinstance(item, Logger) else item
-            _check_object(item)
-            in_files = getattr(item, "requires_logging_directory", False)
-        if in_files and logging_dir is None:
+    for given in map(_text, log_with if isinstance(log_with, list | tuple | set) else [log_with]):
+        item = tracker_of(given) if isinstance(given, Logger) else given
+        if _writes_files(item) and logging_dir is None:
             name = _name(item)
             raise ConfigurationError(
                 f"log_with={name!r} writes files, and there is no folder for them. Fix: Accelerator(log_with={name!r}, "
@@ -147,17 +150,15 @@ def check_trackers(log_with: Any, logging_dir: Any) -> list[Any]:
     return checked
 
 
-def _check_name(name: str) -> None:
-    if name in _ONLY_ACCELERATE:
-        raise UnsupportedArgumentError(
-            f"log_with={name!r} is a tracker of Accelerate's that trainkit does not have. Fix: use one of "
-            f"{', '.join(LOGGERS)}, or pass an object of your own, trainkit.tracking.GeneralTracker"
-        )
-    if name != "all":
-        check_logger(name, "log_with", ("all",))
-
-
-def _check_object(item: Any) -> None:
+def _writes_files(item: Any) -> bool:
+    """Whether this tracker needs a folder; raises if it is no tracker."""
+    if item == "all":
+        return is_installed("tensorboard")
+    if isinstance(item, str):
+        if fix := advice("log_with", item):
+            raise UnsupportedArgumentError(f"log_with={item!r} {fix}")
+        check_logger(item, "log_with", ("all",))
+        return not LOGGERS[item].project
     if isinstance(item, type):
         raise ConfigurationError(
             f"log_with: expected an object, got the class {item.__name__}. Fix: log_with={item.__name__}()"
@@ -168,34 +169,7 @@ def _check_object(item: Any) -> None:
             f"log_with: expected a name, a trainkit.loggers.Logger or a tracker, got {item!r}, which has no "
             f"{', '.join(missing)}. Fix: log_with='tensorboard'"
         )
-
-
-def _make_tracker(item: Any, project_name: str, folder: Any, options: Mapping[str, Any]) -> Any:
-    if not isinstance(item, str):
-        if options:
-            raise ConfigurationError(f"init_kwargs: {item.name!r} was given as an object. Fix: give it its arguments there")
-        return item
-    given = {_PROJECT.get(item, "name"): project_name, **options}
-    if folder is not None and not {"dir", "offline_directory"} & given.keys():
-        given.setdefault("save_dir", folder)
-    return tracker_of(make_logger(item, **given))
-
-
-def _by_name(argument: str, given: ByTracker | None, names: Iterable[str]) -> ByTracker:
-    """Arguments by the name of the tracker; raises for a name that no tracker has."""
-    found = {_text(key): value for key, value in (given or {}).items()}
-    known = {*names, *LOGGERS, *_ONLY_ACCELERATE}
-    for name, value in found.items():
-        if name not in known:
-            raise UnknownNameError(
-                f"{argument}: expected names of trackers, {', '.join(sorted(known))}, got {name!r}.{nearest(str(name), known)} "
-                f"Fix: {argument}={{'wandb': {{...}}}}"
-            )
-        if not isinstance(value, Mapping):
-            raise ConfigurationError(
-                f"{argument}[{name!r}]: expected a dict of arguments, got {value!r}. Fix: {{'tags': ['a']}}"
-            )
-    return found
+    return bool(getattr(item, "requires_logging_directory", False))
 
 
 def _text(item: Any) -> Any:
@@ -205,4 +179,4 @@ def _text(item: Any) -> Any:
 
 
 def _name(item: Any) -> str:
-    return item if isinstance(item, str) else str(item.name)
+    return str(getattr(item, "name", item))

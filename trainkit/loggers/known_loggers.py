@@ -21,20 +21,24 @@ class NotLoggedInError(ConfigurationError):
 
 
 class Kind(NamedTuple):
-    """A logger that has a name: the path of its class, the package that it needs, and the extra that installs it."""
+    """A logger that has a name: the path of its class, the package that it needs, and the extra that installs it.
+
+    ``project`` is the argument that names the project; none for a logger of files, whose ``name`` is a folder.
+    """
 
     path: str
     package: str = ""
     extra: str = ""
+    project: str = ""
 
 
 LOGGERS: dict[str, Kind] = {
-    "comet_ml": Kind("trainkit.loggers.comet_logs:CometLogger", "comet_ml", "comet"),
+    "comet_ml": Kind("trainkit.loggers.comet_logs:CometLogger", "comet_ml", "comet", "project"),
     "csv": Kind("trainkit.loggers.csv_logs:CSVLogger"),
     "jsonl": Kind("trainkit.loggers.jsonl:JSONLLogger"),
-    "mlflow": Kind("trainkit.loggers.mlflow_logs:MLFlowLogger", "mlflow", "mlflow"),
+    "mlflow": Kind("trainkit.loggers.mlflow_logs:MLFlowLogger", "mlflow", "mlflow", "experiment_name"),
     "tensorboard": Kind("trainkit.loggers.tensorboard:TensorBoardLogger", "tensorboard", "tensorboard"),
-    "wandb": Kind("trainkit.loggers.wandb_logs:WandbLogger", "wandb", "wandb"),
+    "wandb": Kind("trainkit.loggers.wandb_logs:WandbLogger", "wandb", "wandb", "project"),
 }
 
 

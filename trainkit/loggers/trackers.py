@@ -8,9 +8,10 @@ from typing import Any
 
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.loggers.base import Logger
-from trainkit.loggers.known_loggers import LOGGERS, NotLoggedInError
+from trainkit.loggers.known_loggers import LOGGERS
 from trainkit.loggers.logged_values import as_step, number
 from trainkit.tracking import GeneralTracker
+from trainkit.unsupported import advice
 
 __all__ = ["LoggerTracker", "MLflowTracker", "WandBTracker", "tracker_of"]
 
@@ -38,9 +39,6 @@ class LoggerTracker(GeneralTracker):
 
     writer = run = tracker  # Accelerate's names for it, of TensorBoard and Comet and of wandb
 
-    def check_login(self) -> None:
-        """Raise ``NotLoggedInError`` if ``start`` would ask the user to log in."""
-
     def start(self) -> None:
         """Open the run now, so that ``init_trackers`` fails, not the first ``log``."""
         _ = self.logger.experiment
@@ -57,28 +55,27 @@ class LoggerTracker(GeneralTracker):
             ConfigurationError: a text, and this kind of logger cannot hold any.
             UnsupportedArgumentError: an argument of the backend's own.
         """
-        self._check_arguments(kwargs)
+        self._refuse(kwargs)
         at = self.logger._last_step + 1 if step is None else as_step(step)
         found = dict(_flat(values))
-        texts = {name: value for name, value in found.items() if isinstance(value, str) and isinstance(name, str)}
+        texts = [name for name, value in found.items() if isinstance(value, str) and isinstance(name, str)]
         numbers = {name: number(name, value) for name, value in found.items() if name not in texts}
         # log_metrics takes a metric "step" for the step, as in Lightning
-        own_step = numbers.pop("step") if step is not None and numbers.get("step", at) != at else None
-        if own_step is not None and self.name in ("csv", "jsonl"):
+        own_step = at if step is None else numbers.pop("step", at)
+        if own_step != at and self.name in ("csv", "jsonl"):
             raise ConfigurationError(
                 f"log: {self.name} has a column 'step' already, expected its value to be step={step}, got {own_step}. "
                 f"Fix: accelerator.log({{'my_step': {own_step}}}, step={step})"
             )
-        for key, text in texts.items():  # before the numbers: a logger that cannot hold texts logs nothing
-            self.logger.log_text(key, text, at)
-        if numbers:
-            self.logger.log_metrics(numbers, at)
-        if own_step is not None:
+        for name in texts:  # before the numbers: a logger that cannot hold texts logs nothing
+            self.logger.log_text(name, found[name], at)
+        self.logger.log_metrics(numbers, at)
+        if own_step != at:
             self.logger.write_metrics({"step": own_step}, at)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images: name → a list of arrays, tensors or PIL images, or an array of shape (N, H, W, C) or (N, C, H, W)."""
-        self._check_arguments(kwargs)
+        self._refuse(kwargs)
         for key, images in values.items():
             self.logger.log_image(key, list(images), step)
 
@@ -87,38 +84,21 @@ class LoggerTracker(GeneralTracker):
         self.logger.finalize("success")
         Logger.finalize(self.logger, "success")
 
-    def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        if kwargs:
-            raise UnsupportedArgumentError(
-                f"log: {self.name} does not take {', '.join(f'{name}=' for name in kwargs)} here. Fix: call the method of "
-                f"accelerator.get_tracker({self.name!r}, unwrap=True)"
-            )
+    def _refuse(self, kwargs: Mapping[str, Any]) -> None:
+        for name, value in kwargs.items():
+            if (name, value) != ("commit", True):  # what each call does
+                fix = advice("log_kwargs", name) or f"call the method of accelerator.get_tracker({self.name!r}, unwrap=True)"
+                raise UnsupportedArgumentError(
+                    f"log: {self.name} does not take {name}= here, and {name}={value!r} was given. Fix: {fix}"
+                )
 
 
 class WandBTracker(LoggerTracker):
     """A ``WandbLogger`` as a tracker: one call of ``log`` is one row, of any values that wandb can hold."""
 
-    def check_login(self) -> None:
-        """Raise ``NotLoggedInError`` for a run that would be online, without an API key."""
-        import wandb
-
-        mode = self.logger._options.get("mode") or wandb.setup().settings.mode
-        if self.logger._given or wandb.run or mode not in ("online", "shared") or wandb.login(prompt=False):
-            return
-        raise NotLoggedInError("no one is logged in. Fix: run wandb login, or set WANDB_MODE=offline to log offline")
-
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log a row: numbers, texts, dicts, ``wandb.Image``, ``wandb.Table`` and lists of these. Skips ``None``.
-
-        Raises:
-            UnsupportedArgumentError: ``commit=False``, or another argument.
-        """
-        if kwargs.pop("commit", True) is False:
-            raise UnsupportedArgumentError(
-                "log: commit=False is not supported for wandb: each call is a row. Fix: log all values of a step in one "
-                "call, accelerator.log({...}, step=step)"
-            )
-        self._check_arguments(kwargs)
+        """Log a row: numbers, texts, dicts, ``wandb.Image``, ``wandb.Table`` and lists of these. Skips ``None``."""
+        self._refuse(kwargs)
         prefix = self.logger._prefix
         row = {f"{prefix}-{key}" if prefix and key != "epoch" else key: value for key, value in _numeric("", values).items()}
         if row:
@@ -136,8 +116,7 @@ class WandBTracker(LoggerTracker):
         """Log a ``wandb.Table``, of columns and rows or of a data frame."""
         import wandb
 
-        rows = None if data is None else [list(row) for row in data]
-        self.log({table_name: wandb.Table(columns=columns, data=rows, dataframe=dataframe)}, step, **kwargs)
+        self.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
 
 
 class MLflowTracker(LoggerTracker):

@@ -20,6 +20,7 @@ from trainkit.errors import (
     nearest,
 )
 from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.known_loggers import NotLoggedInError
 from trainkit.loggers.log_folder import check_save_dir, one_of
 from trainkit.loggers.logged_values import as_step
 
@@ -156,6 +157,14 @@ class WandbLogger(Logger):
         self._id = run.id
         self._started.append(_Started(run, weakref.ref(self)))
         return run
+
+    def check_login(self) -> None:
+        """Raise ``NotLoggedInError`` for a run that would be online, without an API key; starts no run."""
+        import wandb
+
+        mode = self._options.get("mode") or wandb.setup().settings.mode
+        if self._given is None and not wandb.run and mode in ("online", "shared") and not wandb.login(prompt=False):
+            raise NotLoggedInError("no one is logged in. Fix: run wandb login, or set WANDB_MODE=offline to log offline")
 
     def _adopt(self, run: Any) -> Any:
         unused = sorted(self._options)
