@@ -124,7 +124,7 @@ def test_output_is_taken_where_nobody_wants_it(cells: Cells) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         streams.take(0, 0, process)
         assert process.wait() == 0
-    streams.close()
+        streams.close()  # before the pipes are closed here
 
 
 def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
