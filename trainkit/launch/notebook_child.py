@@ -113,8 +113,7 @@ def _report(folder: Path, rank: int, summary: str, refused: bool = False, follow
 def _restore(task: dict[str, Any], local_rank: int) -> None:
     """Take the arguments, the source of cells and the kind of output from the notebook's process."""
     sys.argv[:] = task["argv"]
-    for name, lines in task["sources"].items():
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    linecache.cache.update((name, tuple(entry)) for name, entry in task["sources"].items())
     for name, shows_progress in task["shows_progress"].items():
         stream = getattr(sys, name)
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
