@@ -61,10 +61,9 @@ def run_replica(index: int, folder: str) -> None:
     """Run the function as one XLA replica with this rank."""
     try:
         _run(folder, index, index)
-    except ProcessFailedError:  # of another replica, which prints it
-        raise SystemExit(1) from None
-    except Exception as error:  # printed here, without the frames of the runtime
-        _print_error(type(error), error, error.__traceback__)
+    except Exception as error:
+        if not isinstance(error, ProcessFailedError):  # of another replica, which prints it
+            _print_error(type(error), error, error.__traceback__)  # without the frames of the runtime
         raise SystemExit(1) from None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import cloudpickle
 from torch import Tensor
 
+from trainkit.distributed.failure import summary
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 
@@ -76,8 +77,7 @@ def _dump_or_explain(value: Any, parts: Mapping[str, Any], message: str) -> byte
         return _dump(value)
     except Exception as error:
         part, why = _first_culprit(parts) or (next(iter(parts)), error)
-        bound = isinstance(why, _BoundError)
-        reason = "it belongs to this process" if bound else f"{type(why).__name__}: {str(why).strip().rstrip('.')}"
+        reason = "it belongs to this process" if isinstance(why, _BoundError) else summary(why).rstrip(".")
         raise ConfigurationError(f"notebook_launcher: {message.format(part=part, reason=reason)}") from error
 
 
