@@ -124,7 +124,7 @@ def test_output_is_taken_where_nobody_wants_it(cells: Cells) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         streams.take(0, 0, process)
         assert process.wait() == 0
-    streams.close()
+        streams.close()  # before the pipes are closed here
 
 
 def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +144,8 @@ def test_a_program_that_writes_to_its_own_files_needs_none() -> None:
     assert run_python(program).stdout == "False {'stdout': False, 'stderr': False}\n"
     other = f"import io, sys; said = sys.stdout; sys.stdout = io.StringIO(); {program.partition('; ')[2][:-1]}, file=said)"
     assert run_python(f"import sys; {other}", cwd=ROOT).stdout == "True {'stdout': False, 'stderr': False}\n"
+    wrapped = f"import sys; sys.stdout = open(1, 'w'); {program.partition('; ')[2]}"  # which is to see all output
+    assert run_python(wrapped).stdout == "True {'stdout': False, 'stderr': False}\n"
 
 
 def test_what_a_notebook_shows(monkeypatch: pytest.MonkeyPatch) -> None:

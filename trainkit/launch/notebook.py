@@ -122,7 +122,7 @@ def _launch(
     task = {
         "argv": sys.argv,
         # of cells, which are in no file, for tracebacks
-        "sources": {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None},
+        "sources": {name: entry for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None},
         "shows_progress": {} if output is None else progress,
         "replicas": replicas,
         "environment": {} if replicas is None else environment,
@@ -175,9 +175,8 @@ def _command(shows_progress: bool) -> tuple[str, ...]:
 
 
 def _raise_failure(verdict: Verdict, failures: list[dict[str, Any]]) -> None:
-    """Raise the error of the run: the first failure that does not follow from another; what cannot be sent comes after it."""
-    causes = [failure for failure in failures if not failure["follows"]]
-    first = min(causes, key=lambda failure: bool(failure["refused"]), default=None)
+    """Raise the error of the run: first what the function raised, then what cannot be sent, then what follows from another."""
+    first = min(failures, key=lambda failure: (failure["follows"], failure["refused"]), default=None)
     if verdict.code == INTERRUPTED:
         raise KeyboardInterrupt
     if verdict.code == PREEMPTED:
@@ -186,10 +185,10 @@ def _raise_failure(verdict: Verdict, failures: list[dict[str, Any]]) -> None:
         raise ConfigurationError(first["summary"])
     if verdict.code == 0:
         return
-    if first is not None:
+    if first is not None and not first["follows"]:
         raise ProcessFailedError(f"rank {first['rank']} failed: {first['summary']}. Its traceback is in the output.")
-    why = verdict.message or next((failure["summary"] for failure in failures), None) or verdict.first
-    raise ProcessFailedError(f"{why or 'the processes have failed'}.")
+    why = verdict.message or (first and first["summary"]) or verdict.first or "the processes have failed"
+    raise ProcessFailedError(f"{why}.")
 
 
 def _nodes(num_nodes: int, node_rank: int, master_addr: str, port: str, endpoint: str) -> dict[str, Any]:
@@ -256,15 +255,14 @@ def _processes(wanted: int | None, num_nodes: int, max_restarts: int) -> tuple[i
 
 def _run_here(function: Callable[..., Any], args: tuple[Any, ...], variables: Mapping[str, str]) -> Any:
     """Call the function in this process, with these environment variables set."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         return function(*args)
     finally:
-        for name, value in before.items():
+        for name in variables:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(before)
 
 
 def _check_xla(num_nodes: int, max_restarts: int) -> None:

@@ -61,10 +61,9 @@ def run_replica(index: int, folder: str) -> None:
     """Run the function as one XLA replica with this rank."""
     try:
         _run(folder, index, index)
-    except ProcessFailedError:  # of another replica, which prints it
-        raise SystemExit(1) from None
-    except Exception as error:  # printed here, without the frames of the runtime
-        _print_error(type(error), error, error.__traceback__)
+    except Exception as error:
+        if not isinstance(error, ProcessFailedError):  # of another replica, which prints it
+            _print_error(type(error), error, error.__traceback__)  # without the frames of the runtime
         raise SystemExit(1) from None
 
 
@@ -113,8 +112,7 @@ def _report(folder: Path, rank: int, summary: str, refused: bool = False, follow
 def _restore(task: dict[str, Any], local_rank: int) -> None:
     """Take the arguments, the source of cells and the kind of output from the notebook's process."""
     sys.argv[:] = task["argv"]
-    for name, lines in task["sources"].items():
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    linecache.cache.update((name, tuple(entry)) for name, entry in task["sources"].items())
     for name, shows_progress in task["shows_progress"].items():
         stream = getattr(sys, name)
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)

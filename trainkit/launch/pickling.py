@@ -16,12 +16,18 @@ from typing import Any
 import cloudpickle
 from torch import Tensor
 
+from trainkit.distributed.failure import summary
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 
 __all__ = ["dump_call", "dump_result", "load"]
 
 _MAX_DEPTH = 8  # how deep to search an object for the part that cannot be pickled
+_NOT_SENT = "{part} cannot be sent to other processes: {reason}. Create it inside the function, or pass what it is made of."
+_NOT_RETURNED = (
+    "the function has returned, but {part} cannot be sent back: {reason}. Return numbers, tensors, a state_dict or "
+    "accelerator.unwrap_model(model), or save the result to a file."
+)
 
 
 class _BoundError(Exception):
@@ -32,16 +38,12 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Refuse what is bound to a process group; move tensors to the CPU, or every process would use the same device."""
         kind: Any = type(obj)
-        if issubclass(kind, World) or (_is_strategy(kind) and obj.joined):
+        is_strategy = any(base.__module__ == "trainkit.strategy" for base in kind.__mro__)
+        if issubclass(kind, World) or (is_strategy and obj.joined):
             raise _BoundError
         if kind is Tensor and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(self.proto)
         return super().reducer_override(obj)
-
-
-@functools.cache
-def _is_strategy(kind: Any) -> bool:
-    return any(base.__module__ == "trainkit.strategy" for base in kind.__mro__)
 
 
 def dump_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -51,18 +53,12 @@ def dump_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ConfigurationError: a part cannot be pickled; the message names it.
     """
     parts = {_name(function): function, **{f"argument {index}": value for index, value in enumerate(args)}}
-    fix = "Create it inside the function, or pass what it is made of."
-    return _dump_parts((function, args), parts, "", "cannot be sent to other processes", fix)
+    return _dump_or_explain((function, args), parts, _NOT_SENT)
 
 
 def dump_result(result: Any) -> bytes:
-    """Pickle what the function returned; tensors move to the CPU.
-
-    Raises:
-        ConfigurationError: a part cannot be pickled; the message names it.
-    """
-    fix = "Return numbers, tensors, a state_dict or accelerator.unwrap_model(model), or save the result to a file."
-    return _dump_parts(result, {"the result": result}, "the function has returned, but ", "cannot be sent back", fix)
+    """Like :func:`dump_call`, for what the function returned."""
+    return _dump_or_explain(result, {"the result": result}, _NOT_RETURNED)
 
 
 def load(data: bytes) -> Any:
@@ -76,15 +72,13 @@ def _dump(value: Any) -> bytes:
         return file.getvalue()
 
 
-def _dump_parts(value: Any, parts: Mapping[str, Any], before: str, problem: str, fix: str) -> bytes:
-    """Pickle a value that has these parts, or say which of them is the problem."""
+def _dump_or_explain(value: Any, parts: Mapping[str, Any], message: str) -> bytes:
     try:
         return _dump(value)
     except Exception as error:
         part, why = _first_culprit(parts) or (next(iter(parts)), error)
-        bound = isinstance(why, _BoundError)
-        reason = "it belongs to this process" if bound else f"{type(why).__name__}: {str(why).strip().rstrip('.')}"
-        raise ConfigurationError(f"notebook_launcher: {before}{part} {problem}: {reason}. {fix}") from error
+        reason = "it belongs to this process" if isinstance(why, _BoundError) else summary(why).rstrip(".")
+        raise ConfigurationError(f"notebook_launcher: {message.format(part=part, reason=reason)}") from error
 
 
 def _first_culprit(parts: Mapping[str, Any], depth: int = 0) -> tuple[str, Exception] | None:
